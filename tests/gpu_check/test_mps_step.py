@@ -3,7 +3,6 @@ answer where something is wrong. The whole step runs in test_whole.py."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import time
@@ -90,15 +89,16 @@ class Stub:
 
     def __init__(self, **answers: Any) -> None:
         self.killed_s = 0.0
-        self.process = SimpleNamespace(stdin=io.StringIO())
+        self.sent: list[str] = []
         self._answers = answers
-        self._asked = ""
+
+    def send(self, question: str) -> None:
+        self.sent.append(question)
 
     def answer(self, question: str = "", timeout_s: float = 0.0) -> str:
-        sent = self.process.stdin.getvalue().splitlines()
-        if not question and not sent:
+        if not question and not self.sent:
             return "ready"
-        found = self._answers[(question or sent[-1]).split()[0]]
+        found = self._answers[(question or self.sent[-1]).split()[0]]
         return json.dumps(found() if callable(found) else found)
 
     def kill(self) -> float:
@@ -133,7 +133,7 @@ def test_seconds_until_memory_is_had_count_from_the_kill(monkeypatch: pytest.Mon
     victim, other = stub(), stub()
     assert 0 <= mps.killed([victim, other], PAGES) < 60
     assert victim.killed_s > 0
-    assert other.process.stdin.getvalue() == "take 0.0 60\n"
+    assert other.sent == ["take 0.0 60"]
 
 
 # --- each check ------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_clients_that_use_no_server_are_told(
 ) -> None:
     faulty.start()
     checks = checked(tmp_path, faulty, monkeypatch)
-    assert "the clients do not use it" in checks["side_by_side"]
+    assert "the clients do not use MPS" in checks["side_by_side"]
     faulty.quit()
 
 
@@ -232,4 +232,4 @@ def test_a_machine_without_mps_is_named(tmp_path: Path) -> None:
     env["PATH"] = os.pathsep.join(path for path in paths if path != str(DOUBLE))
     found = run("mps", env, tmp_path)
     assert found["status"] == "skipped"
-    assert "there is no nvidia-cuda-mps-control on the PATH" in found["reason"]
+    assert "nvidia-cuda-mps-control is not on the PATH" in found["reason"]

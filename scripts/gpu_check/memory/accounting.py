@@ -1,5 +1,5 @@
-"""Part of the step "models": what NVML says of processes' memory, which leases and the drift of
-free memory rest on."""
+"""Part of the step "models": memory of processes by NVML, on which leases and the drift of free
+memory depend."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ ASKED = 30
 
 
 def process_figures(driver: Driver, sizes: Sizes) -> dict[str, Any]:
-    """Whether a process's figure follows its pages, and that of a killed one goes. NVML may name no
-    processes at all (other pid namespaces): Prism then estimates, and the facts say so.
+    """Returns NVML's memory of this process as its pages change, and that of a killed process.
 
-    Raises RuntimeError for a figure that does not follow, or for free memory that is not what the
-    driver says; Skip where there is no NVML.
+    NVML may name no processes at all (other pid namespaces). Prism then estimates, and the facts
+    have None. Raises RuntimeError for a figure that does not follow the pages, and for free memory
+    that differs from the driver's. Raises Skip where NVML is missing.
     """
     pages = sizes.pages(256)
     namespace = f"gpu-check-{uuid4().hex[:8]}"
     with ledger(4 * pages, namespace) as device:
         memory = device.driver_memory()
         if memory is None:
-            raise Skip("no NVML: nothing tells processes' memory")
+            raise Skip("NVML, which tells the memory of processes, is missing")
         free, total = driver.memory()
         off = {"free": memory.free_bytes - free, "total": memory.total_bytes - total}
         facts: dict[str, Any] = {"ask_ms": round(asking_s(device) * 1e3, 3), "off_bytes": off}
@@ -60,7 +60,7 @@ def process_figures(driver: Driver, sizes: Sizes) -> dict[str, Any]:
 
 
 def asking_s(device: Device) -> float:
-    """Median seconds of a question: agents ask in their event loop."""
+    """Returns the median seconds of a query, which agents make in their event loop."""
     taken = []
     for _ in range(ASKED):
         began_s = time.perf_counter()
@@ -70,14 +70,14 @@ def asking_s(device: Device) -> float:
 
 
 def used_bytes(device: Device, pid: int) -> int | None:
-    """What NVML counts for a process; None if it does not name it, or tells no size."""
+    """Returns the memory of a process by NVML, None if it does not name it or gives no size."""
     memory = device.driver_memory()
     found = [p.used_bytes for p in memory.processes if p.pid == pid] if memory else []
     return found[0] if found else None
 
 
 def killed(device: Device, namespace: str, pages: int) -> dict[str, Any]:
-    """The figure of a process that holds pages, and how long it is there after its death."""
+    """Returns NVML's memory of a process with pages, and how long NVML names it after its death."""
     with Peer(namespace, str(pages), module="scripts.gpu_check.memory.holder") as peer:
         peer.answer()
         pid = peer.process.pid

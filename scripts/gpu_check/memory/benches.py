@@ -1,4 +1,4 @@
-"""Step "benches": the benchmarks of bench/ that are for GPUs, sized by what is free."""
+"""Step "benches": the benchmarks of bench/ for GPUs, sized by free memory."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def body(report: Report) -> None:
 
 
 def map_options(sizes: Sizes) -> list[str]:
-    """Each of the four ways keeps pages of its own: five times buffers x slabs, and some."""
+    """Returns sizes of which free memory holds five times buffers x slabs, and some more."""
     buffers = 64 if sizes.free_bytes > 8 * 64 * 4 * PAGE_BYTES else 4
     slabs = 4 if buffers == 64 else 2
     return ["--buffers", str(buffers), "--slabs", str(slabs), "--pairs", "15"]
 
 
 def weight_gigabytes(sizes: Sizes) -> list[float]:
-    """One and three gigabytes where they fit: the store in /dev/shm, twice as much on the GPU."""
+    """Returns one and three gigabytes if they fit into a store in /dev/shm and twice on the GPU."""
     room = min(sizes.store_bytes // 2, sizes.free_bytes // 3)
     found = [size for size in (1.0, 3.0) if size * 1e9 <= room]
     return found or [round(min(room, 64 * MIB) / 1e9, 3)]
@@ -69,21 +69,21 @@ def weight_gigabytes(sizes: Sizes) -> list[float]:
 
 def weight_options(gigabytes: list[float]) -> list[str]:
     if gigabytes[0] <= 0:
-        raise Skip("/dev/shm is full: there is no room for a store")
+        raise Skip("/dev/shm is full: a store does not fit")
     tensor_mb = 64 if gigabytes[0] >= 1 else 4
     sizes = ",".join(str(size) for size in gigabytes)
     return ["--gigabytes", sizes, "--tensor-mb", str(tensor_mb), "--pairs", "3"]
 
 
 def attention_options(sizes: Sizes) -> list[str]:
-    """8.6 GB of KV twice on a large GPU, which no cache holds; a shape and no time on a small."""
+    """Returns 8.6 GB of KV, more than any cache, on a large GPU, and tiny sizes elsewhere."""
     if sizes.free_bytes >= 24 * GIB:
         return ["--batch", "64", "--context", "2048"]
     return ["--layers", "2", "--batch", "2", "--context", "64", "--pairs", "2"]
 
 
 def run(name: str, *options: str) -> str:
-    """What the benchmark prints. Raises RuntimeError with the end of what it complained of."""
+    """Returns the output of a benchmark. Raises RuntimeError with the end of its errors."""
     began_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / f"{name}.py"), *options],
@@ -99,26 +99,26 @@ def run(name: str, *options: str) -> str:
 
 
 def ratios(text: str) -> dict[str, Any]:
-    """{name: [first, second, ratio]} of a benchmark's lines."""
+    """Returns {name: [first, second, ratio]} of a benchmark's lines."""
     found = {}
     for line in text.splitlines():
         if match := RATIO.match(line):
             name, *values = match.groups()
             found[name] = [float(value) for value in values]
     if not found:
-        raise RuntimeError(f"no ratio in what it printed: {text[-200:]}")
+        raise RuntimeError(f"no ratio in the output: {text[-200:]}")
     return found
 
 
 def rates(text: str) -> dict[str, dict[str, float]]:
-    """{size: {way: GB/s}}."""
+    """Returns {size: {way: GB/s}} of a benchmark's lines."""
     found = {}
     for line in text.splitlines():
         size, _, rest = line.partition(":")
         if size.endswith(" GB") and (pairs := RATE.findall(rest)):
             found[size] = {name: float(rate) for name, rate in pairs}
     if not found:
-        raise RuntimeError(f"no rates in what it printed: {text[-200:]}")
+        raise RuntimeError(f"no rates in the output: {text[-200:]}")
     return found
 
 

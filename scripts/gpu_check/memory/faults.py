@@ -1,7 +1,7 @@
-"""Step "faults": accesses that the GPU must refuse, last and each in a process of its own.
+"""Step "faults": accesses that the GPU must refuse, each in a separate process.
 
-Each is an MMU fault (Xid 31), after which the process's context is lost. No other step's is: a
-driver that takes the GPU down with it does so when everything else is known.
+Each is an MMU fault (Xid 31), after which the context of its process is lost. This is the last
+step, since a fault may also take the GPU down.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def body(report: Report) -> None:
 
 
 def graph_over_a_hole() -> dict[str, int]:
-    """A graph that was captured over a page is launched after the page was unmapped."""
+    """Launches a graph whose page was unmapped after the capture."""
     with Peer("hole", str(PAGE_BYTES)) as peer:
         mapped, launch, wait = (int(code) for code in peer.answer().split())
     if mapped or not (launch or wait):
-        raise RuntimeError(f"a graph over a page: {mapped}; over a hole: {launch}, {wait}")
+        raise RuntimeError(f"a graph over a page gives {mapped}, over a hole {launch}, {wait}")
     return {"launch": launch, "wait": wait}
 
 
 def write_to_a_read_only_page() -> dict[str, Any]:
-    """Raises Skip where the driver grants no read-only access."""
+    """Writes to a page without write access. Raises Skip if the driver refuses such access."""
     with Peer("write", str(PAGE_BYTES)) as peer:
         granted, *codes = (int(code) for code in peer.answer().split())
     if granted:

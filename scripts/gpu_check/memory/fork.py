@@ -1,7 +1,7 @@
-"""Step "fork": what the fork server does, without SGLang: import under stand-ins, fork, use CUDA.
+"""Step "fork": the work of the fork server without SGLang: imports under stand-ins, fork, CUDA.
 
-The parent imports torch and Triton while torch.cuda's questions are answered by a process beside
-it, and must not have initialised CUDA afterwards; children then use device 0.
+The parent imports torch and Triton while a separate process answers the questions of torch.cuda.
+CUDA must not be initialised in the parent afterwards. Children then use device 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.gpu_check.kv import CUDA, ledger, require_kvcached
 from scripts.gpu_check.report import ROOT, Report, Skip, run_as_step
 from scripts.gpu_check.sizes import PAGE_BYTES
 
-# At import SGLang and its kernels ask these, with and without a device.
+# Asked by SGLang and its kernels when they are imported, with and without a device.
 QUESTIONS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("is_available", ()),
     ("device_count", ()),
@@ -57,7 +57,7 @@ def body(report: Report) -> None:
         report.fact(children=children)
         report.figure("first_result", children[-1]["first_result_s"])
         if cuda_facts.is_initialized():
-            raise RuntimeError("CUDA is initialised in the parent, which only forked")
+            raise RuntimeError("the fork initialised CUDA in the parent")
     with report.check("triton_in_a_child"):
         report.fact(triton=in_child(use_triton))
     with report.check("answers_are_true"):
@@ -71,8 +71,8 @@ def body(report: Report) -> None:
 
 
 def stand_ins() -> ModuleType:
-    """prism.engines.sglang.before_fork by its path: the package around it needs what a bare machine
-    lacks."""
+    """Returns prism.engines.sglang.before_fork, imported by its path: its package needs packages
+    that a bare machine lacks."""
     path = ROOT / "prism" / "engines" / "sglang" / "before_fork.py"
     spec = importlib.util.spec_from_file_location("before_fork", path)
     assert spec is not None
@@ -83,7 +83,7 @@ def stand_ins() -> ModuleType:
 
 
 def preload(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Imports and questions, as the fork server's imports make them."""
+    """Imports torch and Triton, and asks the questions of SGLang's import. Returns the answers."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     began_s = time.monotonic()
     before_fork = stand_ins()  # imports torch
@@ -105,7 +105,7 @@ def ask(torch: Any, name: str, given: tuple[object, ...]) -> Any:
 
 
 def use_device() -> dict[str, Any]:
-    """torch and kvcached on the device. Runs in a child."""
+    """Uses torch and kvcached on the device, in a child."""
     began_s = time.monotonic()
     import torch
 
@@ -126,7 +126,7 @@ def use_device() -> dict[str, Any]:
 
 
 def use_triton() -> dict[str, Any]:
-    """A kernel that is compiled in the child: Triton kept torch's functions from the parent."""
+    """Compiles a kernel in a child, where Triton still has torch's functions of the parent."""
     if importlib.util.find_spec("triton") is None:
         raise Skip("Triton is not installed")
     import torch
@@ -141,7 +141,7 @@ def use_triton() -> dict[str, Any]:
 
 
 def compare(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the stand-ins answered, against torch's own properties."""
+    """Compares the answers of the stand-ins with torch's own properties."""
     import torch
 
     real = torch.cuda.get_device_properties(0)
@@ -156,7 +156,7 @@ def compare(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def use_too_late() -> dict[str, str]:
-    """A child of a process that uses CUDA: torch and kvcached refuse, each saying why."""
+    """Returns the errors of torch and kvcached in a child of a process that uses CUDA."""
     import torch
 
     from kvcached.errors import KvcachedError
@@ -177,7 +177,7 @@ def use_too_late() -> dict[str, str]:
 
 
 def in_child(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it returns in a forked child. Raises RuntimeError, or Skip, with what it raised."""
+    """Returns the result of a call in a forked child. Raises RuntimeError, or the child's Skip."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reader)
@@ -201,7 +201,7 @@ def _answer(call: Callable[[], dict[str, Any]], writer: int) -> int:
         answer = call()
     except Skip as reason:
         answer = {"skip": str(reason)}
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
+    except Exception as error:  # noqa: BLE001 - the parent reports any error
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.flush()

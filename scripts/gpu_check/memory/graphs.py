@@ -1,7 +1,7 @@
 """Step "graphs": CUDA graphs over KV views whose pages come and go, fences, the keeper's thread.
 
-What kvcached rests on: a graph holds addresses, not pages, so pages may be replaced under it; pages
-stay until the work that may read them is done; the keeper's thread breaks no capture.
+kvcached relies on three facts. A graph holds addresses, not pages, so that pages can be replaced.
+Pages stay until the work that may read them is done. The keeper's thread breaks no capture.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def body(report: Report) -> None:
 
 
 def new_cache(client: Client, slabs: int) -> KVCache:
-    """A cache of so many slabs that keeps no page without a live block."""
+    """Returns a cache of `slabs` slabs that keeps no page without a live block."""
     from kvcached import Layout
 
     layout = Layout(
@@ -59,7 +59,7 @@ def new_cache(client: Client, slabs: int) -> KVCache:
 
 @contextmanager
 def opened(torch: Any, pages: int, *, keeper: bool = False) -> Iterator[tuple[Device, Client]]:
-    """A ledger and a client on it; `keeper`: with kvcached's own thread."""
+    """Yields a ledger and its client. keeper: the client has kvcached's own thread."""
     with ledger(pages) as device, device.client("graphs", background=keeper) as client:
         try:
             yield device, client
@@ -72,7 +72,7 @@ def other_client(device: Device) -> Client:
 
 
 class Subject:
-    """A captured step that sums up blocks whose ids it reads from `ids`."""
+    """Step that sums up the blocks of `ids`, captured as a graph."""
 
     def __init__(self, torch: Any, kv: KVCache) -> None:
         self.torch = torch
@@ -97,7 +97,7 @@ class Subject:
             meanwhile()
 
     def fill(self, ids: Any, first: int) -> None:
-        """The blocks' values, which bfloat16 and the sums hold exactly; and which blocks to sum."""
+        """Writes values that bfloat16 and the sums hold exactly, and chooses the blocks to sum."""
         chosen = self.torch.from_numpy(ids.copy()).to(CUDA)
         for layer, view in enumerate(self.views):
             values = first + layer + self.torch.arange(len(ids), device=CUDA) % 8
@@ -116,7 +116,7 @@ class Subject:
 
 
 def pages_move(torch: Any, driver: Driver) -> dict[str, Any]:
-    """The graph is captured once; below it pages are unmapped, mapped again, and others mapped."""
+    """Replays one graph while its pages are unmapped, mapped again, and others are mapped."""
     with opened(torch, 64) as (_, client):
         kv, other = new_cache(client, 6), new_cache(client, 6)
         subject = Subject(torch, kv)
@@ -145,7 +145,7 @@ def pages_move(torch: Any, driver: Driver) -> dict[str, Any]:
 
 
 def is_hole(driver: Driver, address: int) -> bool:
-    """Of a reserved address without a page a driver may also say that nobody has access."""
+    """Returns whether an address has no page. A driver may fail there, or answer "no access"."""
     flags, location = ctypes.c_ulonglong(), Location(1, 0)
     arguments = ctypes.byref(flags), ctypes.byref(location), u64(address)
     return driver.code("cuMemGetAccess", *arguments) != 0 or flags.value == 0
@@ -159,8 +159,10 @@ def taken(kv: KVCache, blocks: int) -> Any:
 
 
 def fence_under_load(torch: Any) -> dict[str, Any]:
-    """Blocks are freed while a kernel that will read them is queued: nobody gets their pages
-    before it is done, and it reads what was there."""
+    """Frees blocks while a kernel that will read them is queued.
+
+    Their pages must not be granted before the kernel is done, and it must read the old content.
+    """
     pages = 2 * LAYERS * 2
     with opened(torch, pages) as (device, client), other_client(device) as second:
         stream = torch.cuda.Stream()
@@ -184,11 +186,11 @@ def fence_under_load(torch: Any) -> dict[str, Any]:
         early = wanted.alloc_kv(wanted.num_blocks)
         held_bytes, runs = kv.quarantined_bytes(), not stream.query()
         if not runs:
-            raise Skip("the queued work was over before the pages were asked for")
+            raise Skip("the queued work ended before the pages were requested")
         if early is not None or held_bytes == 0:
-            raise RuntimeError(f"pages were given away under a kernel; {held_bytes} bytes waited")
+            raise RuntimeError(f"pages of a queued kernel were granted; {held_bytes} bytes waited")
         stream.synchronize()
-        settle_s = _until(lambda: (kv.settle(), kv.quarantined_bytes() == 0)[1])
+        settle_s = settle(kv, kv.quarantined_bytes)
         late = taken(wanted, wanted.num_blocks)
         found = [float(value.cpu()) for value in read]
         wanted.free_kv(late)
@@ -197,19 +199,21 @@ def fence_under_load(torch: Any) -> dict[str, Any]:
     return {"quarantined_bytes": held_bytes, "settled_ms": round(settle_s * 1e3, 2)}
 
 
-def _until(call: Callable[[], bool]) -> float:
-    """Seconds until it is true."""
+def settle(kv: KVCache, left_bytes: Callable[[], int]) -> float:
+    """Settles a cache until no bytes are left. Returns seconds. Raises TimeoutError."""
     began_s = time.monotonic()
-    while not call():
+    while True:
+        kv.settle()
+        if not left_bytes():
+            return time.monotonic() - began_s
         if time.monotonic() - began_s > WAIT_S:
-            raise TimeoutError(f"not within {WAIT_S:.0f} s")
+            raise TimeoutError(f"{left_bytes()} bytes are left after {WAIT_S:.0f} s")
         time.sleep(0.001)
-    return time.monotonic() - began_s
 
 
 def keeper_during_capture(torch: Any) -> dict[str, Any]:
-    """A global capture while the keeper's thread has fences to ask and pages to map, and while
-    blocks are allocated and freed in the capturing thread."""
+    """Captures a graph in global mode while the keeper's thread queries fences and maps pages, and
+    while the capturing thread allocates and frees blocks."""
     with opened(torch, 256, keeper=True) as (_, client):
         client.set_streams([torch.cuda.default_stream().cuda_stream], max_wait_s=WAIT_S)
         kv = new_cache(client, 24)
@@ -230,7 +234,7 @@ def keeper_during_capture(torch: Any) -> dict[str, Any]:
         torch.cuda.synchronize()
         kv.set_premapped_pages(0, 0)
         kv.free_kv(ids)
-        settle_s = _until(lambda: (kv.settle(), kv.mapped_bytes() == 0)[1])
+        settle_s = settle(kv, kv.mapped_bytes)
         del subject
         facts = {"before": str(before), "after": str(kv.counters())}
         return facts | {"settled_ms": round(settle_s * 1e3, 2)}

@@ -1,4 +1,4 @@
-"""A process that holds pages of a ledger until it is killed: NAMESPACE and PAGES as arguments."""
+"""Process that holds pages of a ledger until it is killed. Arguments: NAMESPACE and PAGES."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Step "models": two models in turn through store, links and arena; a killed process.
 
-Random bfloat16 models of transformers, of different architectures. What they answer from weights in
-kvcached's pages is compared with what they answered from torch's own memory.
+These are random bfloat16 models of transformers, of two architectures. Their logits from weights in
+kvcached's pages are compared with those from torch's own memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_TOKENS = 48
 BUSY_CYCLES = 500_000_000  # a quarter of a second at 2 GHz
 SLACK_BYTES = 64 * MIB
 ARENA_SHARE = 0.4
-LEFT_FREE_BYTES = 12 * GIB  # beside a filler: what two processes then compete for
+LEFT_FREE_BYTES = 12 * GIB  # for two processes; a filler takes the rest
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -83,7 +83,7 @@ def body(report: Report) -> None:
 
 
 def config_of(family: str, *, is_large: bool) -> Any:
-    """A transformers configuration. Raises Skip where transformers is missing."""
+    """Returns a configuration of transformers. Raises Skip where transformers is missing."""
     if find_spec("transformers") is None:
         raise Skip("transformers is not installed")
     from kvcached.engines.stand_ins import declare_torchvision_operators
@@ -96,9 +96,9 @@ def config_of(family: str, *, is_large: bool) -> Any:
 
 
 class Hosted:
-    """A model whose parameters are in torch's memory, then in the store, then in pages or nowhere.
+    """Model whose parameters move from torch's memory to the store, then into pages and out again.
 
-    What is no parameter (tables of rotary embeddings) stays on the GPU.
+    Buffers (tables of rotary embeddings) stay on the GPU.
     """
 
     def __init__(self, torch: Any, family: str, seed: int, *, is_large: bool) -> None:
@@ -117,12 +117,12 @@ class Hosted:
         self.size_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
 
     def logits(self) -> Any:
-        """Of the last token of each prompt, in CPU memory."""
+        """Returns the logits of the last token of each prompt, in CPU memory."""
         with self.torch.inference_mode():
             return self.model(self.prompt, use_cache=False).logits[:, -1].float().cpu()
 
     def save(self, store: WeightStore) -> float:
-        """Out of GPU memory into the store. Returns seconds."""
+        """Copies the parameters from GPU memory into the store. Returns seconds."""
         from kvcached import WeightBuilder
 
         def put_all(builder: WeightBuilder) -> None:
@@ -139,7 +139,7 @@ class Hosted:
         return WeightKey(self.name, "gpu-check", "bfloat16")
 
     def leave(self) -> None:
-        """No parameter has memory; what torch cached of it goes back to the driver."""
+        """Frees the memory of all parameters, also what torch caches of it."""
         for parameter in self.parameters.values():
             parameter.data = self.torch.empty(0, dtype=parameter.dtype, device=CUDA)
         gc.collect()
@@ -147,7 +147,7 @@ class Hosted:
         self.torch.cuda.empty_cache()
 
     def enter(self, store: WeightStore, client: Client, links: WeightLinks) -> WeightArena:
-        """Loaded out of the store into pages."""
+        """Loads the parameters from the store into pages."""
         stored = store.find(self.key())
         if stored is None:
             raise RuntimeError(f"{self.name} is not in the store")
@@ -160,7 +160,7 @@ class Hosted:
 
 
 def put_behind_work(torch: Any, folder: Path) -> None:
-    """A tensor that a stream has yet to fill is saved as it will be, not as it is."""
+    """Saves a tensor that a stream has yet to fill. The store must have the new content."""
     from kvcached import WeightKey, WeightStore
 
     tensor = torch.zeros(1 << 20, dtype=torch.uint8, device=CUDA)
@@ -179,7 +179,7 @@ def put_behind_work(torch: Any, folder: Path) -> None:
 
 
 def cross_model(report: Report, stack: ExitStack, driver: Driver, sizes: Sizes) -> None:
-    """llama, out, qwen2, out, llama again: same answers, and all memory back each time."""
+    """Activates llama, qwen2 and llama again. Logits stay the same, and evictions free memory."""
     from kvcached import WeightStore
 
     torch = torch_or_skip()
@@ -218,7 +218,7 @@ def cross_model(report: Report, stack: ExitStack, driver: Driver, sizes: Sizes) 
 def turn(
     model: Hosted, store: WeightStore, client: Client, links: WeightLinks, driver: Driver
 ) -> tuple[dict[str, Any], Any]:
-    """One activation, an answer, and the eviction: facts, and the logits."""
+    """Activates a model, computes logits and evicts it. Returns facts and the logits."""
     free_bytes = driver.free_bytes()
     began_s = time.monotonic()
     arena = model.enter(store, client, links)
@@ -240,7 +240,7 @@ def turn(
 
 
 def difference(found: Any, expected: Any) -> dict[str, Any]:
-    """Against plain torch: bytes alike, the largest difference, the same most likely tokens."""
+    """Returns how logits differ from those of plain torch."""
     return {
         "equal": bool((found == expected).all()),
         "largest_difference": float((found - expected).abs().max()),
@@ -250,19 +250,19 @@ def difference(found: Any, expected: Any) -> dict[str, Any]:
 
 
 def judge(turns: list[dict[str, Any]], slack_bytes: int) -> None:
-    """Raises RuntimeError for other answers, and for memory that an eviction left behind."""
+    """Raises RuntimeError for other logits, and for memory that an eviction did not free."""
     for number, facts in enumerate(turns):
         # Kernels may be chosen by alignment: a last bit of bfloat16 may differ, and no more.
         if not facts["largest_difference"] <= 0.02 * facts["largest_logit"]:
             raise RuntimeError(f"turn {number}: other logits than plain torch: {facts}")
         # The first turn keeps what libraries take once: code, workspaces.
         if number and facts["kept_bytes"] > slack_bytes:
-            raise RuntimeError(f"turn {number}: memory that the eviction left behind: {facts}")
+            raise RuntimeError(f"turn {number}: the eviction did not free all memory: {facts}")
 
 
 def killed_process(driver: Driver, sizes: Sizes) -> dict[str, Any]:
-    """Two processes on one ledger. The first holds most of the memory and is killed; the time until
-    the second has it, pages and all."""
+    """Returns the time until a second process on a ledger maps the memory of a killed one, which
+    held most of it."""
     filler = 0
     if sizes.free_bytes > 2 * LEFT_FREE_BYTES:
         filler = driver.allocate(sizes.free_bytes - LEFT_FREE_BYTES)

@@ -1,8 +1,8 @@
 """Step "mps": two clients of one MPS server, with kvcached's pages and ledger.
 
-They compute side by side, read guarded holes as zeros, and one is killed in the middle of its work:
-the other one goes on and gets its memory. Two processes without MPS do the same for comparison.
-NVIDIA promises nothing for clients that are killed at work; this step says what happens.
+They compute at the same time and read guarded holes as zeros. Then one is killed while it computes,
+and the other one continues and gets its memory. Two processes without MPS do the same as reference.
+NVIDIA promises nothing for clients that are killed while they compute.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ from scripts.gpu_check.report import (
 from scripts.gpu_check.sizes import MIB, Sizes, short_folder
 
 PROGRAM = "nvidia-cuda-mps-control"
-NAMES = "nvidia-cuda-mps"  # what the kernel keeps of the control's and the server's name
+NAMES = "nvidia-cuda-mps"  # 15 characters, to which the kernel cuts the programs' names
 LOG = "CUDA_MPS_LOG_DIRECTORY"
 START_S, READY_S, ANSWER_S, END_S, QUIT_S = 8.0, 30.0, 8.0, 3.0, 8.0
 LOOK_S = 0.05
-BUSY_S = 0.3  # a client works for so long before it is killed
-HELD, TAKEN = 0.7, 0.6  # of the ledger: what the killed client held, and the other one wants then
+BUSY_S = 0.3  # work of a client before it is killed
+HELD, TAKEN = 0.7, 0.6  # shares of the ledger: held by the killed client, then by the other
 PAGES_MIN = 32  # operands take some of them
 SLACK_BYTES = 256 * MIB
 
 
 class Asked(Protocol):
-    """A process that answers a line with a line of JSON."""
+    """Process that answers a line with a line of JSON."""
 
     def answer(self, question: str = "", timeout_s: float = ANSWER_S) -> str: ...
+
+    def send(self, question: str) -> None: ...
+
+    def kill(self) -> float: ...
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +67,7 @@ def body(report: Report) -> None:
     if find_spec("torch") is None:
         raise Skip("torch is not installed")
     if shutil.which(PROGRAM) is None:
-        raise Skip(f"there is no {PROGRAM} on the PATH; it comes with NVIDIA's driver")
+        raise Skip(f"{PROGRAM} is not on the PATH; NVIDIA's driver comes with it")
     free_bytes = driver.free_bytes()
     pages = max(PAGES_MIN, Sizes.of(free_bytes).pages(1024, 0.05))
     daemon = Daemon(short_folder(report.work, "mps"))
@@ -83,7 +87,7 @@ def body(report: Report) -> None:
 
 
 def kept(report: Report, driver: Driver, free_bytes: int) -> None:
-    """Raises RuntimeError if memory of the clients does not come back."""
+    """Raises RuntimeError unless the memory of the clients comes back."""
     deadline_s = time.monotonic() + stretched(QUIT_S)
     while (kept_bytes := free_bytes - driver.free_bytes()) > SLACK_BYTES:
         if time.monotonic() > deadline_s:
@@ -93,7 +97,7 @@ def kept(report: Report, driver: Driver, free_bytes: int) -> None:
 
 
 def clients(report: Report, daemon: Daemon, stack: ExitStack, pages: int) -> None:
-    """Starts two pairs of processes, with MPS and without, and has them checked."""
+    """Starts two pairs of processes, with MPS and without, and checks them."""
     pairs = {
         name: [stack.enter_context(client_process(pipe, namespace, who, pages)) for who in "ab"]
         for name, pipe in (("plain", daemon.pipe.with_name("none")), ("mps", daemon.pipe))
@@ -107,7 +111,7 @@ def clients(report: Report, daemon: Daemon, stack: ExitStack, pages: int) -> Non
         report.fact(steps_per_s=rates, servers=daemon.servers())
         report.figure("side_by_side", rates["mps"]["both"], rates["plain"]["both"])
         if not daemon.servers():
-            raise RuntimeError("no MPS server runs, so the clients do not use it")
+            raise RuntimeError("the clients do not use MPS, since no server runs")
     with report.check("guarded_holes"):
         report.fact(holes=[holes(peer) for peer in pairs["mps"]])
     granted_s: dict[str, float] = {}
@@ -122,7 +126,7 @@ def clients(report: Report, daemon: Daemon, stack: ExitStack, pages: int) -> Non
 
 
 class Daemon:
-    """MPS's control daemon with a pipe of its own, from `start` to `quit`."""
+    """Control daemon of MPS with a separate pipe, from `start` to `quit`."""
 
     def __init__(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -132,8 +136,8 @@ class Daemon:
         self._env = {**os.environ, PIPE: str(self.pipe), LOG: str(self._log)}
 
     def start(self) -> None:
-        """Raises RuntimeError with what its logs say where it does not start."""
-        with (self._log / "start.log").open("wb") as log:  # the daemon may keep it open
+        """Starts the daemon. Raises RuntimeError with the end of its logs if that fails."""
+        with (self._log / "start.log").open("wb") as log:  # the daemon may keep this open
             done = subprocess.run(
                 [PROGRAM, "-d"],
                 stdin=subprocess.DEVNULL,
@@ -151,11 +155,11 @@ class Daemon:
         raise RuntimeError(f"{PROGRAM} does not start: {self.said()}")
 
     def servers(self) -> list[int]:
-        """Returns the processes that compute for clients."""
+        """Returns the pids of the servers, which compute for clients."""
         return [int(word) for word in self._command("get_server_list").stdout.split()]
 
     def quit(self) -> float:
-        """Returns seconds until nothing of it is left. Raises RuntimeError if something stays."""
+        """Ends the daemon and its servers. Returns seconds. Raises RuntimeError if one stays."""
         began_s = time.monotonic()
         done = self._command("quit")
         while left := self.processes():
@@ -166,13 +170,13 @@ class Daemon:
         return round(time.monotonic() - began_s, 2)
 
     def kill(self) -> None:
-        """Ends what is left of it."""
+        """Kills the remaining processes of the daemon."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """Returns the daemon and its servers: by their name and the pipe in their environment."""
+        """Returns the daemon and its servers, found by name and by the pipe in the environment."""
         found, variable = [], f"{PIPE}={self.pipe}".encode()
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -182,7 +186,7 @@ class Daemon:
         return sorted(found)
 
     def said(self) -> str:
-        """Returns the ends of its logs."""
+        """Returns the ends of the logs."""
         return " ".join(map(end_of, sorted(self._log.glob("*.log"))))
 
     def _command(self, line: str) -> subprocess.CompletedProcess[str]:
@@ -200,12 +204,12 @@ class Daemon:
             return subprocess.CompletedProcess([PROGRAM], 1, "", "it does not answer")
 
 
-# --- what the clients are asked ----------------------------------------------------------------
+# --- questions to the clients ------------------------------------------------------------------
 
 
 @contextmanager
 def namespace_of(pages: int) -> Iterator[str]:
-    """Yields the namespace of a ledger for one pair."""
+    """Yields the namespace of a ledger for one pair of clients."""
     name = f"gpu-check-{uuid4().hex[:8]}"
     with ledger(pages, name):
         yield name
@@ -213,8 +217,8 @@ def namespace_of(pages: int) -> Iterator[str]:
 
 @contextmanager
 def client_process(pipe: Path, namespace: str, name: str, pages: int) -> Iterator[Peer]:
-    """Yields a client. It ends with the block, by itself unless it hangs: MPS is not to see a
-    client die that works."""
+    """Yields a client, which ends by itself after the block. It is killed only if it hangs, since
+    MPS should not lose a client that works."""
     arguments = (str(pipe), namespace, name, str(pages))
     with Peer(*arguments, module="scripts.gpu_check.memory.mps_client") as peer:
         try:
@@ -237,15 +241,9 @@ def rates_of(pair: Sequence[Asked], seconds: float) -> dict[str, float]:
     wrong result."""
     alone = computed(ask(pair[0], f"compute {seconds}"))
     for peer in pair:
-        send(peer, f"compute {seconds}")
+        peer.send(f"compute {seconds}")
     both = sum(computed(json.loads(peer.answer(timeout_s=stretched(ANSWER_S)))) for peer in pair)
     return {"alone": round(alone, 1), "both": round(both, 1)}
-
-
-def send(peer: Any, question: str) -> None:
-    """Asks without waiting for the answer."""
-    peer.process.stdin.write(f"{question}\n")
-    peer.process.stdin.flush()
 
 
 def computed(answer: dict[str, Any]) -> float:
@@ -256,29 +254,29 @@ def computed(answer: dict[str, Any]) -> float:
 
 
 def holes(peer: Asked) -> dict[str, Any]:
-    """Returns what a client reads where a page was and where one is. Raises RuntimeError unless
-    these are zeros, and what was written."""
+    """Returns what a client reads from a hole and from a page. Raises RuntimeError unless these are
+    zeros, and the written bytes."""
     found = ask(peer, "holes")
     if (found["hole"], found["page"]) != ([0, 0], [9, 9]):
         raise RuntimeError(f"holes and pages read as {found}, not as 0 and 9")
     return found
 
 
-def killed(pair: Sequence[Any], pages: int) -> float:
-    """Kills the first of two clients at work. Returns seconds until the second one has its memory.
-    Raises RuntimeError for wrong results of that one."""
+def killed(pair: Sequence[Asked], pages: int) -> float:
+    """Kills the first of two busy clients. Returns the seconds until the second one has its memory.
+    Raises RuntimeError for wrong results of the second one."""
     victim, other = pair
     ask(victim, f"hold {int(HELD * pages)}")
-    send(other, f"take {2 * BUSY_S} {int(TAKEN * pages)}")
+    other.send(f"take {2 * BUSY_S} {int(TAKEN * pages)}")
     ask(victim, "busy")
     time.sleep(BUSY_S)
     killed_s = time.monotonic()
     victim.kill()
     found = json.loads(other.answer(timeout_s=stretched(GRANT_S + ANSWER_S)))
-    return had_after_s(found, killed_s)
+    return granted_after_s(found, killed_s)
 
 
-def had_after_s(found: dict[str, Any], killed_s: float) -> float:
+def granted_after_s(found: dict[str, Any], killed_s: float) -> float:
     computed(found)
     if found["granted_s"] is None:
         raise RuntimeError(f"the other client did not get its memory in {GRANT_S:.0f} s")

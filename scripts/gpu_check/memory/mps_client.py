@@ -1,9 +1,9 @@
-"""Client of the step "mps": computes over kvcached's pages, and answers questions in lines of JSON.
+"""Client of the step "mps", which computes over kvcached's pages and answers in lines of JSON.
 
     python -m scripts.gpu_check.memory.mps_client PIPE NAMESPACE NAME PAGES
 
-PIPE names the folder of the MPS daemon, or one that is not there: then MPS is not used. "ready" is
-the first line; each question is a method of Worker and its arguments.
+PIPE names the folder of the MPS daemon. A folder that does not exist turns MPS off. The first line
+is "ready". Each question is a method of Worker and its arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRANT_S = 10.0
 
 
 class Worker:
-    """Products of small matrices, which leave most of a GPU free, over kvcached's pages."""
+    """Products of small matrices over kvcached's pages. They leave most of a GPU idle."""
 
     def __init__(self, torch: Any, client: Client, pages: int, *, is_large: bool) -> None:
         self._torch = torch
@@ -48,7 +48,7 @@ class Worker:
         return self._work(float(seconds))
 
     def holes(self) -> dict[str, Any]:
-        """Reads by a copy and by a kernel."""
+        """Returns [read by a copy, read by a kernel] of a page and of a hole."""
         torch, size_bytes = self._torch, 2 * PAGE_BYTES
         self._room.map(0, size_bytes)
         content = torch.from_dlpack(self._room.view([size_bytes], "uint8"))
@@ -66,13 +66,13 @@ class Worker:
         return {}
 
     def busy(self) -> dict[str, Any]:
-        """Answers, and works until it is killed."""
+        """Answers, and then computes until the process is killed."""
         print("{}", flush=True)
         while True:
             self._batch()
 
     def take(self, seconds: str, pages: str) -> dict[str, Any]:
-        """Works for so long, and until it was granted so many pages."""
+        """Computes for some seconds, and until so many pages are granted."""
         return self._work(float(seconds), int(pages) * PAGE_BYTES)
 
     def _work(self, seconds: float, want_bytes: int = 0) -> dict[str, Any]:
@@ -89,14 +89,14 @@ class Worker:
         return {"steps": steps, "seconds": seconds, "right": right, "granted_s": granted_s}
 
     def _batch(self) -> bool:
-        """Returns whether the last of some products is right."""
+        """Computes some products. Returns whether the last one is right."""
         for _ in range(BATCH):
             product = self._left @ self._right
         return bool(self._torch.equal(product, self._expected))
 
 
 def main(pipe: str, namespace: str, name: str, pages: str) -> None:
-    """Answers questions until there are no more. CUDA reads PIPE as it is initialised."""
+    """Answers questions until standard input ends. CUDA reads PIPE when it is initialised."""
     os.environ[PIPE] = pipe
     import torch
 

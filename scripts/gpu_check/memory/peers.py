@@ -1,9 +1,11 @@
-"""Other processes that the probes need: one looks at the GPU, one holds memory until it is killed.
+"""Separate processes for the probes.
 
-python -m scripts.gpu_check.memory.peers observe          each line in: free bytes out
-python -m scripts.gpu_check.memory.peers hold BYTES PAGE   holds BYTES in pages of PAGE
-python -m scripts.gpu_check.memory.peers pattern PAGES PAGE   fills pages, gives them back, ends
-python -m scripts.gpu_check.memory.peers write PAGE   writes to a read-only page
+python -m scripts.gpu_check.memory.peers observe             answers each line with free bytes
+python -m scripts.gpu_check.memory.peers hold BYTES PAGE     holds BYTES in pages of PAGE
+python -m scripts.gpu_check.memory.peers pattern COUNT PAGE  fills pages and releases them
+python -m scripts.gpu_check.memory.peers write PAGE          writes to a read-only page
+python -m scripts.gpu_check.memory.peers hole PAGE           launches a graph over a hole
+python -m scripts.gpu_check.memory.peers share PATH COUNT PAGE  sends pages to a socket
 """
 
 from __future__ import annotations
@@ -53,12 +55,10 @@ class Peer:
         )
 
     def answer(self, question: str = "", timeout_s: float = ANSWER_S) -> str:
-        """Its next line, after it was sent one."""
-        assert self.process.stdin is not None
+        """Returns the next line of the process, after sending a question. Raises TimeoutError."""
         assert self.process.stdout is not None
         if question:
-            self.process.stdin.write(f"{question}\n")
-            self.process.stdin.flush()
+            self.send(question)
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
@@ -67,6 +67,12 @@ class Peer:
         if not line:
             raise RuntimeError(f"{self.process.args} ended with {self.process.wait(5)}")
         return line
+
+    def send(self, question: str) -> None:
+        """Sends a question without waiting for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{question}\n")
+        self.process.stdin.flush()
 
     def kill(self) -> float:
         """Returns the seconds until the process is dead. Its memory may come back later."""
@@ -97,7 +103,7 @@ class Peer:
 
 
 class Observer(Peer):
-    """Sees free memory from outside, with a context of its own from the start."""
+    """Process that tells free memory. It has a context from the start."""
 
     def __init__(self) -> None:
         super().__init__("observe")
@@ -114,7 +120,7 @@ def observe() -> None:
 
 
 def hold(size_bytes: int, page_bytes: int) -> None:
-    """Pages that are mapped and written: what a dead engine leaves."""
+    """Holds mapped and written pages, as an engine does when it dies."""
     driver = Driver.open()
     address, _ = driver.map_pages(size_bytes // page_bytes, page_bytes)
     driver.fill(address, PATTERN, size_bytes)
@@ -135,8 +141,8 @@ def fill_and_remove(driver: Driver, pages: int, page_bytes: int) -> None:
 
 
 def write(page_bytes: int) -> None:
-    """Prints the driver's answers to the request for read-only access, to a write, and the
-    context's afterwards. The context may be lost, which is why a separate process asks."""
+    """Prints the results of the request for read-only access, of a write, and of later calls. The
+    context may be lost, so that this needs a separate process."""
     driver = Driver.open()
     address, _ = driver.map_pages(1, page_bytes)
     driver.fill(address, 1, page_bytes)
@@ -149,7 +155,7 @@ def write(page_bytes: int) -> None:
 
 
 def hole(page_bytes: int) -> None:
-    """Prints the answers of a graph's launch and of waiting for it, its page being unmapped."""
+    """Prints the results of a graph over a page, then of its launch and end over a hole."""
     driver = Driver.open()
     stream, (address, _) = driver.stream(), driver.map_pages(1, page_bytes)
     driver.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 0)
@@ -166,7 +172,7 @@ def hole(page_bytes: int) -> None:
 
 
 def share(path: str, pages: int, page_bytes: int) -> None:
-    """Makes pages that can be exported, sends their descriptors, and lives until it is killed."""
+    """Creates pages that can be exported, sends their descriptors, and waits to be killed."""
     driver = Driver.open()
     files = [driver.export_file(driver.create(page_bytes, POSIX_FILE)) for _ in range(pages)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as there:

@@ -1,6 +1,7 @@
 """Step "probe": what the driver grants and refuses, what each call costs, what a fresh page holds.
 
-By ctypes alone: it needs neither kvcached nor torch. Times are microseconds of wall-clock time.
+It uses ctypes alone, and needs neither kvcached nor torch. Times are microseconds of wall-clock
+time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def body(report: Report) -> None:
     driver = open_or_skip()
     sizes = Sizes.of(driver.free_bytes())
     if PAGE_BYTES % driver.granularity():
-        raise RuntimeError(f"pages of {PAGE_BYTES} are no multiple of {driver.granularity()}")
+        raise RuntimeError(f"pages of {PAGE_BYTES} are not a multiple of {driver.granularity()}")
     with report.check("read_only_access"):
         report.fact(read_only=read_only_access(driver))
     with report.check("pinned_memory"):
@@ -86,7 +87,7 @@ def body(report: Report) -> None:
 
 
 def read_only_access(driver: Driver) -> dict[str, Any]:
-    """Guarded holes show one page that is only readable, where the driver grants that."""
+    """Maps a page for reading alone, as guarded holes do, and says whether the driver grants it."""
     address = driver.reserve(PAGE_BYTES)
     handle = driver.create(PAGE_BYTES)
     driver.map(address, PAGE_BYTES, handle)
@@ -102,7 +103,7 @@ def read_only_access(driver: Driver) -> dict[str, Any]:
 
 
 def pinned_memory(driver: Driver) -> dict[str, float]:
-    """Microseconds to pin what a weight link stages in; limits of a container may forbid it."""
+    """Returns the microseconds to pin a weight link's buffers. A container may forbid that."""
     taken = {}
     for mebibytes in (16, 32):
         memory, size = c_void_p(), c_size_t(mebibytes * MIB)
@@ -113,7 +114,7 @@ def pinned_memory(driver: Driver) -> dict[str, float]:
 
 
 def unmap_many(driver: Driver) -> dict[str, Any]:
-    """64 mappings of 64 handles, accessed and unmapped by one call each."""
+    """Allows access to 64 mappings of 64 handles by one call, and unmaps them by one call."""
     size_bytes = MANY_MAPPINGS * PAGE_BYTES
     address = driver.reserve(size_bytes)
     handles = [driver.create(PAGE_BYTES) for _ in range(MANY_MAPPINGS)]
@@ -127,12 +128,12 @@ def unmap_many(driver: Driver) -> dict[str, Any]:
         driver.release(handle)
     driver.free_address(address, size_bytes)
     if last != b"\x07":
-        raise RuntimeError("what one memset wrote over all mappings was not there")
+        raise RuntimeError("a memset over all mappings did not write the last one")
     return {"mappings": MANY_MAPPINGS, "set_access_us": access_us, "unmap_us": unmap_us}
 
 
 def one_handle(driver: Driver) -> dict[str, Any]:
-    """One allocation at 1,000 addresses: what a guard page does. All must show the same bytes."""
+    """Maps one allocation at 1,000 addresses, as a guard page is. All must show the same bytes."""
     size_bytes = ADDRESSES_OF_ONE_HANDLE * PAGE_BYTES
     address = driver.reserve(size_bytes)
     handle = driver.create(PAGE_BYTES)
@@ -158,7 +159,7 @@ def one_handle(driver: Driver) -> dict[str, Any]:
 
 
 def call_times(driver: Driver, pages: int, handle_types: int = 0) -> dict[str, Any]:
-    """Each call on single pages, as a model that grows page by page makes them."""
+    """Times each call on single pages, as a model that grows page by page makes them."""
     size_bytes = pages * PAGE_BYTES
     address = driver.reserve(size_bytes)
     places = [address + n * PAGE_BYTES for n in range(pages)]
@@ -175,7 +176,7 @@ def call_times(driver: Driver, pages: int, handle_types: int = 0) -> dict[str, A
 
 
 def cuda_malloc(driver: Driver, pages: int) -> dict[str, float]:
-    """Microseconds of cuMemAlloc and cuMemFree of a page's size: what a static pool would call."""
+    """Times cuMemAlloc and cuMemFree of a page's size, the calls of a static pool."""
     made = [timed(lambda: driver.allocate(PAGE_BYTES)) for _ in range(pages)]
     freed = [timed(lambda a=address: driver.free(a))[0] for _, address in made]
     return spread([us + back_us for (us, _), back_us in zip(made, freed, strict=True)])
@@ -190,7 +191,7 @@ def page_figures(report: Report, calls: dict[str, Any]) -> None:
 
 
 def larger_handles(driver: Driver, sizes: Sizes) -> dict[str, Any]:
-    """The same for larger allocations, as a store of weights or a large quantum would take."""
+    """Times each call on larger allocations, for a store of weights or a large quantum."""
     facts: dict[str, Any] = {}
     for mebibytes in (64, 128):
         size_bytes = mebibytes * MIB
@@ -212,7 +213,7 @@ def larger_handles(driver: Driver, sizes: Sizes) -> dict[str, Any]:
 
 
 def under_load(driver: Driver, sizes: Sizes) -> dict[str, Any]:
-    """Whether the calls wait for kernels that run: what a decode step beside them would feel."""
+    """Times the calls while kernels run, to see whether they wait for the GPU."""
     busy_bytes = min(BUSY_BYTES, sizes.free_bytes // 4)
     buffer, stream, event = driver.allocate(busy_bytes), driver.stream(), driver.event()
     for value in range(BUSY_FILLS):
@@ -239,7 +240,7 @@ def under_load(driver: Driver, sizes: Sizes) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """(microseconds, what the call returns)."""
+    """Returns (microseconds, the result of the call)."""
     began = time.perf_counter()
     value = call()
     return round((time.perf_counter() - began) * 1e6, 2), value

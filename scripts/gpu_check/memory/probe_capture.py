@@ -1,7 +1,7 @@
-"""Part of the step "probe": what breaks the capture of a graph, in this thread and in another.
+"""Part of the step "probe": calls that break the capture of a graph, from this thread or another.
 
-kvcached's keeper thread asks events and maps pages whenever it likes; a graph may be captured at
-that moment. Its thread is in relaxed mode, and must then break nothing.
+kvcached's keeper thread queries events and maps pages at any time, also during a capture. It is in
+relaxed mode, and must not break the capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Where = Callable[[Driver, Call], int]
 
 
 def check(driver: Driver, report: Report) -> None:
-    """Every call in every situation. Fails if a thread in relaxed mode is refused or breaks it."""
+    """Makes every call in every situation. Raises RuntimeError if a call of a thread in relaxed
+    mode fails or breaks the capture."""
     answers: dict[str, list[int]] = {}
     page, tidy = page_calls(driver)
     own = _keeper_calls(driver) | {"a page": page}
@@ -34,9 +35,9 @@ def check(driver: Driver, report: Report) -> None:
     for name, call in (own | _other_calls(driver)).items():
         for mode in MODES:
             answers[f"{name}, {mode}, same thread"] = captured(call, mode, _here)
-            answers[f"{name}, {mode}, other thread"] = captured(call, mode, _beside)
-        answers[f"{name}, global, relaxed thread"] = captured(call, "global", _beside_relaxed)
-        blocking = captured(call, "global", _beside, flags=0)
+            answers[f"{name}, {mode}, other thread"] = captured(call, mode, _elsewhere)
+        answers[f"{name}, global, relaxed thread"] = captured(call, "global", _elsewhere_relaxed)
+        blocking = captured(call, "global", _elsewhere, flags=0)
         answers[f"{name}, global, other thread, blocking stream"] = blocking
     report.fact(capture=answers)
     refused = {
@@ -47,12 +48,12 @@ def check(driver: Driver, report: Report) -> None:
         and (codes[0] not in (0, NOT_READY) or codes[1] != 0)
     }
     if refused:
-        raise RuntimeError(f"a relaxed thread disturbs a capture, (its call, the end): {refused}")
+        raise RuntimeError(f"a relaxed thread breaks a capture, (its call, the end): {refused}")
 
 
 def page_calls(driver: Driver) -> tuple[Call, Callable[[], None]]:
-    """A page from its creation to its end; and what ends those that a refused call left behind,
-    which would have the next capture's calls refused."""
+    """Returns a call that creates, maps and removes a page, and one that removes the pages that
+    failed calls left. Those would make calls of the next capture fail."""
     address = driver.reserve(PAGE_BYTES)
     left: list[int] = []
 
@@ -77,7 +78,7 @@ def page_calls(driver: Driver) -> tuple[Call, Callable[[], None]]:
 
 
 def _keeper_calls(driver: Driver) -> dict[str, Call]:
-    """What the keeper's thread does, each as one result code."""
+    """Returns the calls of the keeper's thread, each with one result code."""
     other, event = driver.stream(), driver.event()
     driver.record(event, other)
     return {
@@ -88,7 +89,7 @@ def _keeper_calls(driver: Driver) -> dict[str, Call]:
 
 
 def _other_calls(driver: Driver) -> dict[str, Call]:
-    """What torch and the adapter do; told, not judged."""
+    """Returns the calls of torch and the adapter, which are recorded and not judged."""
     other, event = driver.stream(), driver.event()
     driver.record(event, other)
     memory = driver.allocate(PAGE_BYTES)
@@ -139,7 +140,7 @@ def _captured(
     where: Where,
     flags: int,
 ) -> list[int]:
-    """(the call's answer, that of the capture's end)."""
+    """Returns [result of the call, result of the end of the capture]."""
     stream = driver.stream(flags)
     driver.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), MODES[mode])
     code = where(driver, call)
@@ -155,8 +156,8 @@ def _here(_driver: Driver, call: Call) -> int:
     return call()
 
 
-def _beside(driver: Driver, call: Call) -> int:
-    """In another thread, with the same context."""
+def _elsewhere(driver: Driver, call: Call) -> int:
+    """Makes the call in another thread, with the same context."""
     answers: list[int] = []
 
     def run() -> None:
@@ -169,12 +170,12 @@ def _beside(driver: Driver, call: Call) -> int:
     return answers[0] if answers else -1
 
 
-def _beside_relaxed(driver: Driver, call: Call) -> int:
+def _elsewhere_relaxed(driver: Driver, call: Call) -> int:
     def relaxed() -> int:
         with _relaxed(driver):
             return call()
 
-    return _beside(driver, relaxed)
+    return _elsewhere(driver, relaxed)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Part of the step "probe": contents and whereabouts of memory, seen from other processes too."""
+"""Part of the step "probe": contents and accounting of memory, also as other processes see it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ SHARE_HELD = 0.6
 
 
 def footprint() -> dict[str, int]:
-    """Bytes that a context takes, and then a first memset, a stream and pinned memory: seen from
-    another process, since the first one cannot look before it has a context.
+    """Returns the bytes that a context takes, and then allocations and a first memset.
+
+    Another process tells them, since this one cannot before it has a context.
 
     REQUIRES: this process has used no CUDA yet.
     """
@@ -65,9 +66,9 @@ def _int() -> Any:
 
 
 def fresh_pages(driver: Driver, pages: int) -> dict[str, Any]:
-    """What a new page holds: of this process, and of another one that is gone.
+    """Returns the contents of new pages, after pages of this process and of a dead one.
 
-    CUDA promises nothing. Not a fault either way: kvcached takes no page for zero.
+    CUDA promises nothing, and kvcached never expects zeros. No content is a fault.
     """
     fill_and_remove(driver, pages, PAGE_BYTES)
     own = _contents(driver, pages)
@@ -78,7 +79,7 @@ def fresh_pages(driver: Driver, pages: int) -> dict[str, Any]:
 
 
 def _contents(driver: Driver, pages: int) -> dict[str, int]:
-    """Of new pages: how many are zero, hold the pattern, hold anything else."""
+    """Returns how many new pages are zero, have the pattern, or have other contents."""
     address, handles = driver.map_pages(pages, PAGE_BYTES)
     found = {"zero": 0, "pattern": 0, "other": 0}
     for number in range(pages):
@@ -90,7 +91,7 @@ def _contents(driver: Driver, pages: int) -> dict[str, int]:
 
 
 def books(driver: Driver, pages: int) -> dict[str, Any]:
-    """Whether the driver's free bytes move by exactly what is created, mapped and released."""
+    """Returns how the driver's free bytes change as pages are created, mapped and released."""
     free = [driver.free_bytes()]
     address, handles = driver.map_pages(pages, PAGE_BYTES)
     free.append(driver.free_bytes())
@@ -110,7 +111,7 @@ def books(driver: Driver, pages: int) -> dict[str, Any]:
 
 
 def killed_process(driver: Driver) -> dict[str, Any]:
-    """Returns how long the memory of a killed process is not to be had."""
+    """Returns the time until the driver grants the memory of a killed process."""
     free_bytes = driver.free_bytes()
     piece_bytes = GIB if free_bytes > 16 * GIB else 8 * PAGE_BYTES
     pieces = int(free_bytes * SHARE_HELD) // piece_bytes
@@ -131,7 +132,7 @@ def grant_limit_s(held_bytes: int) -> float:
 
 
 def _grab(driver: Driver, pieces: int, piece_bytes: int) -> bool:
-    """Whether so much can be created at this moment; gives it back."""
+    """Returns whether so many pieces can be created at this moment. Releases them."""
     handles = []
     try:
         for _ in range(pieces):
@@ -148,8 +149,11 @@ def _grab(driver: Driver, pieces: int, piece_bytes: int) -> bool:
 
 
 def exported_memory(driver: Driver, folder: Path) -> dict[str, Any]:
-    """Pages that another process made and this one imported: counted once, and there until the last
-    of the two gives them up, also when the other one is killed."""
+    """Imports pages of another process, and returns free memory until both have released them.
+
+    The pages count once, and stay until the last of both processes releases them. The other process
+    is killed.
+    """
     pages = 8
     path = folder / f"pages-{os.getpid()}"
     free = [driver.free_bytes()]
@@ -185,7 +189,7 @@ def exported_memory(driver: Driver, folder: Path) -> dict[str, Any]:
 
 
 def forked_child(driver: Driver) -> dict[str, int]:
-    """What a child of a process that uses CUDA is answered: 3, which kvcached calls "forked"."""
+    """Returns the result codes in a child of a process that uses CUDA. kvcached expects 3."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         codes = (driver.code("cuInit", 0), driver.code("cuDeviceGetCount", _int()))

@@ -1,4 +1,4 @@
-"""The smallest Triton kernel: whether one can be compiled and run at all."""
+"""Smallest Triton kernel, which shows whether kernels can be compiled and run."""
 
 from __future__ import annotations
 
