@@ -40,12 +40,17 @@ def is_alive(pid: int) -> bool:
 
 
 def abort(pids: Collection[int]) -> None:
-    """Ends processes. Python writes the stacks of its threads first, in a process that has
-    PYTHONFAULTHANDLER."""
-    _signal(pids, signal.SIGABRT)
-    until_s = time.monotonic() + TRACE_S
-    while any(map(is_alive, pids)) and time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
+    """Ends processes. Python with PYTHONFAULTHANDLER writes the stacks of its threads first.
+
+    Processes may share a log, so that one after another writes while all others are stopped.
+    """
+    _signal(pids, signal.SIGSTOP)
+    for pid in sorted(pids, reverse=True):  # children first, since a parent's death may kill them
+        _signal([pid], signal.SIGABRT)
+        _signal([pid], signal.SIGCONT)
+        until_s = time.monotonic() + TRACE_S / len(pids)
+        while is_alive(pid) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
     _signal(pids, signal.SIGKILL)
 
 
