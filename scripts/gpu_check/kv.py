@@ -77,7 +77,7 @@ def ledger(pages: int, namespace: str = "") -> Iterator[Device]:
 
 
 def map_if_room(tensor: VirtualTensor, size_bytes: int) -> bool:
-    """Maps the beginning of a tensor. Returns False where the ledger has no room for it now."""
+    """Maps the beginning of a tensor. Returns False where the ledger lacks room for it now."""
     from kvcached import NoRoomError
 
     try:

@@ -74,7 +74,7 @@ class Report:
 
     @property
     def work(self) -> Path:
-        """Folder of files that steps leave for each other. It is not part of the results."""
+        """Folder of files that steps leave for each other, in addition to the results."""
         work: Path = self.options.work
         work.mkdir(parents=True, exist_ok=True)
         return work

@@ -17,11 +17,11 @@ LIMIT_BYTES = 45 << 20  # the checkout and the wheels together
 
 
 class NotOurs(RuntimeError):
-    """The folder for the wheels holds something else."""
+    """Error for a folder of wheels that holds other files."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 1 and one line when it cannot."""
+    """Collects the wheels. Returns the exit code, 1 after one line that says what failed."""
     parser = argparse.ArgumentParser(prog="scripts/gpu-wheels", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / OUT, metavar="FOLDER")
     parser.add_argument("--python", default="3.12", metavar="VERSION")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def collect(out: Path, python: str) -> list[Entry]:
-    """`out` holds the stripped wheels and nothing else."""
+    """Fills a folder with the wheels, after removing those of an earlier run."""
     pins = fetch.read_pins(ROOT / "requirements" / "gpu-box.txt")
     clear(out)
     with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as folder:
@@ -48,7 +48,7 @@ def collect(out: Path, python: str) -> list[Entry]:
 
 
 def clear(out: Path) -> None:
-    """Makes the folder, without the wheels of an earlier run. Refuses one that holds more."""
+    """Makes the folder, and removes wheels of an earlier run. Raises NotOurs for other files."""
     out.mkdir(parents=True, exist_ok=True)
     ours = {*out.glob("*.whl"), *out.glob(manifest.NAME)}
     if others := sorted(path.name for path in out.iterdir() if path not in ours):

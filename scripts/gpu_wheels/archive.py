@@ -1,4 +1,4 @@
-"""Writing a wheel (PEP 427) whose bytes depend on its contents alone."""
+"""Writer of wheels (PEP 427) whose bytes depend on their contents alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ FILE_MODE, PROGRAM_MODE = 0o100644, 0o100755
 def write_wheel(
     path: Path, files: dict[str, bytes], info: str, programs: Collection[str] = ()
 ) -> None:
-    """Writes `files`, `programs` among them executable. `info` is the name of the folder of
-    metadata; RECORD is added there, last."""
+    """Writes a wheel of `files`. Those in `programs` are executable.
+
+    `info` is the name of the folder of metadata, to which RECORD is added last.
+    """
     record = f"{info}/RECORD"
     ordered = sorted(files, key=lambda name: (name.startswith(f"{info}/"), name))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:

@@ -1,4 +1,4 @@
-"""The list of what is carried, and whether it fits."""
+"""List of the carried wheels, and whether they fit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SOURCES = ("csrc", "kvcached", "kvcached_plugins", "prism")
 
 
 class TooLarge(RuntimeError):
-    """The wheels and the checkout exceed what can be carried."""
+    """Error for wheels and a checkout that exceed what can be carried."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """A file, so that it can be recognised."""
+    """File with the facts to recognise it."""
 
     name: str
     bytes: int
@@ -33,7 +33,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Entry:
-    """A wheel that is carried."""
+    """Wheel that is carried."""
 
     name: str
     version: str
@@ -45,13 +45,13 @@ class Entry:
 def write(
     out: Path, entries: list[Entry], python: str, root: Path, limit_bytes: int
 ) -> dict[str, Any]:
-    """Writes manifest.json beside the wheels and returns it. Raises TooLarge."""
-    made = total(entries, checkout_bytes(root), limit_bytes)
-    made = (
-        {"python": python, "sources": digest_of_sources(root)}
-        | made
-        | {"wheels": [asdict(entry) for entry in entries]}
-    )
+    """Writes manifest.json to the folder of the wheels and returns it. Raises TooLarge."""
+    made: dict[str, Any] = {
+        "python": python,
+        "sources": digest_of_sources(root),
+        **total(entries, checkout_bytes(root), limit_bytes),
+        "wheels": [asdict(entry) for entry in entries],
+    }
     (out / NAME).write_text(json.dumps(made, indent=2) + "\n")
     if made["left_bytes"] < 0:
         largest = sorted(entries, key=lambda entry: -entry.file.bytes)[:3]
@@ -78,7 +78,7 @@ def _sources(root: Path) -> list[Path]:
 
 
 def total(entries: list[Entry], checkout: int, limit_bytes: int) -> dict[str, int]:
-    """The sums; `left_bytes` is negative if they exceed the limit."""
+    """Returns the sums. `left_bytes` is negative if they exceed the limit."""
     wheels = sum(entry.file.bytes for entry in entries)
     return {
         "limit_bytes": limit_bytes,
@@ -89,7 +89,7 @@ def total(entries: list[Entry], checkout: int, limit_bytes: int) -> dict[str, in
 
 
 def checkout_bytes(root: Path) -> int:
-    """Files that git tracks, or would track: those travel."""
+    """Returns the bytes of the files that git tracks or would track, which are carried."""
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=root, capture_output=True, check=True
     ).stdout
@@ -98,7 +98,7 @@ def checkout_bytes(root: Path) -> int:
 
 
 def describe(made: dict[str, Any]) -> str:
-    """One line for people."""
+    """Returns the sums on one line."""
     return (
         f"{len(made['wheels'])} wheels, {mb(made['wheels_bytes'])}, with the checkout's"
         f" {mb(made['checkout_bytes'])} they leave {mb(made['left_bytes'])}"

@@ -1,4 +1,4 @@
-"""The wheels of kvcached and prism, built from this checkout for another Python."""
+"""Wheels of kvcached and prism, built from this checkout for another Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECTS = (".", "prism")
 
 
 class CannotBuild(RuntimeError):
-    """Python of that version is missing, or the compiler refuses the sources."""
+    """Error for a missing Python, or for sources that do not compile."""
 
 
 def build(out: Path, python: str, root: Path) -> list[Entry]:
@@ -41,8 +41,7 @@ def _entry(wheel: Path, out: Path) -> Entry:
 def find_python(version: str) -> str:
     """Returns an interpreter of this version ("3.12"), on the path or of pyenv.
 
-    Raises CannotBuild where none runs. pyenv puts a shim on the path for versions that are not
-    chosen, too.
+    Raises CannotBuild where none runs. pyenv also puts shims of unselected versions on the path.
     """
     found = [shutil.which(f"python{version}")]
     found += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))

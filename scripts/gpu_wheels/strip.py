@@ -1,4 +1,4 @@
-"""A wheel without the files that nobody needs where it goes.
+"""Wheels without the files that a machine for checks does not need.
 
 The result is a valid wheel of the same name and version. A build tag marks it as ours.
 """
@@ -51,7 +51,7 @@ def first_match(path: str, rules: tuple[Rule, ...]) -> Rule | None:
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """(distribution, version, "python-abi-platform") of a wheel's file name."""
+    """Returns (distribution, version, "python-abi-platform") of a wheel's file name."""
     fields = name.removesuffix(".whl").split("-")
     if len(fields) not in (5, 6):
         raise ValueError(f"{name} is not the name of a wheel")

@@ -218,7 +218,7 @@ def test_a_cluster_that_does_not_start_says_why(
     launched_as(monkeypatch, "import sys; sys.exit('error: devices[0]: no room')")
     with pytest.raises(RuntimeError, match=r"prism-serve ended: error: devices\[0\]: no room"):
         life.start()
-    with pytest.raises(RuntimeError, match="not there any more: error: "):
+    with pytest.raises(RuntimeError, match="prism-serve ended before: error: "):
         life.down()
     life.remove()
 

@@ -97,8 +97,11 @@ def test_rounds_that_are_right(rounds: list[dict[str, Any]]) -> None:
 
 WRONG: list[tuple[str, Callable[[list[dict[str, Any]]], object]]] = [
     ("did not come from the store", lambda rounds: rounds[3].update(from_store=False)),
-    ("answers otherwise", lambda rounds: rounds[2].update(tokens=[[5, 6, 7], [1, 9]])),
-    ("answers otherwise", lambda rounds: rounds[4].update(tokens=[[], [8, 9]])),
+    (
+        "another first token",
+        lambda rounds: rounds[2].update(tokens=[[5, 6, 7], [1, 9]]),
+    ),
+    ("another first token", lambda rounds: rounds[4].update(tokens=[[], [8, 9]])),
     ("no decode graph was captured for qwen2", lambda rounds: rounds[1].update(captures_s=[])),
     ("less is free", lambda rounds: rounds[5].update(free_bytes_after=835 * MIB)),
     ("are not back", lambda rounds: rounds[2].update(free_bytes_after=700 * MIB)),
@@ -136,7 +139,7 @@ def test_a_wrong_token_fails_its_check(
     file = tmp_path / "rounds.json"
     file.write_text(json.dumps({"rounds": rounds}))
     monkeypatch.setattr(engine, "helper", lambda *_: found)
-    with pytest.raises(RuntimeError, match="does not say what transformers says"):
+    with pytest.raises(RuntimeError, match="tokens are wrong by transformers"):
         engine.judge_tokens({}, file, [])
 
 

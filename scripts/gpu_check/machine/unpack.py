@@ -1,7 +1,7 @@
 """Step "unpack": installs the carried wheels, kvcached and prism separately from the others.
 
-Modules are compiled, and SGLang is imported once. The first import takes half a minute, which must
-not be part of a measured time.
+Modules are compiled, SGLang is imported once, and nvcc compiles its kernel that writes KV. The
+first import takes half a minute, which must not be part of a measured time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from pathlib import Path
 
 from scripts.gpu_check import wheels
 from scripts.gpu_check.machine.build import cores, importable, path_of
+from scripts.gpu_check.memory.models import LARGE
 from scripts.gpu_check.report import Report, Skip, run_as_step
 
 SGLANG = "sglang"  # folder of all but kvcached and prism, in the folder of work
-IMPORTS = "from prism.engines.sglang import adapter; adapter.preload('cuda:0')"
+# Whether the kernel can be used is answered by compiling it, and a failure is a warning.
+IMPORTS = """
+import sys
+from prism.engines.sglang import adapter
+adapter.preload("cuda:0")
+from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
+print(all([can_use_store_cache(int(row_bytes)) for row_bytes in sys.argv[1:]]))
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +49,8 @@ def body(report: Report) -> None:
             raise RuntimeError(f"{folder} does not have wheels: run scripts/gpu-wheels")
         report.fact(install_s=install(others, report.work / SGLANG))
     with report.check("imports"):
-        report.fact(imports_s=imported_once(report.work))
+        imports_s, has_kernel = imported_once(report.work)
+        report.fact(imports_s=imports_s, kv_kernel=has_kernel)
 
 
 def install(files: list[Path], site: Path) -> float:
@@ -57,21 +66,31 @@ def install(files: list[Path], site: Path) -> float:
     return round(time.monotonic() - began_s, 1)
 
 
-def imported_once(work: Path) -> float:
+def imported_once(work: Path) -> tuple[float, bool]:
     """Imports SGLang as an engine does, so that later imports find its files in memory. Returns
-    seconds."""
+    seconds, and whether the kernel that writes KV was compiled."""
     began_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
+        [sys.executable, "-c", IMPORTS, *map(str, sorted(rows_of_kv()))],
         env={**os.environ, "PYTHONPATH": path_of(work / SGLANG, os.environ.get("PYTHONPATH", ""))},
         cwd=work,
         capture_output=True,
         text=True,
         check=False,
     )
+    print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise RuntimeError(f"SGLang cannot be imported: {done.stderr.strip()[-300:]}")
-    return round(time.monotonic() - began_s, 1)
+    return round(time.monotonic() - began_s, 1), done.stdout.split()[-1:] == ["True"]
+
+
+def rows_of_kv() -> set[int]:
+    """Returns the bytes of a token's K in a layer of the models that later steps serve, for each of
+    which the kernel is another one."""
+    return {
+        2 * sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
+        for sizes in LARGE.values()
+    }
 
 
 if __name__ == "__main__":

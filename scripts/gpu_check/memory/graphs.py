@@ -145,7 +145,7 @@ def pages_move(torch: Any, driver: Driver) -> dict[str, Any]:
 
 
 def is_hole(driver: Driver, address: int) -> bool:
-    """Returns whether an address has no page. A driver may fail there, or answer "no access"."""
+    """Returns whether an address lacks a page. A driver may fail there, or answer "no access"."""
     flags, location = ctypes.c_ulonglong(), Location(1, 0)
     arguments = ctypes.byref(flags), ctypes.byref(location), u64(address)
     return driver.code("cuMemGetAccess", *arguments) != 0 or flags.value == 0

@@ -1,11 +1,10 @@
 """Step "cluster": prism-serve on one GPU, two engines with a model each, one ledger.
 
-The capacity is below what both models' KV takes at its most, so that memory has to move between
-them. Each model answers bursts alone, then both in turn. Then one engine is killed under load, and
-every stream has to be whole: as many tokens as were asked for, each of them what transformers says
-after those before it. It is not compared token by token with an undisturbed run, since rounding in
-bfloat16 decides near ties otherwise where other requests are in the batch; the step reports how
-much is equal.
+The capacity is below the sum of both models' KV peaks, so that memory has to move between them.
+Each model answers bursts alone, then both answer in turn. Then the first model's engine is killed
+under load. Every stream must have as many tokens as were requested, and transformers judges each
+token by those before it. Tokens may differ from those of an undisturbed run, since rounding in
+bfloat16 decides near ties by the other requests of a batch. The step reports how many are equal.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from scripts.gpu_check.serving.process import (
 )
 from scripts.gpu_check.sizes import GIB, MIB, PAGE_BYTES, SHM, Sizes, short_folder, store_name
 
-STOCK_S = 170.0  # without a runner, which sets it otherwise
-BESIDE_S = 45.0  # of the load's time: for what is not the bursts in turn
+LIMIT_S = 170.0  # without a runner, which sets it otherwise
+OTHER_S = 45.0  # of the load's time: for all but the bursts in turn
 END_S, JUDGE_S = 15.0, 20.0
 START_S, AGAIN_S, REQUEST_S, GONE_S = 90.0, 15.0, 60.0, 20.0
 SLACK_BYTES = 256 * MIB
 STORE_BYTES = 7 * GIB
 LOG_LINES = 200
-LOAD = "cluster-load"  # its log
+LOAD = "cluster-load"  # name of its log
 LAUNCH = (sys.executable, "-c", "from prism.cli.commands import serve; serve()")
 
 
@@ -82,7 +81,7 @@ def body(report: Report) -> None:
             report.fact(activations=cluster.start())
         if cluster.url:
             with report.check("load"):
-                cluster.load(report.left_s(STOCK_S) - END_S - JUDGE_S)
+                cluster.load(report.left_s(LIMIT_S) - END_S - JUDGE_S)
             fills_pages = sizes.is_large or on_doubles()
             judge(report, cluster.found(), scale.burst, scale.kill, fills_pages=fills_pages)
         with report.check("ended"):
@@ -95,7 +94,7 @@ def body(report: Report) -> None:
 
 
 class Cluster:
-    """A prism-serve and all that it leaves, from `start` to `remove`."""
+    """Cluster of prism-serve and its files, from `start` to `remove`."""
 
     def __init__(
         self,
@@ -120,8 +119,8 @@ class Cluster:
         self._log = self.work / "serve.log"
 
     def capacity_bytes(self) -> int:
-        """Returns the engines' memory, and KV for one model's burst beside what the other one is
-        guaranteed: less than both bursts take."""
+        """Returns the engines' memory, the KV of one model's burst, and the guaranteed KV of the
+        other model. That is less than both bursts take."""
         shapes = [Shape.of(folder) for folder in self.folders.values()]
         scale, page_bytes = self.scale, self.scale.page_bytes
         burst = max(shape.kv_bytes(scale.burst.tokens, page_bytes) for shape in shapes)
@@ -131,7 +130,8 @@ class Cluster:
         return len(shapes) * scale.static_bytes + weights + burst + loss + least
 
     def start(self) -> dict[str, Any]:
-        """Returns what each activation took. Raises RuntimeError unless both models are served."""
+        """Starts the cluster. Returns the stages of each activation. Raises RuntimeError if a model
+        is not served."""
         file = self.work / "prism.yaml"
         file.write_text(json.dumps(configuration(self), indent=1))  # JSON is YAML
         self.run.parent.mkdir(parents=True, exist_ok=True)
@@ -153,9 +153,9 @@ class Cluster:
         return self._activations()
 
     def load(self, limit_s: float) -> None:
-        """Runs the load in a process of its own. Raises RuntimeError unless it is finished."""
+        """Runs the load in a separate process. Raises RuntimeError unless it finishes."""
         plan = self.work / "plan.json"
-        alternate_s = max(0.0, min(self.scale.alternate_s, limit_s - BESIDE_S))
+        alternate_s = max(0.0, min(self.scale.alternate_s, limit_s - OTHER_S))
         plan.write_text(json.dumps(self._plan(alternate_s)))
         module = "scripts.gpu_check.serving.cluster_load"
         command = ["-m", module, str(plan), str(self.work / "load.json")]
@@ -164,14 +164,14 @@ class Cluster:
             raise RuntimeError(f"the load ended with {code}: {said}")
 
     def found(self) -> dict[str, Any]:
-        """Returns what the load has measured so far."""
+        """Returns the measurements of the load so far."""
         return read(self.work / "load.json")
 
     def down(self) -> float:
-        """Ends it by `prism-serve down`. Returns seconds. Raises RuntimeError if it fails."""
+        """Runs `prism-serve down`. Returns seconds. Raises RuntimeError if it fails."""
         process = self.process
         if process is None or process.poll() is not None:
-            raise RuntimeError(f"prism-serve is not there any more: {end_of(self._log)}")
+            raise RuntimeError(f"prism-serve ended before: {end_of(self._log)}")
         began_s = time.monotonic()
         self.pids |= descendants(process.pid)
         command = [*LAUNCH, "down", "--run-dir", str(self.run)]
@@ -199,13 +199,13 @@ class Cluster:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def shared(self) -> list[Path]:
-        """Returns files of this cluster in /dev/shm."""
+        """Returns the files of this cluster in /dev/shm."""
         found = SHM.glob(f"*{self.namespace}*") if self.namespace and SHM.is_dir() else ()
         return sorted(found)
 
     def _await_ready(self, began_s: float) -> None:
         assert self.process is not None
-        limit_s = min(stretched(START_S), self.report.left_s(STOCK_S) - END_S)
+        limit_s = min(stretched(START_S), self.report.left_s(LIMIT_S) - END_S)
         while "ready in " not in self._log.read_text(errors="replace"):
             if self.process.poll() is not None:
                 raise RuntimeError(f"prism-serve ended: {end_of(self._log)}")
@@ -219,7 +219,7 @@ class Cluster:
         self.url = f"http://127.0.0.1:{resolved['port']}"
 
     def _activations(self) -> dict[str, Any]:
-        """Returns each model's stages. Raises RuntimeError for one that is not active, nor soon."""
+        """Returns each model's stages. Raises RuntimeError for one that does not become active."""
         until_s = time.monotonic() + stretched(AGAIN_S)
         while absent := [m for m in self.models().values() if m["state"] != "active"]:
             if time.monotonic() > until_s:
@@ -290,15 +290,15 @@ def kib(size_bytes: int) -> str:
     return f"{-(-size_bytes // 1024)}KiB"
 
 
-# --- afterwards --------------------------------------------------------------------------------
+# --- after the cluster -------------------------------------------------------------------------
 
 
 def ended(cluster: Cluster, driver: Driver, free_bytes: int) -> None:
-    """Raises RuntimeError if anything of the cluster is left."""
+    """Raises RuntimeError if processes, files or memory of the cluster are left."""
     deadline_s = time.monotonic() + stretched(GONE_S)
     while left := left_behind(cluster, driver, free_bytes):
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"prism-serve left behind: {'; '.join(left)}")
+            raise RuntimeError(f"prism-serve left: {'; '.join(left)}")
         time.sleep(0.05)
 
 
@@ -314,7 +314,7 @@ def left_behind(cluster: Cluster, driver: Driver, free_bytes: int) -> list[str]:
 
 
 def reference(report: Report, driver: Driver, found: dict[str, Any]) -> None:
-    """How long the driver takes for a process that holds as much and is nothing else."""
+    """Compares the time of the kill with that of a process that only holds as much memory."""
     kill = found.get("kill", {})
     if kill.get("driver_s") is None:
         return
@@ -324,7 +324,7 @@ def reference(report: Report, driver: Driver, found: dict[str, Any]) -> None:
 
 
 def killed_alone_s(driver: Driver, held_bytes: int) -> float:
-    """Returns seconds from the death of a process that holds so much until it is free."""
+    """Returns the seconds from the kill of a process that only holds memory until that is free."""
     piece_bytes = GIB if held_bytes > 2 * GIB else 8 * PAGE_BYTES
     size_bytes = max(1, held_bytes // piece_bytes) * piece_bytes
     before_bytes = driver.free_bytes()
@@ -335,7 +335,7 @@ def killed_alone_s(driver: Driver, held_bytes: int) -> float:
 
 
 def tokens(report: Report, env: dict[str, str], cluster: Cluster) -> None:
-    """Judges the streams that went on on another engine."""
+    """Judges the tokens of the streams that resumed on another engine."""
     kill = cluster.found().get("kill")
     if kill is None:
         return

@@ -1,6 +1,6 @@
-"""Sizes of the step "cluster", and what its load found: checks and figures.
+"""Sizes of the step "cluster", and its checks and figures.
 
-They are made of the content of the load's file alone, however much of it there is.
+These are derived from the file of the load alone, which may be incomplete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Figure = tuple[str, float, float | None]  # name, value, reference
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that come at once."""
+    """Requests that are sent at once."""
 
     streams: int
     prompt_tokens: int
@@ -52,7 +52,8 @@ class Scale:
 
     @classmethod
     def of(cls, sizes: Sizes) -> Scale:
-        """Tiny models take several slabs of small pages alone, which the double of a GPU has."""
+        """Returns the sizes for a machine. Pages on doubles are small, so that a tiny model takes
+        several slabs."""
         if sizes.is_large and is_quick():
             bursts = Burst(32, 1024, 96), Burst(8, 256, 96)
             return cls(PAGE_BYTES, 2048, 3 * GIB, *bursts, 6.0, 1.5)
@@ -65,7 +66,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Weights and KV of a model, read off its files."""
+    """Weights and KV of a model, from its files."""
 
     weight_bytes: int
     layers: int
@@ -81,7 +82,7 @@ class Shape:
         return cls(weights, config["num_hidden_layers"], token_bytes)
 
     def kv_bytes(self, tokens: int, page_bytes: int) -> int:
-        """Returns the bytes of the slabs that hold so many tokens, one page for each buffer."""
+        """Returns the bytes of the slabs for some tokens. A slab has one page for each buffer."""
         slabs = math.ceil(tokens / (page_bytes // self.token_bytes))
         return slabs * 2 * self.layers * page_bytes
 
@@ -89,9 +90,9 @@ class Shape:
 def judge(
     report: Report, found: dict[str, Any], burst: Burst, kill: Burst, *, fills_pages: bool
 ) -> None:
-    """Reports checks and figures of what was measured.
+    """Reports checks and figures of the load.
 
-    fills_pages: the models are large enough for a burst to take more pages than the fewest.
+    fills_pages: a burst takes more than the smallest number of pages.
     """
     if not found:
         return
@@ -137,19 +138,19 @@ def summary(burst: dict[str, Any]) -> dict[str, Any]:
 
 
 def rate(bursts: list[dict[str, Any]]) -> float:
-    """Returns output tokens per second of all bursts together."""
+    """Returns the output tokens per second of all bursts together."""
     seconds = sum(burst["seconds"] for burst in bursts)
     tokens = sum(answer["tokens"] for burst in bursts for answer in burst["answers"])
     return float(tokens / seconds) if seconds else 0.0
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Returns the smallest value that so many percent of all do not exceed."""
+    """Returns the smallest value that `share` percent of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
 def burst_figures(bursts: list[dict[str, Any]]) -> list[Figure]:
-    """Returns (name, value, reference) of the bursts in turn against those of a model alone."""
+    """Returns figures of the bursts in turn, with those of a model alone as references."""
     turns = [burst for burst in bursts if burst["phase"] == "turn"]
     alone = [burst for burst in bursts if burst["phase"] == "alone"]
     if not turns or not alone:
@@ -186,7 +187,7 @@ def attainment(bursts: list[dict[str, Any]]) -> float:
 
 
 def answered(bursts: list[dict[str, Any]], size: Burst) -> None:
-    """Raises RuntimeError unless both models had bursts in turn, and every answer is whole."""
+    """Raises RuntimeError unless both models had bursts in turn, and every answer is complete."""
     if missing := set(FAMILIES) - {b["model"] for b in bursts if b["phase"] == "turn"}:
         raise RuntimeError(f"no burst in turn of {', '.join(sorted(missing))}")
     for burst in bursts:
@@ -198,6 +199,7 @@ def answered(bursts: list[dict[str, Any]], size: Burst) -> None:
 
 
 def whole(answer: dict[str, Any], tokens: int, where: str) -> None:
+    """Raises RuntimeError unless an answer has all its tokens."""
     found = answer["tokens"], answer["finish_reason"], answer["error"]
     if found != (tokens, "length", None):
         raise RuntimeError(f"{where}: a stream has {found[0]} of {tokens} tokens, {found[1:]}")
@@ -206,7 +208,7 @@ def whole(answer: dict[str, Any], tokens: int, where: str) -> None:
 def undisturbed(agent: dict[str, Any] | None) -> None:
     """Raises RuntimeError if an engine was replaced before one was killed."""
     if agent is None:
-        raise RuntimeError("the bursts did not come to their end")
+        raise RuntimeError("the bursts did not end")
     if agent["engine_restarts_total"]:
         raise RuntimeError(
             f"{agent['engine_restarts_total']} engines were replaced: {agent['gpu']}"
@@ -224,21 +226,21 @@ def peaks(found: dict[str, Any], kind: str) -> dict[str, int]:
 
 
 def moved(found: dict[str, Any], used_bytes: dict[str, int], held_bytes: dict[str, int]) -> None:
-    """Raises RuntimeError unless both models' peaks exceed the KV capacity together, and neither
-    alone."""
+    """Raises RuntimeError unless both models' peaks together exceed the KV capacity, and neither
+    does alone."""
     capacity_bytes, total_bytes = found["kv_capacity_bytes"], sum(used_bytes.values())
     if set(used_bytes) != set(FAMILIES):
-        raise RuntimeError(f"no KV was seen of some model: {used_bytes}")
+        raise RuntimeError(f"the samples lack KV of a model: {used_bytes}")
     if total_bytes <= capacity_bytes:
         raise RuntimeError(f"both fit: {used_bytes} bytes at most, {capacity_bytes} of capacity")
     if max(held_bytes.values()) > capacity_bytes:
         raise RuntimeError(f"more than the capacity of {capacity_bytes} is held: {held_bytes}")
     if not all(found["given_bytes"].get(family) for family in FAMILIES):
-        raise RuntimeError(f"a model gave nothing to the other: {found['given_bytes']}")
+        raise RuntimeError(f"a model gave no memory to the other: {found['given_bytes']}")
 
 
 def death_facts(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is kept of the kill: of token ids how many are as in the undisturbed run."""
+    """Returns the facts of the kill. Token ids are replaced by how many are undisturbed."""
     kill = found["kill"]
     kept = ("victim", "pid", "held_bytes", "is_named", "ledger_s", "driver_s")
     streams = [stream for each in kill["streams"].values() for stream in each]
@@ -262,15 +264,15 @@ def longest_gap_s(stream: dict[str, Any]) -> float:
 
 
 def resumed_s(stream: dict[str, Any]) -> float | None:
-    """Returns when a stream went on after the kill, at 0: the end of its longest pause. What was on
-    its way then still comes without one."""
+    """Returns when a stream resumed: the end of its longest pause after the kill, which is at 0.
+    Tokens that were on their way at the kill come before that pause."""
     times_s = stream["times_s"]
     pauses = [(b - a, b) for a, b in pairwise(times_s) if b > 0]
     return max(pauses)[1] if pauses else None
 
 
 def death_figures(found: dict[str, Any]) -> list[Figure]:
-    """Returns (name, value, reference) of the kill, but for the driver alone."""
+    """Returns figures of the kill, without that of the driver."""
     kill = found["kill"]
     figures: list[Figure] = []
     if kill.get("ledger_s") is not None:
@@ -282,13 +284,13 @@ def death_figures(found: dict[str, Any]) -> list[Figure]:
 
 
 def activated_s(found: dict[str, Any], model: str) -> float:
-    """Returns what a model's first activation took, without the wait for an engine to start."""
+    """Returns the seconds of a model's first activation, without the start of the engine."""
     stages_s = found["activations"][model]
     return float(stages_s["total"] - stages_s.get("engine", 0.0))
 
 
 def survived(found: dict[str, Any], size: Burst) -> None:
-    """Raises RuntimeError unless the streams are whole and the memory is back."""
+    """Raises RuntimeError unless the streams are complete and the memory is back."""
     kill = found["kill"]
     for family in FAMILIES:
         streams = kill["streams"].get(family, [])
@@ -299,9 +301,9 @@ def survived(found: dict[str, Any], size: Burst) -> None:
     if min(kill["tokens_at_kill"]) >= size.output_tokens:
         raise RuntimeError("the streams had ended when the engine was killed")
     if kill.get("ledger_s") is None:
-        raise RuntimeError("the ledger does not have the memory of the dead engine back")
+        raise RuntimeError("the ledger still counts the memory of the dead engine")
     if kill["is_named"] and kill["driver_s"] is None:
         raise RuntimeError("the driver still names the dead engine")
     after = found.get("after_death")
     if after is None or after["engine_restarts_total"] != 1:
-        raise RuntimeError(f"one engine was killed, and not one replaced: {after}")
+        raise RuntimeError(f"not exactly one engine was replaced after the kill: {after}")

@@ -2,8 +2,8 @@
 
     python -m scripts.gpu_check.serving.cluster_load PLAN.json OUT.json
 
-Each model alone, then bursts of both in turn, then the death of an engine under load. OUT.json
-holds at every moment what was measured so far; "finished" is among it once all was.
+Each model gets bursts alone, then both get bursts in turn, then an engine is killed under load.
+OUT.json has all measurements so far at every moment, and "finished" at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STATUS_S = 0.25
 CALM_S = 1.5  # without a new graph
 REPORT_S = 12.0
 CAPTURED = '"graph captured"'
-KILL_AT = 0.25  # of the tokens that are asked for
+KILL_AT = 0.25  # of the requested tokens
 SAMPLE_S = 0.02
 SERIES_S = 0.5
 WATCH_S = 0.002
@@ -44,7 +44,7 @@ GONE_S = 30.0
 
 @dataclass
 class Peaks:
-    """Most bytes of KV pages that a model held at a time, and that its requests used."""
+    """Peaks of the KV pages that a model held, and that its requests used."""
 
     held_bytes: int = 0
     used_bytes: int = 0
@@ -59,13 +59,12 @@ class Peaks:
 class KvMemory:
     """Samples of the KV memory of each model, taken by a thread between `start` and `stop`.
 
-    models: the ledger's client -> the model that its engine serves.
-    phase: what runs now; peaks are kept for each phase.
+    Peaks are kept for each phase.
     """
 
     device: Device
-    models: Mapping[str, str]
-    phase: str = ""
+    models: Mapping[str, str]  # name of the ledger's client -> model of its engine
+    phase: str = ""  # of the load now
     peaks: dict[str, dict[str, Peaks]] = field(default_factory=dict)
     series: list[dict[str, Any]] = field(default_factory=list)
     _given: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -82,8 +81,8 @@ class KvMemory:
             self._thread.join()
 
     def facts(self) -> dict[str, Any]:
-        """Returns peaks by phase and model, the bytes that each model gave to the other one, and
-        the KV bytes over time."""
+        """Returns peaks by phase and model, the bytes that each model gave to the other, and KV
+        bytes over time."""
         peaks = {
             phase: {model: vars(found) for model, found in sorted(models.items())}
             for phase, models in self.peaks.copy().items()
@@ -113,8 +112,8 @@ class KvMemory:
 
 @dataclass
 class Watch:
-    """Watch for the death of an engine, made while it lives. `run` is for a thread that starts with
-    its death."""
+    """Watch for the memory of an engine. Create it while the engine lives, and call `run` in a
+    thread once the engine is killed."""
 
     device: Device
     pid: int
@@ -132,8 +131,8 @@ class Watch:
         self.held_bytes = (named[0].used_bytes if named else None) or leased_bytes
 
     def run(self, killed_s: float) -> dict[str, Any]:
-        """Returns seconds from the death until the ledger and the driver have its memory; None for
-        what did not happen, or cannot be seen."""
+        """Returns the seconds from the kill until the ledger and the driver have the memory. None
+        stands for what did not happen, or cannot be seen."""
         found: dict[str, Any] = dict.fromkeys(("ledger_s", "driver_s"))
         wanted = ["ledger_s", *(["driver_s"] if self._free_bytes is not None else [])]
         while wanted and time.monotonic() - killed_s < GONE_S:
@@ -148,8 +147,10 @@ class Watch:
         return all(client.pid != self.pid for client in self.device.usage().clients)
 
     def _is_in_driver(self) -> bool:
-        """A driver that names processes names it no longer. One that names none has a third of what
-        was leased free again, before its successor takes that: a lease is more than what is held.
+        """Returns whether the driver has the engine's memory.
+
+        A driver that names processes has dropped the engine then. Otherwise a third of the lease
+        must be free, before the next engine takes it. A lease is more than the memory held.
         """
         memory = self.device.driver_memory()
         if memory is None or self._free_bytes is None:
@@ -161,7 +162,7 @@ class Watch:
 
 @dataclass
 class Answer(Stream):
-    """A stream with its tokens, and when each event of some came."""
+    """Stream with its tokens and the times of their events."""
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -190,7 +191,7 @@ Watching = asyncio.Task[dict[str, Any]]
 
 
 class Load:
-    """Requests for the cluster of a plan, and what came of them. For one event loop."""
+    """Requests for the cluster of a plan, and their results. For one event loop."""
 
     def __init__(self, plan: dict[str, Any], out: Path, http: httpx.AsyncClient) -> None:
         self.plan, self._out, self._http = plan, out, http
@@ -200,6 +201,7 @@ class Load:
         self.found: dict[str, Any] = {"bursts": []}
 
     async def run(self) -> None:
+        """Runs all phases."""
         hosted = await self._hosted()
         self._memory.models = {report["engine_id"]: model for model, report in hosted.items()}
         self.found["activations"] = {name: each["stages_s"] for name, each in hosted.items()}
@@ -217,7 +219,8 @@ class Load:
         self._write(finished=True)
 
     async def _alone(self) -> None:
-        """The first burst of each compiles and has graphs captured; the next one counts."""
+        """Sends two bursts to each model. The first compiles and captures graphs, the second
+        counts."""
         for model in self.plan["models"]:
             await self._burst("first", model)
             await self._calm()
@@ -232,7 +235,7 @@ class Load:
                 return
 
     async def _burst(self, phase: str, model: str) -> None:
-        """All requests at once."""
+        """Sends all requests of a burst at once."""
         self._memory.phase = f"{phase} {model}"
         began_s = time.monotonic()
         prompts = self._prompts(f"{phase} {len(self.found['bursts'])}", model, "burst")
@@ -249,8 +252,8 @@ class Load:
         self._write()
 
     async def _death(self) -> None:
-        """Both models at once, undisturbed if there is time for it, then with the death of the
-        first one's engine."""
+        """Loads both models at once and kills the first one's engine. If the plan has it, the same
+        load runs undisturbed before."""
         prompts = {model: self._prompts("death", model, "kill") for model in self.plan["models"]}
         victim = next(iter(prompts))
         undisturbed = await self._undisturbed(prompts) if self.plan["undisturbed"] else {}
@@ -318,7 +321,7 @@ class Load:
     def _ask(
         self, model: str, kind: str, prompts: list[Prompt], answers: list[Answer]
     ) -> list[Coroutine[Any, Any, Answer]]:
-        """Returns a coroutine for each prompt, whose answer is added to `answers` at once."""
+        """Returns a coroutine for each prompt, and adds its answer to `answers` at once."""
         output_tokens = self.plan[kind]["output_tokens"]
         answers += [Answer() for _ in prompts]
 
@@ -332,7 +335,7 @@ class Load:
         return [one(*pair) for pair in zip(prompts, answers, strict=True)]
 
     async def _calm(self) -> None:
-        """Returns once no graph was captured for a while, or after `settle_s`."""
+        """Waits until no graph was captured for a while, or for `settle_s`."""
         began_s = changed_s = time.monotonic()
         captured = -1
         while time.monotonic() - began_s < self.plan["settle_s"]:
@@ -348,8 +351,8 @@ class Load:
         return trace.read_text().count(CAPTURED) if trace.exists() else 0
 
     async def _replaced(self) -> dict[str, Any]:
-        """Returns the agent's report once it tells of the new engine, or after REPORT_S: what the
-        scheduler publishes is seconds old."""
+        """Returns the agent's report once it has the new engine, or after REPORT_S. The scheduler
+        publishes reports that are seconds old."""
         kill, until_s = self.found["kill"], time.monotonic() + REPORT_S
         while True:
             agent = await self._agent()
@@ -366,7 +369,7 @@ class Load:
         return dict(agent)
 
     async def _hosted(self) -> dict[str, dict[str, Any]]:
-        """Returns reports of the models by name."""
+        """Returns the reports of the models by name."""
         return {report["model"]: report for report in (await self._agent())["models"]}
 
     def _write(self, *, finished: bool = False) -> None:

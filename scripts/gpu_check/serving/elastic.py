@@ -1,9 +1,9 @@
 """Step "elastic": the KV memory of an SGLang engine follows its load.
 
-One engine under rising and falling numbers of requests (bench/sglang_elastic.py). The KV bytes that
-exist are sampled beside those that live tokens need and what the driver has free. The prefix cache
-is off, since it keeps KV of ended requests until the memory is needed. Each token is judged by
-transformers on the same GPU.
+One engine serves rising and falling numbers of requests (bench/sglang_elastic.py). Samples have the
+KV bytes that exist, those that live tokens need, and the driver's free memory. The prefix cache is
+off, since it keeps KV of ended requests until the memory is needed. transformers judges each token
+on the same GPU.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ QUICK_PHASES = "1x32,16x96,64x250,16x150,1x100"
 TINY_PHASES = "1x6,4x12,8x20,4x12,1x8"
 KV_GIB = 12
 POINTS_MAX = 300
-QUANTA_MIN = 4  # that come with the load, or there is nothing to see
-FALLEN_MAX = 0.6  # of the peak, when the last phase ends
+QUANTA_MIN = 4  # of growth, so that changes can be seen
+FALLEN_MAX = 0.6  # of the peak, at the end of the last phase
 IDLE_MAX_S = 5.0
-# Of what KV memory moved: page tables, and code of kernels that are first used meanwhile.
+# Share of the change of KV memory: page tables, and code of kernels that are first used then.
 DRIVER_SLACK = 0.25
 NOT_FACTS = ("samples", "rounds", "wanted_tokens")  # of what the load writes
-# kvcached on a GPU maps two slabs or 128 MiB ahead of need, at most a 32nd of the device, and keeps
-# up to twice as much; and it keeps one slab of pages that are created and not mapped.
+# kvcached on a GPU maps two slabs or 128 MiB ahead of need, at most a 32nd of the device. It keeps
+# up to twice as much, and one slab of pages that are created and not mapped.
 READY_BYTES, READY_SLABS, READY_PART = 128 * MIB, 2, 32
 
 
@@ -72,7 +72,7 @@ def options_of(sizes: Sizes) -> list[str]:
 
 
 def serve(report: Report, options: list[str], env: dict[str, str]) -> None:
-    """Raises ServingError unless every request was answered as long as it asked for."""
+    """Runs the load. Raises ServingError unless every answer has the requested length."""
     limit_s = report.left_s(stretched(LIMIT_S)) - stretched(JUDGE_S)
     found = run_bench(report, env, NAME, ["sglang_elastic.py", *options], limit_s)
     report.fact(
@@ -82,18 +82,18 @@ def serve(report: Report, options: list[str], env: dict[str, str]) -> None:
     lengths = [len(tokens) for tokens in found["rounds"][0]["tokens"]]
     if lengths != found["wanted_tokens"]:
         wrong = sum(a != b for a, b in zip(lengths, found["wanted_tokens"], strict=True))
-        raise ServingError(f"{wrong} of {len(lengths)} answers have another length than asked for")
+        raise ServingError(f"{wrong} of {len(lengths)} answers do not have the requested length")
 
 
 def facts_of(found: dict[str, Any]) -> dict[str, Any]:
-    """What is measured, and the samples in MiB, thinned out."""
+    """Returns the measurements, with fewer samples, in MiB."""
     kept = {name: value for name, value in found.items() if name not in NOT_FACTS}
     kept["requests"] = len(found["wanted_tokens"])
     return kept | {"series": series(found["samples"])}
 
 
 def series(samples: dict[str, list[Any]], points_max: int = POINTS_MAX) -> dict[str, list[Any]]:
-    """At most so many of the samples, the first, the last and the highest among them."""
+    """Returns at most `points_max` samples. The first, the last and the highest are among them."""
     kv = samples["kv"]
     stride = -(-len(kv) // (points_max - 2))
     chosen = sorted({*range(0, len(kv), stride), len(kv) - 1, kv.index(max(kv))})
@@ -106,7 +106,7 @@ def series(samples: dict[str, list[Any]], points_max: int = POINTS_MAX) -> dict[
 
 
 def record(report: Report, found: dict[str, Any]) -> None:
-    """Figures against what the tokens need, and against a static pool of the peak's size."""
+    """Reports figures, compared with the need of the tokens and with a static pool."""
     peak_bytes = found["peak_bytes"]
     report.figure("peak_kv", peak_bytes / MIB, found["needed_peak_bytes"] / MIB)
     report.figure("mean_kv", found["mean_bytes"] / MIB, peak_bytes / MIB)
@@ -115,7 +115,7 @@ def record(report: Report, found: dict[str, Any]) -> None:
 
 
 def idle_bound(found: dict[str, Any]) -> int:
-    """Bytes that kvcached may keep for an engine without requests."""
+    """Returns the bytes that kvcached may keep for an engine without requests."""
     slab_bytes = found["quantum_bytes"]
     wanted = max(READY_SLABS, -(-READY_BYTES // slab_bytes))
     low = min(wanted, found["capacity_bytes"] // READY_PART // slab_bytes)
@@ -123,7 +123,7 @@ def idle_bound(found: dict[str, Any]) -> int:
 
 
 def judge_follows(found: dict[str, Any]) -> None:
-    """Raises RuntimeError unless KV memory came and went with the load."""
+    """Raises RuntimeError unless KV memory grew and fell with the load."""
     kv, needed = found["samples"]["kv"], found["samples"]["needed"]
     short = [place for place, (a, b) in enumerate(zip(kv, needed, strict=True)) if a < b]
     if short:
@@ -139,25 +139,23 @@ def judge_follows(found: dict[str, Any]) -> None:
 
 
 def last_of_load(found: dict[str, Any]) -> int:
-    """KV bytes at the end of the last phase, while requests still run."""
+    """Returns the KV bytes at the end of the last phase, while requests still run."""
     samples = found["samples"]
     place = max(i for i, streams in enumerate(samples["streams"]) if streams)
     return int(samples["kv"][place])
 
 
 def judge_idle(found: dict[str, Any]) -> None:
-    """Raises RuntimeError unless the idle engine soon had no more than it may keep."""
+    """Raises RuntimeError unless the idle engine soon held no more than it may keep."""
     bound = min(idle_bound(found), int(FALLEN_MAX * found["peak_bytes"]))
     if found["idle_bytes"] > bound:
         raise RuntimeError(f"the idle engine keeps {found['idle_bytes']} bytes of KV, not {bound}")
     if found["idle_s"] > stretched(IDLE_MAX_S):
-        raise RuntimeError(
-            f"KV memory came back until {found['idle_s']:.1f} s after the last token"
-        )
+        raise RuntimeError(f"KV memory still fell {found['idle_s']:.1f} s after the last token")
 
 
 def judge_driver(found: dict[str, Any]) -> None:
-    """Raises RuntimeError unless the driver's free memory is what pages and torch leave of it."""
+    """Raises RuntimeError unless the driver's free memory changes with pages and torch's memory."""
     samples = found["samples"]
     asked = [
         (free, kv, torch)
@@ -168,7 +166,7 @@ def judge_driver(found: dict[str, Any]) -> None:
     drift_bytes, moved_bytes = max(sums) - min(sums), max(pages) - min(pages)
     if drift_bytes > DRIVER_SLACK * moved_bytes:
         raise RuntimeError(
-            f"KV memory moved by {moved_bytes} bytes, and the driver's free memory otherwise:"
+            f"KV memory changed by {moved_bytes} bytes, and the driver's free memory differently:"
             f" {drift_bytes} bytes are not explained"
         )
 

@@ -1,10 +1,10 @@
 """Step "engine": SGLang serves two models in turn through Prism's adapter.
 
-SGLang is that of the step "unpack", or it is installed. Random bfloat16 models of about a billion
-parameters (tiny ones on a small GPU) are activated cold, and again out of the store; each time they
-answer without and with decode graphs. Each token is judged by transformers on the same GPU. If the
-engine ends with an error it is tried once more without torch.compile, and where that serves, later
-steps do without it too.
+SGLang comes from the step "unpack", or is installed. Random bfloat16 models of about a billion
+parameters (tiny ones on a small GPU) are activated cold, and later from the store. Each time they
+answer without and with decode graphs. transformers judges each token on the same GPU. If the engine
+ends with an error, it runs once more without torch.compile. If that works, later steps run without
+torch.compile too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from scripts.gpu_check.sizes import GIB, MIB, Sizes
 NAME = "engine"
 LIMIT_S = 230.0  # without a runner, which sets it otherwise
 JUDGE_S = 30.0  # kept for transformers: imports, and two models read
-RETRY_S = 40.0  # the least in which a second try comes to its end
+RETRY_S = 40.0  # least time of a second try
 COMPILE_IS_OFF = "torch.compile is off in this engine"
-# Of the log's warnings, counted: what could not be compiled or captured.
+# Warnings of failed compilation or capture, counted in the log.
 PHRASES = (
     "Failed to load JIT KV-Cache kernel",
     "Forced fused-op backend torch is not implemented by",
@@ -50,7 +50,7 @@ PHRASES = (
 # rounding in bfloat16 moves logits by hundredths.
 GAP_MAX = 0.25
 SLACK_BYTES = 256 * MIB
-GROWTH_MAX_BYTES = 64 * MIB  # once each model was there; kernels are loaded at first
+GROWTH_MAX_BYTES = 64 * MIB  # after each model's first round, which loads kernels
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,8 +71,8 @@ def body(report: Report) -> None:
 
 
 def serve(report: Report, folders: list[Path], sizes: Sizes, env: dict[str, str]) -> None:
-    """Both models in turn, by Prism's adapter in a process of its own: checks `compiled` for the
-    first try, and `served` for the rounds of the last one."""
+    """Serves both models in turn by Prism's adapter, in a separate process. The check `compiled` is
+    of the first try, and `served` of the rounds of the last one."""
     stock_s = stretched(LIMIT_S if sizes.is_large else 4 * LIMIT_S)  # doubles interpret kernels
     options = options_of(folders, sizes) + store_options(report, sizes)
     error: Exception | None = None
@@ -95,7 +95,7 @@ def serve(report: Report, folders: list[Path], sizes: Sizes, env: dict[str, str]
 
 
 def attempt(report: Report, env: dict[str, str], options: list[str], limit_s: float) -> None:
-    """Raises what `run_check` raises; the rounds until there are facts."""
+    """Runs tools.engine_check and reports its rounds. Raises the errors of `run_check`."""
     try:
         run_check(report, env, NAME, options, limit_s)
     finally:
@@ -107,7 +107,7 @@ def attempt(report: Report, env: dict[str, str], options: list[str], limit_s: fl
 
 
 def options_of(folders: list[Path], sizes: Sizes) -> list[str]:
-    """Sizes of the engine and of its requests."""
+    """Returns the sizes of the engine and of its requests."""
     capacity = whole_pages(min(16 * GIB, 0.8 * sizes.free_bytes))
     given = [word for folder in folders for word in ("--model", str(folder))]
     given += ["--capacity", capacity, "--static", "2GiB"]
@@ -120,7 +120,7 @@ def options_of(folders: list[Path], sizes: Sizes) -> list[str]:
 
 
 def rounds_wanted() -> int:
-    """Of each model: cold, out of the store, and again."""
+    """Returns the rounds of each model: cold, from the store, and again."""
     return 2 if is_quick() else 3
 
 
@@ -130,9 +130,11 @@ def rounds_of(served: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def figures(served: dict[str, Any]) -> dict[str, Any]:
-    """Of each round what is measured; activations of the first model alone, without the warm-up,
-    in which the first one compiles kernels once for all; what is held after the first and the last
-    eviction, of what was free before the first activation."""
+    """Returns facts of all rounds.
+
+    activation_s, warm_up_s: of the first model. Its first warm-up compiles all kernels.
+    kept_bytes: memory that is held after the first and the last eviction.
+    """
     texts = ("tokens", "tokens_graphs", "prompts")
     rounds = [{k: v for k, v in r.items() if k not in texts} for r in served["rounds"]]
     stages = [r["stages_s"] for r in rounds if r["model"] == rounds[0]["model"]]
@@ -148,12 +150,12 @@ def figures(served: dict[str, Any]) -> dict[str, Any]:
 
 
 def activation_s(stages_s: dict[str, float]) -> float:
-    """Without the warm-up."""
+    """Returns the seconds of an activation without its warm-up."""
     return stages_s["total"] - stages_s.get("warm_up", 0.0)
 
 
 def record(report: Report, rounds: list[dict[str, Any]], kept_bytes: int) -> None:
-    """Figures of one model's rounds, beside the time that the link takes for its weights."""
+    """Reports figures of a model's rounds, compared with the link's time for its weights."""
     if not rounds:
         raise Skip("nothing was served")
     link_s = reference.link_s(Driver.open(), rounds[0]["weight_bytes"])
@@ -171,21 +173,21 @@ def record(report: Report, rounds: list[dict[str, Any]], kept_bytes: int) -> Non
 
 
 def decode_ms(found: dict[str, Any], *, graphs: bool) -> float:
-    """Milliseconds of a decode step of all streams: from the first token to the last."""
+    """Returns the mean milliseconds of the decode steps of all streams, after the first token."""
     end = "_graphs" if graphs else ""
     steps = max(len(tokens) for tokens in found[f"tokens{end}"]) - 1
     return 1e3 * float(found[f"seconds{end}"] - found[f"first_token{end}_s"]) / max(1, steps)
 
 
 def kept_growth(rounds: list[dict[str, Any]]) -> int:
-    """Bytes that are held after the last eviction and were not after each model's first."""
+    """Returns the bytes held after the last eviction, less those after each model's first."""
     free_bytes = [r["free_bytes_after"] for r in rounds[len({r["model"] for r in rounds}) - 1 :]]
     return free_bytes[0] - free_bytes[-1] if free_bytes else 0
 
 
 def same_from_store(rounds: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Of each request, how many tokens are the same in all of a model's rounds: rounding may decide
-    between near ties."""
+    """Returns how many first tokens of each request are the same in all of a model's rounds.
+    Rounding may decide between near ties."""
     return {
         name: [min(counts) for counts in zip(*_common_tokens(rounds, name), strict=True)]
         for name in dict.fromkeys(found["model"] for found in rounds)
@@ -194,19 +196,20 @@ def same_from_store(rounds: list[dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def _common_tokens(rounds: list[dict[str, Any]], name: str) -> list[list[int]]:
-    """Of each later round and each request, tokens as in the first round."""
+    """Returns how many first tokens of each request are as in the first round, by later round."""
     first, *later = [found["tokens"] for found in rounds if found["model"] == name]
     return [[common(*pair) for pair in zip(first, tokens, strict=True)] for tokens in later]
 
 
 def common(tokens: list[int], others: list[int]) -> int:
+    """Returns how many tokens are the same, counted from the first."""
     pairs = enumerate(zip(tokens, others, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def judge_rounds(served: dict[str, Any], rounds_of_each: int, models: int = len(FAMILIES)) -> None:
-    """Raises RuntimeError unless each model came from the store after its first round, answered
-    with the same first tokens, got decode graphs, and left no memory behind."""
+    """Raises RuntimeError unless each model came from the store after its first round, gave the
+    same first tokens, got decode graphs, and freed its memory."""
     rounds = rounds_of(served)
     if len(rounds) != rounds_of_each * models:
         wanted = rounds_of_each * models
@@ -217,7 +220,7 @@ def judge_rounds(served: dict[str, Any], rounds_of_each: int, models: int = len(
         if not later["from_store"]:
             raise RuntimeError(f"{name}: a later activation did not come from the store")
         if 0 in same[name]:
-            raise RuntimeError(f"{name} answers otherwise from the store")
+            raise RuntimeError(f"{name}: a request has another first token from the store")
         kept_bytes = later["free_bytes_before"] - later["free_bytes_after"]
         if kept_bytes > SLACK_BYTES:
             raise RuntimeError(f"{name}: {kept_bytes} bytes are not back after its deactivation")
@@ -228,13 +231,14 @@ def judge_rounds(served: dict[str, Any], rounds_of_each: int, models: int = len(
 
 
 def judge_tokens(env: dict[str, str], file: Path, folders: list[Path]) -> dict[str, Any]:
-    """How far each token lies below the best one, by transformers over the same sequence."""
+    """Returns how far each model's tokens are from the best ones of transformers. Raises
+    RuntimeError for a wrong token."""
     if not rounds_of(read(file)):
         raise Skip("nothing was served")
     found: dict[str, Any] = helper(env, "engine_models", "judge", str(file), *map(str, folders))
     for name, facts in found.items():
         if not facts["largest_gap"] <= GAP_MAX * facts["spread"]:
-            raise RuntimeError(f"{name} does not say what transformers says: {facts}")
+            raise RuntimeError(f"{name}: tokens are wrong by transformers: {facts}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""For the step "engine": writes random models, and judges tokens by transformers.
+"""Part of the step "engine": writes random models, and judges tokens by transformers.
 
     python -m scripts.gpu_check.serving.engine_models write large|small FOLDER...
     python -m scripts.gpu_check.serving.engine_models judge ROUNDS.json FOLDER...
@@ -23,8 +23,8 @@ TRAINED_TOKENS = 512
 
 
 def write(size: str, *folders: str) -> dict[str, Any]:
-    """Writes checkpoints as an engine reads them, with a tokenizer for the frontend. Returns what
-    each took."""
+    """Writes checkpoints for an engine, with a tokenizer for the frontend. Returns the parameters
+    and seconds of each."""
     torch = torch_or_skip()
     facts = {}
     for seed, folder in enumerate(map(Path, folders)):
@@ -52,7 +52,7 @@ def write(size: str, *folders: str) -> dict[str, Any]:
 
 def write_tokenizer(folder: Path, vocab_size: int, context_length: int) -> None:
     """Writes a tokenizer with as many tokens as the model has, since random weights may choose any.
-    What the training text does not fill is named by its number."""
+    Tokens beyond those of the training text are named by their number."""
     from prism.models import tokenizer
 
     tokenizer.write_tokenizer(folder, TRAINED_TOKENS, context_length)
@@ -64,9 +64,11 @@ def write_tokenizer(folder: Path, vocab_size: int, context_length: int) -> None:
 
 
 def judge(rounds_file: str, *folders: str) -> dict[str, Any]:
-    """Of each model's rounds, and of those with decode graphs apart: how many tokens are
-    transformers' own first choice, and by how much the worst one lies below that choice; `spread`
-    is one standard deviation of the logits. A model that was never served is left out."""
+    """Judges the tokens of each served model, separately for those with decode graphs.
+
+    Returns how many tokens are the first choice of transformers, and the largest gap between the
+    logits of a token and of that choice. `spread` is the standard deviation of the logits.
+    """
     torch = torch_or_skip()
     rounds = json.loads(Path(rounds_file).read_text())["rounds"]
     facts = {}
@@ -76,7 +78,7 @@ def judge(rounds_file: str, *folders: str) -> dict[str, Any]:
             continue
         model, judged = loaded(torch, folder), {}
         for name, answers in answers_of(served).items():
-            for prompt, tokens in answers:  # most rounds say the same
+            for prompt, tokens in answers:  # equal in most rounds
                 key = (tuple(prompt), tuple(tokens))
                 if key not in judged:
                     judged[key] = gaps_of(torch, model, prompt, tokens)
@@ -98,7 +100,7 @@ def verdict(torch: Any, judged: list[tuple[Any, float]]) -> dict[str, Any]:
 
 
 def loaded(torch: Any, folder: Path) -> Any:
-    """The model of transformers, its weights read from the file straight into the GPU's memory."""
+    """Returns a model of transformers with the weights of a file, read straight to the GPU."""
     config_of(folder.name, is_large=False)  # prepares this machine's transformers
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -116,8 +118,8 @@ def loaded(torch: Any, folder: Path) -> Any:
 
 
 def answers_of(served: list[dict[str, Any]]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Prompts and tokens, by what is said after the model's name; none where there are no
-    tokens."""
+    """Returns prompts and tokens by the suffix of the model's name: with decode graphs or without.
+    A suffix without tokens is left out."""
     found = {
         name: [
             answer
@@ -131,8 +133,8 @@ def answers_of(served: list[dict[str, Any]]) -> dict[str, list[tuple[list[int], 
 
 
 def gaps_of(torch: Any, model: Any, prompt: list[int], tokens: list[int]) -> tuple[Any, float]:
-    """Below the best logit at each token's place, the tokens before it being what they are. Only
-    what comes of the logits leaves the GPU."""
+    """Returns the gap of each token to the best logit after the tokens before it, and the spread of
+    all logits. The logits stay on the GPU."""
     sequence = torch.tensor([prompt + tokens[:-1]], device=CUDA)
     with torch.inference_mode():
         answer = model(sequence, use_cache=False, logits_to_keep=len(tokens))

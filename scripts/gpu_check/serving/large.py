@@ -1,7 +1,7 @@
 """Step "large": a model of 8 billion parameters is activated cold, from the store, and again.
 
-Random weights in the shape of Llama 3.1 8B, written to /dev/shm (a tiny stand-in on doubles), go
-through SGLang as in the step "engine". The files are removed at the end.
+Random weights in the shape of Llama 3.1 8B are written to /dev/shm, and SGLang serves them as in
+the step "engine". Doubles use a tiny model. The files are removed at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPE = {
     "max_position_embeddings": 8192,
 }
 TINY = SMALL | {"max_position_embeddings": 2048}
-GPU_BYTES = 28 * GIB  # 16 of weights, the engine's share, KV, and room
+GPU_BYTES = 28 * GIB  # 16 of weights, the engine's share, KV, and some more
 CAPACITY_BYTES = 48 * GIB
 SLACK_BYTES = 2 * GIB
 
@@ -62,15 +62,14 @@ def body(report: Report) -> None:
         with report.check("written"):
             written = write(report, env, folder, shape)
         if report.checks["written"] == PASSED:
-            steps(report, sizes, env, folder, written["bytes"])
+            serve(report, sizes, env, folder, written["bytes"])
     finally:
         shutil.rmtree(parent, ignore_errors=True)
 
 
 def require_room(sizes: Sizes, weight_bytes: int) -> None:
-    """Raises Skip where the GPU, /dev/shm or the machine's memory is too small: the files and the
-    store's copy of them are in /dev/shm. The memory of some virtual machines grows as it is used,
-    so that only the files have to fit into it now."""
+    """Raises Skip where the GPU or /dev/shm is too small. /dev/shm has to take the files and the
+    store's copy of them."""
     free_gib = sizes.free_bytes >> 30
     if weight_bytes and sizes.free_bytes < GPU_BYTES:
         raise Skip(f"{free_gib} GiB of the GPU are free, and {GPU_BYTES >> 30} are needed")
@@ -83,7 +82,8 @@ def require_room(sizes: Sizes, weight_bytes: int) -> None:
 
 
 def write(report: Report, env: dict[str, str], folder: Path, shape: dict[str, int]) -> Any:
-    """Raises Skip where the machine's memory holds the files or their copy in the store not."""
+    """Writes the model. Raises Skip if the machine's memory cannot take the files and the store's
+    copy. The memory of some virtual machines grows while it is used."""
     written = helper(env, "large_model", str(folder), json.dumps(shape))
     report.fact(written=written)
     if written["short"]:
@@ -95,7 +95,7 @@ def write(report: Report, env: dict[str, str], folder: Path, shape: dict[str, in
     return written
 
 
-def steps(
+def serve(
     report: Report, sizes: Sizes, env: dict[str, str], folder: Path, weight_bytes: int
 ) -> None:
     limit_s = report.left_s(stretched(LIMIT_S)) - stretched(JUDGE_S)
@@ -118,7 +118,7 @@ def steps(
 
 
 def options_of(folder: Path, sizes: Sizes) -> list[str]:
-    """Sizes of the engine and of its requests."""
+    """Returns the sizes of the engine and of its requests."""
     given = ["--model", str(folder), "--store-in", str(folder.parent), "--rounds", str(ROUNDS)]
     if on_doubles():
         capacity = whole_pages(0.8 * sizes.free_bytes)
@@ -130,7 +130,7 @@ def options_of(folder: Path, sizes: Sizes) -> list[str]:
 
 
 def record_decode(report: Report, found: dict[str, Any], weight_bytes: int) -> None:
-    """A decode step against the time in which the GPU reads each weight once."""
+    """Reports a decode step, compared with the time in which the GPU reads each weight once."""
     if not found["tokens_graphs"]:
         raise Skip("no decode graph was captured")
     read_s = reference.read_s(Driver.open(), weight_bytes, copy_bytes(found))
@@ -140,7 +140,7 @@ def record_decode(report: Report, found: dict[str, Any], weight_bytes: int) -> N
 
 
 def copy_bytes(found: dict[str, Any]) -> int:
-    """Larger than any cache; small on doubles, whose memory is a machine's."""
+    """Returns a size larger than any cache, or a small one on doubles."""
     return reference.COPY_BYTES if found["weight_bytes"] > GIB else MIB
 
 

@@ -1,9 +1,9 @@
-"""Writes a random model of Llama's architecture, as fast as memory takes it.
+"""Writes a random model of Llama's architecture at the speed of memory.
 
     python -m scripts.gpu_check.serving.large_model FOLDER CONFIG
 
 CONFIG: JSON of the sizes in config.json. The weights are made on the GPU and written into one file,
-without transformers. The last line on stdout is JSON; `short` says why memory did not suffice.
+without transformers. The last line on stdout is JSON. `short` says why memory did not suffice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIG = {
 
 
 def write(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Returns bytes, and the seconds that making and writing took."""
+    """Writes the model. Returns its bytes, and the seconds to make and to write it."""
     torch = torch_or_skip()
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def write(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def shapes_of(sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields names and shapes of the parameters."""
+    """Yields the name and the shape of each parameter."""
     hidden, ffn, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     head_dim = hidden // sizes["num_attention_heads"]
     kv = sizes["num_key_value_heads"] * head_dim

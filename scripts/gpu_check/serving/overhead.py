@@ -1,8 +1,8 @@
 """Step "overhead": SGLang on elastic KV memory against SGLang on its own static pool.
 
-Two engines on one GPU serve the same requests in turn (bench/sglang_throughput.py), with decode
-graphs on both sides: milliseconds of a decode step of the full batch, of the steps in which pages
-are mapped, and until the first token of a prompt on an idle engine.
+Two engines on one GPU serve the same requests in turn (bench/sglang_throughput.py). Both use decode
+graphs. Measured are decode steps of the full batch, steps in which pages are mapped, and the time
+until the first token of a prompt on an idle engine.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def body(report: Report) -> None:
 
 
 def serve(report: Report, folder: Path, sizes: Sizes, env: dict[str, str]) -> None:
+    """Runs the benchmark and reports its figures."""
     options = ["sglang_throughput.py", "--model", str(folder), *options_of(sizes)]
     found = run_bench(report, env, NAME, options, report.left_s(stretched(LIMIT_S)) - END_S)
     report.fact(**found)
@@ -51,8 +52,8 @@ def serve(report: Report, folder: Path, sizes: Sizes, env: dict[str, str]) -> No
 
 
 def options_of(sizes: Sizes) -> list[str]:
-    """Each round begins on an idle engine with short prompts and long answers, so that KV grows by
-    a slab every hundred steps or so."""
+    """Returns sizes of the load. Each round starts on an idle engine, with short prompts and long
+    answers, so that KV grows by a slab about every hundred steps."""
     if not sizes.is_large:
         return [
             *("--kv", "64MiB", "--batch", "4", "--prompt-tokens", "16", "--output-tokens", "32"),
@@ -69,7 +70,7 @@ def options_of(sizes: Sizes) -> list[str]:
 
 
 def record(report: Report, found: dict[str, Any]) -> None:
-    """Figures of kvcached's side against the static pool's."""
+    """Reports figures of kvcached's side, compared with the static pool's."""
     elastic, static = found["kvcached_steps"], found["stock_steps"]
     for name, key in (("decode", "mean_ms"), ("decode_p99", "p99_ms")):
         if elastic[key] and static[key]:
@@ -84,22 +85,22 @@ def record(report: Report, found: dict[str, Any]) -> None:
 def judge_tokens(found: dict[str, Any]) -> None:
     """Raises RuntimeError for answers that depend on the pool.
 
-    Both sides run the same batches in the same order, so that kernels add up in the same order and
-    tokens are equal. But a matrix library may choose its kernels in each process, and bfloat16
-    decides near ties by their last bits: only a request's first token has to be the same, and of
-    all tokens nearly all, each counted until its request's first other one.
+    Both sides run the same batches in the same order, so that tokens should be equal. But a matrix
+    library may choose other kernels in each process, and their last bits decide near ties. So the
+    first token of each request must be equal, and nearly all tokens. A request's tokens count up to
+    the first difference.
     """
     same = found["agreement"]
     if same["same_first"] < same["requests"]:
         wrong = same["requests"] - same["same_first"]
-        raise RuntimeError(f"{wrong} of {same['requests']} requests begin otherwise on kvcached")
+        raise RuntimeError(f"{wrong} of {same['requests']} requests differ in their first token")
     if same["same_tokens"] < SAME_MIN * same["tokens"]:
         raise RuntimeError(f"{same['same_tokens']} of {same['tokens']} tokens are the same")
 
 
 def judge_batches(found: dict[str, Any]) -> None:
-    """Raises RuntimeError unless both sides decoded the full batch equally often and nothing was
-    retracted, or the times are of different work."""
+    """Raises RuntimeError unless both sides decoded the full batch equally often without
+    retractions. Otherwise the times are of different work."""
     steps = [found[f"{name}_steps"]["steps"] for name in ("kvcached", "stock")]
     if min(steps) == 0 or steps[0] != steps[1]:
         raise RuntimeError(f"{steps} decode steps of the full batch, kvcached and static")

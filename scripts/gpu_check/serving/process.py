@@ -1,4 +1,4 @@
-"""SGLang and the GPU, for the steps that serve."""
+"""Processes, models and sizes of the steps that serve with SGLang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FREE_MIN_BYTES = 3 * GIB
 LARGE_BYTES = 8 * GIB  # of both families' files
 WRITTEN = "written"
 NO_DYNAMO = "TORCHDYNAMO_DISABLE"
-EAGER = "eager"  # a file of that name: engines of this run do without torch.compile
+EAGER = "eager"  # name of a file that turns torch.compile off in engines of this run
 
 
 def sizes_and_environment(report: Report) -> tuple[Sizes, dict[str, str]]:
@@ -35,43 +35,43 @@ def sizes_and_environment(report: Report) -> tuple[Sizes, dict[str, str]]:
     site = report.work / SGLANG
     is_carried = report.options.wheels is not None and site.is_dir()
     if not is_carried and find_spec("sglang") is None:
-        raise Skip("SGLang is not installed, and the step unpack installed none from --wheels")
+        raise Skip("SGLang is not installed, and the step unpack did not install it from --wheels")
     sizes = Sizes.of(open_or_skip().free_bytes())
     if sizes.free_bytes < FREE_MIN_BYTES:
         raise Skip(f"{sizes.free_bytes} bytes are free; an engine needs {FREE_MIN_BYTES}")
     env = {**os.environ, "PRISM_ENGINE_WARNINGS": "sglang"}
     if is_carried:
         env["PYTHONPATH"] = path_of(site, env.get("PYTHONPATH", ""))
-        env["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"  # the stand-in for sgl-kernel has none
+        env["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"  # the stand-in for sgl-kernel lacks them
     if (report.work / EAGER).exists():
         env[NO_DYNAMO] = "1"
     return sizes, env
 
 
 def run_folder(report: Report, sizes: Sizes) -> Path:
-    """Returns the run's folder of models and stores, which goes when the run ends: in memory where
-    the files of both families and a store of them fit there."""
+    """Returns the run's folder of models and stores, which is removed when the run ends. It is in
+    memory if the files of both families and a store of them fit there."""
     need_bytes = LARGE_BYTES if sizes.is_large else MIB
     return sizes.store_folder(report.work, need_bytes) / store_name(report.work)
 
 
 def store_options(report: Report, sizes: Sizes) -> list[str]:
-    """Where tools.engine_check makes its weight store: what a killed one leaves goes with the
-    run."""
+    """Returns the option for the weight store of tools.engine_check. A store that a killed process
+    leaves is removed with the run."""
     folder = run_folder(report, sizes)
     folder.mkdir(parents=True, exist_ok=True)
     return ["--store-in", str(folder)]
 
 
 def model_folder(report: Report, sizes: Sizes, env: dict[str, str], family: str) -> Path:
-    """Returns the folder of a random model, written by the first step of a run that asks for it."""
+    """Returns the folder of a random model. The first step of a run that needs it writes it."""
     return model_folders(report, sizes, env, [family])[0]
 
 
 def model_folders(
     report: Report, sizes: Sizes, env: dict[str, str], families: Sequence[str]
 ) -> list[Path]:
-    """Returns the folders of several. Those that are missing are written by one process."""
+    """Returns the folders of random models. One process writes those that are missing."""
     name = store_name(report.work)
     folders = [_written(report, name, family) for family in families]
     new = [run_folder(report, sizes) / f for f, at in zip(families, folders, strict=True) if not at]
@@ -91,12 +91,12 @@ def _written(report: Report, name: str, family: str) -> Path | None:
 
 
 def whole_pages(size_bytes: float) -> str:
-    """Returns a size as options take it, rounded down to pages of 2 MiB."""
+    """Returns a size in the form of options, rounded down to pages of 2 MiB."""
     return f"{int(size_bytes) // PAGE_BYTES * (PAGE_BYTES // MIB)}MiB"
 
 
 class ServingError(RuntimeError):
-    """An engine's process ended with an error."""
+    """Error at the end of an engine's process."""
 
 
 def run_check(
@@ -111,8 +111,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Runs a script of bench/ as `run_on_device` does. Returns its figures.
 
-    options: begin with the script's name. Pages on doubles are small, so that a few tokens need
-    several of them.
+    `options` begin with the name of the script. Pages on doubles are small, so that a few tokens
+    need several of them.
     """
     page = "2MiB"
     if on_doubles():
@@ -142,7 +142,7 @@ def run_on_device(
 def judge_each(
     report: Report, found: dict[str, Any], checks: Mapping[str, Callable[[dict[str, Any]], None]]
 ) -> None:
-    """Checks what was measured, each in a check with its name."""
+    """Judges measurements, each in a check of the same name."""
     for name, judge in checks.items():
         with report.check(name):
             if not found:
@@ -154,7 +154,7 @@ def logged(
     report: Report, env: dict[str, str], name: str, command: list[str], limit_s: float
 ) -> int:
     """Runs this Python with a command. Returns its exit code. Output goes to NAME.log, and to this
-    step's log at the end. Raises TimeoutExpired once the stacks of what hangs are in the log."""
+    step's log at the end. Raises TimeoutExpired, with the stacks of its processes in the log."""
     with log_file(report, name).open("wb") as output:
         started = subprocess.Popen(
             [sys.executable, *command],
@@ -185,14 +185,14 @@ def rounds_file(report: Report, name: str) -> Path:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Returns {} where there is no such file."""
+    """Returns the JSON of a file, {} if the file is missing."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
 
 def helper(env: dict[str, str], module: str, *arguments: str) -> Any:
-    """Returns what a module of this folder prints last, as JSON. Its GPU memory ends with its
-    process."""
+    """Returns the last line that a module of this folder prints, which is JSON. A separate process
+    runs it, so that its GPU memory is freed."""
     command = [sys.executable, "-m", f"scripts.gpu_check.serving.{module}", *arguments]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

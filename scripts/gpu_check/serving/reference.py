@@ -1,4 +1,4 @@
-"""What figures are compared with, measured by the driver alone on the same GPU in the same run."""
+"""References of figures, measured by the driver alone on the same GPU in the same run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _REPEATS = 3
 
 
 def link_s(driver: Driver, size_bytes: int, piece_bytes: int = LINK_PIECE_BYTES) -> float:
-    """Seconds in which so many bytes of pinned memory reach the GPU by cuMemcpyHtoDAsync, nothing
-    read meanwhile: one buffer, again and again. The fastest of three."""
+    """Returns the seconds to copy bytes of pinned memory to the GPU by cuMemcpyHtoDAsync.
+
+    One buffer is copied again and again. The result is the fastest of three.
+    """
     piece_bytes = min(piece_bytes, size_bytes)
     source, stream = ctypes.c_void_p(), driver.stream()
     target = driver.allocate(piece_bytes)
@@ -36,8 +38,8 @@ def link_s(driver: Driver, size_bytes: int, piece_bytes: int = LINK_PIECE_BYTES)
 
 
 def read_s(driver: Driver, size_bytes: int, copy_bytes: int = COPY_BYTES) -> float:
-    """Seconds in which the GPU reads so many bytes of its memory: half of what a copy within it
-    takes, which writes as many."""
+    """Returns the seconds in which the GPU reads bytes of its memory. A copy within it reads and
+    writes, and takes twice as long."""
     source, target = driver.allocate(copy_bytes), driver.allocate(copy_bytes)
     stream = driver.stream()
 
@@ -54,7 +56,7 @@ def read_s(driver: Driver, size_bytes: int, copy_bytes: int = COPY_BYTES) -> flo
 
 
 def _fastest_s(copy: Callable[[], None]) -> float:
-    """After one that warms up."""
+    """Returns the seconds of the fastest copy, after one that is not timed."""
     taken_s = []
     for _ in range(_REPEATS + 1):
         began_s = time.perf_counter()

@@ -1,7 +1,7 @@
 """Writes a checkpoint's tensors from GPU memory into one safetensors file, over several threads.
 
-Each thread copies pieces into a pinned buffer and writes them where they belong: at the speed of
-the file's memory, where save_pretrained takes one core and a second copy in memory.
+Each thread copies pieces into a pinned buffer and writes them to their place in the file. This is
+as fast as memory. save_pretrained uses one core, and a second copy in memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PIECE_BYTES = 64 * MIB
 THREADS = 8
 NAME = "model.safetensors"
 _MEMINFO = Path("/proc/meminfo")
-_LEFT_BYTES = 2048 * MIB  # what others of the machine keep
+_LEFT_BYTES = 2048 * MIB  # for other processes of the machine
 _GROWS_S = 3.0  # in which a virtual machine may be given more
 _LOOK_S = 0.05
 
 
 class MemoryShort(Exception):
-    """The machine has no memory left for the file."""
+    """Lack of memory of the machine for the file."""
 
 
 def save(torch: Any, tensors: Mapping[str, Any], folder: Path) -> int:
@@ -67,7 +67,7 @@ def save(torch: Any, tensors: Mapping[str, Any], folder: Path) -> int:
 
 
 def header_of(tensors: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Returns the file's head, and the bytes of all tensors, which follow in order."""
+    """Returns the header of the file, and the bytes of all tensors, which follow in order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -82,7 +82,7 @@ def header_of(tensors: Mapping[str, Any]) -> tuple[bytes, int]:
 def _pieces(
     torch: Any, tensors: Mapping[str, Any], begin: int
 ) -> Iterator[tuple[Any, int, int, int]]:
-    """Yields bytes of a tensor, from where to where, and their place in the file."""
+    """Yields the content of a tensor, start and stop of a piece, and its place in the file."""
     for tensor in tensors.values():
         content = tensor.detach().flatten().view(torch.uint8)
         size_bytes = content.numel()
@@ -99,7 +99,7 @@ def _write_at(fd: int, content: Any, offset: int) -> None:
 
 
 def available_bytes() -> int:
-    """Returns the memory that the kernel would give out without swapping."""
+    """Returns the memory that the kernel can provide without swapping."""
     return meminfo("MemAvailable")
 
 
@@ -113,8 +113,8 @@ def meminfo(name: str) -> int:
 
 
 def await_memory(available: Callable[[], int]) -> None:
-    """Waits while little memory is left: some virtual machines grow as they are used. Raises
-    MemoryShort."""
+    """Waits while little memory is left, since some virtual machines grow while they are used.
+    Raises MemoryShort."""
     until_s = time.monotonic() + _GROWS_S
     while (left_bytes := available()) < _LEFT_BYTES:
         if time.monotonic() > until_s:
