@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.gpu_check.machine import build, facts
+from scripts.gpu_check.machine import build, facts, unpack
 from scripts.gpu_check.rehearsal import environment
 from scripts.gpu_check.sizes import GIB, Sizes, shm_free_bytes
 from scripts.gpu_wheels.archive import write_wheel
@@ -113,6 +113,22 @@ def test_carried_wheels_of_other_sources_are_left_alone(tmp_path: Path) -> None:
     assert "this checkout is built instead" in found["checks"]["kvcached"]
     assert (tmp_path / "work" / "sglang" / "carried.py").exists()
     assert not (tmp_path / "work" / "site").exists()
+
+
+@pytest.mark.sglang
+def test_the_kernel_that_writes_kv_is_compiled_with_the_imports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For the models that later steps serve. On the doubles nothing can be compiled, which does not
+    fail the imports."""
+    for name, value in environment(GIB).items():
+        monkeypatch.setenv(name, value)
+    assert unpack.rows_of_kv() == {512}
+    _, has_kernel = unpack.imported_once(tmp_path)
+    assert not has_kernel
+    monkeypatch.setattr(unpack, "IMPORTS", "import no_such_module")
+    with pytest.raises(RuntimeError, match=r"(?s)SGLang cannot be imported: .*no_such_module"):
+        unpack.imported_once(tmp_path)
 
 
 def test_gpu_check_ends_with_a_line_for_each_step_without_a_gpu(tmp_path: Path) -> None:
