@@ -5,10 +5,10 @@
         [--tokens 64] [--prompt-tokens 64] [--rounds 2] [--cuda-graphs lazy] [--attention NAME]
         [--compare] [--store-in DIR] [--json FILE]
 
-A round goes over all models. Each is activated (from its files the first time, later from a weight
-store of this run's own), runs `streams` greedy requests of random token ids at once, runs them
-again where decode graphs were captured, and is flushed and deactivated. The device's ledger is this
-run's own. `--compare` computes the same tokens with transformers on the CPU. `--store-in` names the
+A round goes over all models. Each is activated, from its files the first time and later from a
+weight store of this run. It runs `streams` greedy requests of random token ids at once, runs them
+again if decode graphs were captured, and is flushed and deactivated. The device's ledger is that of
+this run. `--compare` computes the same tokens with transformers on the CPU. `--store-in` names the
 folder that the weight store is made in (default: /dev/shm, where the weights fit twice). `--json`
 writes all figures after each round, also if something fails.
 """
@@ -64,7 +64,7 @@ def _write(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if options.json is not None:
         partial = options.json.with_suffix(".part")
         partial.write_text(json.dumps(report) + "\n")
-        os.replace(partial, options.json)  # who kills this process finds whole rounds
+        os.replace(partial, options.json)  # complete rounds, also if this process is killed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,7 +119,10 @@ def _run(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32") -> ModelSpec:
-    """The model in a directory; `dtype` "auto": as it is stored. ConfigError for bad files."""
+    """Returns the model in a directory. Raises ConfigError for bad files.
+
+    dtype: "auto" is the type of the files.
+    """
     files = inspect_model(path, "--model")
     if dtype == "auto":
         dtype = files.stored_dtype
@@ -135,7 +138,7 @@ def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32
 
 
 def _fast_folder(specs: list[ModelSpec]) -> str | None:
-    """/dev/shm, where the weights of all fit twice; None: the folder of temporary files."""
+    """Returns /dev/shm if the weights of all models fit twice, or None for temporary files."""
     memory, need_bytes = "/dev/shm", 2 * sum(spec.weight_bytes for spec in specs)
     fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > need_bytes
     return memory if fits else None
@@ -164,7 +167,7 @@ def _config(options: argparse.Namespace, store: str) -> ClusterConfig:
 
 @dataclass(slots=True)
 class Answers:
-    """What came of one batch of requests."""
+    """Answers to one batch of requests."""
 
     tokens: list[list[int]] = field(default_factory=list)  # of each request, in order
     first_token_s: float = 0.0
@@ -180,7 +183,7 @@ class EngineRun:
         self._options = options
 
     def serve(self, spec: ModelSpec) -> dict[str, Any]:
-        """Bring the model up, let it answer, take it down; the figures of that."""
+        """Activates a model, runs requests and deactivates it. Returns figures."""
         memory = {"before": self._memory()}
         activated = self.core.activate(ActivateEngine(spec, max_running=self._options.streams))
         memory["activated"] = self._memory()
@@ -221,8 +224,8 @@ class EngineRun:
         }
 
     def _memory(self) -> dict[str, int]:
-        """Free bytes of the driver, or of the ledger where the driver does not tell; and what the
-        ledger says is held."""
+        """Returns the free bytes of the driver, or of the ledger without NVML, and what the ledger
+        counts as held."""
         usage, driver = self._device.usage(), self._device.driver_memory()
         static_bytes = sum(client.static_bytes for client in usage.clients)
         free_bytes = usage.free_bytes if driver is None else driver.free_bytes
@@ -234,7 +237,7 @@ class EngineRun:
         }
 
     def _answers(self, spec: ModelSpec, prompts: list[list[int]]) -> Answers:
-        """Step until idle."""
+        """Runs requests until the engine is idle. Returns their answers."""
         requests = [_request(spec, i, p, self._options) for i, p in enumerate(prompts)]
         self.core.submit(requests)
         served, started_s, busy = Answers([[] for _ in prompts]), time.monotonic(), True
@@ -264,7 +267,7 @@ class EngineRun:
 
 
 def _prompts(options: argparse.Namespace) -> list[list[int]]:
-    """Random token ids, the same in every round."""
+    """Returns random token ids, the same in every round."""
     generators = [random.Random(index) for index in range(options.streams)]
     return [[g.randrange(*_VOCABULARY) for _ in range(options.prompt_tokens)] for g in generators]
 
@@ -295,8 +298,8 @@ def _print_activation(spec: ModelSpec, activated: Activated) -> None:
 
 
 def _compare(specs: list[ModelSpec], rounds: list[dict[str, Any]]) -> None:
-    """Adds to each round "equal": of each request, how many tokens are transformers' own, counted
-    from the first. Two logits may tie up to rounding, so a late difference need not be an error."""
+    """Adds "equal" to each round: how many first tokens of each request transformers gives too.
+    Rounding may decide near ties, so that a late difference need not be an error."""
     from prism.models.hugging_face import import_transformers
 
     import_transformers()

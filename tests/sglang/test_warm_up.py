@@ -158,7 +158,7 @@ def test_a_draw_without_tokens_has_failed(
     found = [Emission("warm-up/0", [], "abort", "broken logits")]
     monkeypatch.setattr(warm_up, "_answers", lambda *_: found)
     draw()
-    reason = "SelfCheckError: no tokens come of it: broken logits"
+    reason = "SelfCheckError: the draw gave no tokens: broken logits"
     assert said()[0] == f"model {LLAMA} cannot draw tokens at random ({reason})"
 
 

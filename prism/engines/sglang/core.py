@@ -134,7 +134,10 @@ class SglangCore:
     def _build(
         self, order: ActivateEngine, memory: EngineMemory
     ) -> tuple[InProcessScheduler, tuple[int, ...]]:
-        """SGLang raises errors of every kind for bad files; all mean that this model cannot run."""
+        """Builds the scheduler and warms the model up. Returns it with the model's fingerprint.
+
+        Raises ActivationError for any error of SGLang, since bad files cause errors of every kind.
+        """
         scheduler: InProcessScheduler | None = None
         try:
             engine, device = self._context.config.engine, self._context.device
@@ -252,8 +255,8 @@ class SglangCore:
         return output
 
     def _computing_step(self, active: ActiveModel, output: StepOutput) -> None:
-        """torch without memory in the middle of a step leaves SGLang's state unknown. The requests
-        of that step end, lest they do the same to the next engine, and this engine at its next
+        """Runs a step. If torch runs out of memory, SGLang's state is unknown: the requests of the
+        step fail, since they would break the next engine too, and this engine ends at its next
         step."""
         try:
             self._measured_step(active)
@@ -348,7 +351,7 @@ def _failure(request: Request, emission: Emission) -> Failure:
 
 
 def _activation_error(order: ActivateEngine, error: Exception, device: str) -> ActivationError:
-    """Ours say what is wrong already."""
+    """Returns the error with the model's name and the reason. An ActivationError has both."""
     if isinstance(error, ActivationError):
         return type(error)(str(error), error.missing_bytes)
     name = order.model.name
@@ -363,7 +366,7 @@ def _activation_error(order: ActivateEngine, error: Exception, device: str) -> A
 
 
 def _short_of_memory(device: str, error: torch.OutOfMemoryError) -> str:
-    """What to do when torch may not have more: its cap is a part of the engine's lease."""
+    """Returns the message for torch without memory. Its cap is a part of the engine's lease."""
     first = str(error).partition("\n")[0] or type(error).__name__
     return (
         f"torch ran out of the engine's own memory on {device} ({first}); raise engine.static, or"

@@ -42,7 +42,7 @@ class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
     pending: list[int]
 
     def capture(self) -> None:
-        """The last act of SGLang's constructor: what a capture needs is prepared, and no more."""
+        """Prepares captures, at the end of SGLang's constructor, without capturing anything."""
         self.warmup()
         # To find that no speculative draft is served, SGLang would import another model's kernels.
         self._metadata_prep_fork_resolved = True
@@ -52,8 +52,8 @@ class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
         return bool(self.capture_bs) and bool(super().can_run_graph(forward_batch))
 
     def capture_next(self) -> int:
-        """Capture the largest batch size that is pending, and return it. Raises what SGLang raises;
-        the size is then not pending any more and has no graph. REQUIRES: nothing runs."""
+        """Captures the largest pending batch size and returns it. Raises the errors of SGLang; the
+        size is then neither pending nor captured. REQUIRES: nothing runs."""
         ready, size = self.capture_bs, self.pending.pop()
         self.capture_bs = [size]
         gc.disable()  # no tensor may be freed in the middle of a capture
@@ -67,7 +67,7 @@ class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
         return size
 
     def drop(self) -> None:
-        """REQUIRES: nothing runs."""
+        """Removes all graphs. REQUIRES: nothing runs."""
         self.pending, self.capture_bs = [], []
         self.backend.cleanup()
 
@@ -85,15 +85,15 @@ class DecodeGraphs:
 
     @property
     def pending(self) -> bool:
-        """Whether an idle engine should be stepped for the sake of a capture."""
+        """True if an idle engine should be stepped to capture a graph."""
         return self._answered and self._runner is not None and bool(self._runner.pending)
 
     def answered(self) -> None:
-        """A request got its whole answer."""
+        """Records that a request got its whole answer."""
         self._answered = True
 
     def between_steps(self, *, is_idle: bool) -> bool:
-        """Capture one graph if it is time for it, which is what is returned."""
+        """Captures a graph if it is time for one. Returns whether it was."""
         self._steps += 1
         if not self.pending or not (is_idle or self._steps > PATIENCE_STEPS):
             return False
@@ -102,9 +102,9 @@ class DecodeGraphs:
         return True
 
     def _capture(self) -> None:
-        """A capture that fails leaves the engine without further graphs, and as slow as before.
+        """Captures a graph. If that fails, the engine captures no further ones.
 
-        With several ranks it raises: the others wait within theirs, and the engine must end.
+        With several ranks it raises the error, since the other ranks wait in their captures.
         """
         runner, started_s = self._runner, time.monotonic()
         assert runner is not None
@@ -128,13 +128,13 @@ class DecodeGraphs:
 
 
 def drop(scheduler: Any) -> None:
-    """Before the model goes: its graphs hold memory of the driver and of torch."""
+    """Removes a model's graphs, which hold memory of the driver and of torch."""
     runner = _runner_of(scheduler)
     if runner is not None:
         runner.drop()
 
 
 def _runner_of(scheduler: Any) -> LazyGraphRunner | None:
-    """None: on a host device, or without graphs."""
+    """Returns the runner of decode graphs, None on a host device or without graphs."""
     runner = scheduler.tp_worker.model_runner.decode_cuda_graph_runner
     return runner if isinstance(runner, LazyGraphRunner) else None

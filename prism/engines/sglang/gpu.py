@@ -1,4 +1,4 @@
-"""What is different on a GPU."""
+"""Differences of a GPU from a host device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CUDA = "cuda"
 PLATFORM_ENTRY_POINT = "prism_cuda"
 TRITON = "triton"  # attention that needs no kernel library
 
-# Import names of what SGLang's CUDA path needs beside the wheel: its kernels, and Triton.
+# Import names of what SGLang's CUDA path needs in addition to the wheel: its kernels, and Triton.
 _NEEDS = ("sgl_kernel", TRITON)
 
 _ENVIRONMENT = {
-    # Asking for GPUs goes through NVML: CUDA must not be initialised before the fork.
+    # torch asks NVML for GPUs, since CUDA must not be initialised before the fork.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Its GPUs must have like free memory, says SGLang; the ledger has promised each rank its own.
+    # SGLang requires equal free memory of its GPUs, and the ledger promises each rank its share.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     # Compiling in this thread: a pool of compilers for each engine would take the host's cores.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -39,12 +39,12 @@ log = logging.getLogger("prism.engine")
 
 
 def index_of(device: str) -> int:
-    """N of "cuda:N"."""
+    """Returns N of "cuda:N"."""
     return int(device.partition(":")[2])
 
 
 def lacks(device: str) -> str:
-    """What keeps this installation from serving on `device`; "" if nothing does."""
+    """Returns what prevents this installation from serving on `device`, "" if nothing does."""
     missing = [name for name in _NEEDS if is_gpu(device) and find_spec(name) is None]
     if not missing:
         return ""
@@ -55,7 +55,7 @@ def lacks(device: str) -> str:
 
 
 def needs(device: str) -> GpuNeeds:
-    """Planned for an H200, rounded up; code is that of SGLang's and torch's kernels."""
+    """Returns the planned memory of an H200, rounded up. Code is that of all kernels."""
     if not is_gpu(device):
         return GpuNeeds()
     return GpuNeeds(
@@ -70,8 +70,8 @@ def needs(device: str) -> GpuNeeds:
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
-    """Parameters as SGLang's loaders fuse and shard them for its kernels: native ones on a CPU. For
-    embeddings another answer is kept with them."""
+    """Returns the key of parameters as SGLang's loaders fuse and shard them for its kernels, which
+    are native on a CPU. Embedding models store another answer with them."""
     kernels = "cuda" if is_gpu(device) else "native"
     use = " embeddings" if spec.embedding else ""
     return WeightKey(content, f"sglang {version('sglang')} {kernels}{use}", spec.dtype, rank, ranks)
@@ -87,9 +87,9 @@ def prepare(device: str) -> None:
 
 
 def importing(device: str) -> contextlib.AbstractContextManager[None]:
-    """For the imports: questions about GPUs are answered without initialising CUDA.
+    """Returns a context in which imports learn about GPUs without initialising CUDA.
 
-    If the driver cannot be asked the imports go on, and may initialise CUDA.
+    If the driver cannot be asked, the imports continue and may initialise CUDA.
     """
     if not is_gpu(device):
         return contextlib.nullcontext()
@@ -106,14 +106,15 @@ def importing(device: str) -> contextlib.AbstractContextManager[None]:
 
 
 def attention_backend(configured: str | None) -> str | None:
-    """SGLang's name of the attention backend; None: SGLang chooses, for its kernels are here."""
+    """Returns SGLang's name of the attention backend. With None SGLang chooses, since its kernels
+    are installed."""
     if configured is not None:
         return configured
     return None if _has_module("sgl_kernel", "flash_attn") else TRITON
 
 
 def _has_module(package: str, module: str) -> bool:
-    """Looks at the files alone: importing kernels would load them."""
+    """Looks for files, since importing kernels would load them."""
     spec = find_spec(package)
     folders = (spec.submodule_search_locations if spec else None) or ()
     names = (f"{module}.py", module)
@@ -124,7 +125,8 @@ def _has_module(package: str, module: str) -> bool:
 
 
 def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
-    """Before a model is built: see `kvcached.engines.sglang.gpu`. Nothing on a host device."""
+    """Prepares the client for a model that is about to be built: see `kvcached.engines.sglang.gpu`.
+    Does nothing on a host device."""
     if is_gpu(device):
         from kvcached.engines.sglang import gpu
 
@@ -132,7 +134,7 @@ def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
 
 
 def name_streams(client: Any, device: str, scheduler: Any) -> None:
-    """Once everything is built. Nothing on a host device."""
+    """Names the streams of a scheduler that is built. Does nothing on a host device."""
     if is_gpu(device):
         from kvcached.engines.sglang import gpu
 
@@ -140,7 +142,7 @@ def name_streams(client: Any, device: str, scheduler: Any) -> None:
 
 
 def synchronize(device: str) -> None:
-    """Everything that was submitted is done. Nothing on a host device."""
+    """Waits until all submitted work is done. Does nothing on a host device."""
     if is_gpu(device):
         import torch
 
@@ -148,8 +150,8 @@ def synchronize(device: str) -> None:
 
 
 def return_cached(device: str) -> None:
-    """What torch keeps of freed memory goes back to the driver. REQUIRES: nothing runs, and
-    garbage is collected. Nothing on a host device."""
+    """Returns the freed memory that torch caches to the driver. Does nothing on a host device.
+    REQUIRES: nothing runs, and garbage is collected."""
     if is_gpu(device):
         import torch
 
@@ -158,7 +160,7 @@ def return_cached(device: str) -> None:
 
 
 def torch_reserved_bytes(device: str) -> int:
-    """Device memory that torch's allocator holds; 0 on a host device."""
+    """Returns the device memory that torch's allocator holds, 0 on a host device."""
     if not is_gpu(device):
         return 0
     import torch

@@ -43,11 +43,11 @@ _NO_TOKENIZER = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=Non
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """New tokens of a request. `finish`: "stop" | "length" | "abort" | None (it goes on)."""
+    """New tokens of a request."""
 
     rid: str
     token_ids: list[int]
-    finish: str | None
+    finish: str | None  # "stop" | "length" | "abort"; None: the request continues
     message: str = ""
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
@@ -57,10 +57,10 @@ class Emission:
 
 
 class Outbox(list[Emission]):
-    """Stands where SGLang's senders are; what it is sent is kept for the next `take`."""
+    """Replacement of SGLang's senders, which keeps emissions for the next `take`."""
 
     def send_output(self, output: Any, recv_obj: object = None) -> None:
-        """An abort of a request that never ran; everything else has no receiver here."""
+        """Keeps the abort of a request that never ran, and drops everything else."""
         if isinstance(output, AbortReq):
             reason = output.finished_reason or {}
             self.append(Emission(output.rid, [], "abort", str(reason.get("message", ""))))
@@ -107,7 +107,7 @@ def _emission(req: Req) -> Emission:
 
 
 def _embedding(req: Req) -> Emission:
-    """The vector, once the whole prompt is computed: that of a part of it is nobody's."""
+    """Returns the vector once the whole prompt is computed, since that of a part is useless."""
     finish, message = _finish(req.finished_reason)
     vector = np.asarray(req.embedding or (), "<f4") if finish == "length" else np.empty(0, "<f4")
     if finish == "length":
@@ -127,7 +127,8 @@ def _is_refused(reason: Any) -> bool:
 
 
 def _finish(reason: Any) -> tuple[str | None, str]:
-    """A string matches only where SGLang reports broken logits: stop strings are not its job."""
+    """Returns the finish and a message. A matched string means broken logits, since SGLang is given
+    no stop strings."""
     match reason:
         case None:
             return None, ""
@@ -186,8 +187,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         return InProcessStreamer
 
     def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Req:
-        """A request that ignores end-of-sequence still heeds its own stop tokens; in SGLang it
-        would ignore both."""
+        """Creates a request. One that ignores end-of-sequence still stops at its own stop tokens,
+        both of which SGLang would ignore."""
         params = recv_req.sampling_params
         if params.ignore_eos and params.stop_token_ids:
             params.ignore_eos = False
@@ -197,7 +198,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     # --- one step ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """What SGLang's event loop does before its first turn."""
+        """Does what SGLang's event loop does before its first turn."""
         # Sampling with each request's own seed; as a start-up argument it would switch the prefix
         # cache off, which is about reproducible logits, not about seeds.
         get_context().override("prism.seeds", enable_deterministic_inference=True)
@@ -208,7 +209,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
 
     @DynamicGradMode()  # type: ignore[untyped-decorator]
     def step(self) -> Any:
-        """One turn of SGLang's normal event loop; returns the batch that ran, or None."""
+        """Runs one turn of SGLang's normal event loop. Returns the batch that ran, or None."""
         # Memory may have come free on the device since the last turn, without one of this
         # engine's requests ending, which is all that SGLang itself waits for.
         self.running_batch.batch_is_full = False
@@ -238,15 +239,15 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         self.retractions_total += is_retracted
         super()._add_request_to_queue(req, is_retracted)
 
-    # --- what the engine core asks ----------------------------------------------------------
+    # --- calls of the engine core -----------------------------------------------------------
 
     def cancel(self, rid: str) -> None:
-        """Pages of a request that runs come back in its next step."""
+        """Cancels a request. A running one frees its pages in its next step."""
         self.abort_request(AbortReq(rid=rid))
 
     def drop_all(self) -> None:
-        """Takes out every request and frees its KV, wherever a step that raised left it. Nothing is
-        sent for them. REQUIRES: no grammar is being compiled."""
+        """Removes every request and frees its KV, also after a step that raised an error. Emits
+        nothing for them. REQUIRES: no grammar is being compiled."""
         reqs = {id(req): req for req in (*self.stepping_reqs(), *self.open_reqs())}
         for req in reqs.values():
             if req.kv.holds_kv or req.kv.holds_mamba:
@@ -258,33 +259,33 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         self.outbox.clear()
 
     def find(self, rid: str) -> Req | None:
-        """The request, wherever it stands between two steps; None once it has ended."""
+        """Returns an open request in any state between two steps, None once it has ended."""
         return next((req for req in self.open_reqs() if req.rid == rid), None)
 
     def open_reqs(self) -> Iterator[Req]:
-        """All that have not ended, wherever they stand between two steps; some come twice."""
+        """Yields all open requests in any state between two steps. Some come twice."""
         batches = [b.reqs for b in (self.running_batch, self.last_batch) if b is not None]
         for reqs in (*batches, self.waiting_reqs(), self.compiling_reqs()):
             yield from (req for req in reqs if not req.finished())
 
     @staticmethod
     def prefill_left(req: Req) -> int:
-        """Tokens that must be computed before the request's next token (prefix cache aside)."""
+        """Returns the tokens to compute before the request's next token (prefix cache aside)."""
         return len(req.origin_input_ids) + len(req.output_ids) - int(req.prefix_len or 0)
 
     def stepping_reqs(self) -> list[Req]:
-        """Those that an unfinished step is about: its batch. If it was still planned, which takes
-        memory too: those that were taken from the queue for it, or else the queue's head."""
+        """Returns the requests of an unfinished step: its batch. Before a batch is planned, which
+        takes memory too, these are the requests taken from the queue, or else the queue's head."""
         if self.cur_batch_for_debug:
             return list(self.cur_batch_for_debug.reqs)
         taken = [req for req in self._waited if req not in self.waiting_queue]
         return taken or list(self._waited[:1])
 
     def waiting_reqs(self) -> list[Req]:
-        """Requests whose prompt is not computed yet, the half-prefilled one included."""
+        """Returns requests whose prompt is not computed yet, also the half-prefilled one."""
         chunked = self.chunked_req
         return [*self.waiting_queue, *([] if chunked is None else [chunked])]
 
     def compiling_reqs(self) -> list[Req]:
-        """Requests that wait for their grammar."""
+        """Returns requests that wait for their grammar."""
         return list(self.grammar_manager.grammar_queue)

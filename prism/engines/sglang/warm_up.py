@@ -1,5 +1,5 @@
-"""A model's first tokens, before its first request: they touch pages, do lazy set-up, and tell
-whether this model is right on this engine."""
+"""First tokens of a model, before its first request. They touch pages, do lazy set-up, and show
+whether the model computes correctly on this engine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ log = logging.getLogger("prism.engine")
 def run(
     scheduler: InProcessScheduler, order: ActivateEngine, stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Greedy tokens for a fixed prompt: the model's fingerprint. Of an embedding model: where the
-    largest values of the prompt's vector are.
+    """Returns greedy tokens for a fixed prompt, the model's fingerprint. That of an embedding model
+    is the places of the largest values in the prompt's vector.
 
-    Raises SelfCheckError when there is no answer, or it is neither the one that `order` expects nor
-    the one that was `stored` with the weights (empty: they are not from the store).
+    Raises SelfCheckError without an answer, and for an answer that is neither what `order` expects
+    nor what was `stored` with the weights (empty: they are not from the store).
     REQUIRES: nothing else runs.
     """
     greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
@@ -76,12 +76,12 @@ def sample(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGrou
 
 
 def _draw(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup) -> bool:
-    """Whether every rank drew tokens: alone and in a batch, since SGLang compiles for both, with
-    and without top_p."""
+    """Returns whether every rank drew tokens, alone and in a batch, since SGLang compiles for both,
+    with and without top_p."""
     plain = Sampling(max_tokens=1, temperature=1.0, ignore_eos=True, seed=1)
     for drawn in ([plain], [plain, plain], [msgspec.structs.replace(plain, top_p=0.9)] * 2):
         error = _draw_error(scheduler, order, drawn)
-        # All ranks vote after each draw: one that went on alone would wait for the others.
+        # All ranks vote after each draw, since one that continued alone would wait for the others.
         worst = ranks.least(_vote(error))
         if worst == _DRAWN:
             continue
@@ -100,7 +100,7 @@ def _draw(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup
 def _draw_error(
     scheduler: InProcessScheduler, order: ActivateEngine, drawn: Sequence[Sampling]
 ) -> Exception | None:
-    """Compilers and their kernels raise errors of every kind."""
+    """Returns the error of a draw. Compilers and their kernels raise errors of every kind."""
     try:
         emissions = _answers(scheduler, order, drawn)
     except RankLostError:
@@ -111,7 +111,7 @@ def _draw_error(
     if sum(len(emission.token_ids) for emission in emissions) == len(drawn):
         return None
     said = "; ".join(e.message for e in emissions if e.message) or "no error"
-    return SelfCheckError(f"no tokens come of it: {said}")
+    return SelfCheckError(f"the draw gave no tokens: {said}")
 
 
 def _vote(error: Exception | None) -> int:
@@ -123,7 +123,7 @@ def _vote(error: Exception | None) -> int:
 def _answers(
     scheduler: InProcessScheduler, order: ActivateEngine, samplings: Sequence[Sampling]
 ) -> list[Emission]:
-    """What comes of requests with the fixed prompt, run together to their end."""
+    """Runs requests with the fixed prompt together to their end. Returns their emissions."""
     vocab_size = scheduler.model_config.vocab_size
     scheduler.process_input_requests(
         [
