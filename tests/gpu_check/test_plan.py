@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from scripts.gpu_check import plan
 from scripts.gpu_check.serving import cluster, elastic, engine, large, overhead
+from tests.kvcached.compiling import ROOT
 
 KEPT_S = {
     "engine": engine.JUDGE_S,
@@ -49,3 +55,17 @@ def test_what_needs_kvcached_alone_runs_while_sglang_is_unpacked() -> None:
     names = [step.name for step in plan.steps(carried=True, quick=True)]
     assert names[:5] == ["facts", "probe", "graphs", "fork", "unpack"]
     assert names[-1] == "faults"  # which may take the GPU down
+
+
+def test_an_installed_package_of_the_same_name_hides_no_script(tmp_path: Path) -> None:
+    for name in ("scripts", "tests", "tools"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu-check", "--help"],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
