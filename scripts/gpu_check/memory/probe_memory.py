@@ -84,7 +84,8 @@ def _contents(driver: Driver, pages: int) -> dict[str, int]:
     found = {"zero": 0, "pattern": 0, "other": 0}
     for number in range(pages):
         content = driver.read(address + number * PAGE_BYTES, PAGE_BYTES)
-        is_zero, is_pattern = not any(content), content == bytes([PATTERN]) * PAGE_BYTES
+        is_zero = content.count(0) == PAGE_BYTES
+        is_pattern = content.count(PATTERN) == PAGE_BYTES
         found["zero" if is_zero else "pattern" if is_pattern else "other"] += 1
     driver.remove_pages(address, handles, PAGE_BYTES)
     return found
