@@ -22,10 +22,11 @@ SGLANG = "sglang"  # folder of all but kvcached and prism, in the folder of work
 # Whether the kernel can be used is answered by compiling it, and a failure is a warning.
 IMPORTS = """
 import sys
-from prism.engines.sglang import adapter
+from prism.engines.sglang import adapter, gpu
 adapter.preload("cuda:0")
 from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
-print(all([can_use_store_cache(int(row_bytes)) for row_bytes in sys.argv[1:]]))
+with gpu.importing("cuda:0"):  # makes no CUDA context, which another step's figures would show
+    print(all([can_use_store_cache(int(row_bytes)) for row_bytes in sys.argv[1:]]))
 """
 
 
