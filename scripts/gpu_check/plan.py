@@ -66,5 +66,5 @@ def steps(*, carried: bool, quick: bool) -> list[Step]:
         mission = (ENGINE, CLUSTER, ELASTIC, OVERHEAD, MODELS, MPS)
         order = (*head, GRAPHS, FORK, unpack, *mission, *tail)
         return [replace(step, limit_s=step.quick_s) for step in order]
-    rest = (OVERHEAD, BENCHES, LARGE, GRAPHS, MODELS, FORK, MPS)
+    rest = (OVERHEAD, LARGE, BENCHES, GRAPHS, MODELS, FORK, MPS)
     return [*head, unpack, ENGINE, ELASTIC, CLUSTER, *rest, *tail]

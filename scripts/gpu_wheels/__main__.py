@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from scripts.gpu_wheels import fetch, manifest, own, standin_wheel
-from scripts.gpu_wheels.manifest import Entry, TooLarge
+from scripts.gpu_wheels.manifest import Entry, FileFacts, TooLarge
 from scripts.gpu_wheels.strip import strip
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,14 +44,17 @@ def collect(out: Path, python: str) -> list[Entry]:
     with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as folder:
         wheels = fetch.download(pins, python, Path(folder))
         entries = [strip(wheel, out) for wheel in wheels]
-    return [*entries, standin_wheel.build(out), *own.build(out, python, ROOT)]
+    kernels = [path for path in (out / manifest.COMPILED,) if path.exists()]
+    carried = [Entry("kernels", "", FileFacts.of(path)) for path in kernels]
+    return [*entries, standin_wheel.build(out), *own.build(out, python, ROOT), *carried]
 
 
 def clear(out: Path) -> None:
     """Makes the folder, and removes wheels of an earlier run. Raises NotOurs for other files."""
     out.mkdir(parents=True, exist_ok=True)
     ours = {*out.glob("*.whl"), *out.glob(manifest.NAME)}
-    if others := sorted(path.name for path in out.iterdir() if path not in ours):
+    kept = out / manifest.COMPILED
+    if others := sorted(path.name for path in out.iterdir() if path not in {*ours, kept}):
         raise NotOurs(f"{out} holds {others[0]} and is not a folder of wheels; name another")
     for path in ours:
         path.unlink()

