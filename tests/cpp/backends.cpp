@@ -16,7 +16,7 @@ namespace kvcached::testing {
 namespace {
 
 constexpr uint64_t kGpuPage = 2 << 20;
-constexpr uint64_t kDriversOwn = 2 * kGpuPage;  // what its page tables may take in between
+constexpr uint64_t kDriversOwn = 2 * kGpuPage;  // taken by its page tables
 uint64_t cuda_bytes_before = 0;
 
 void* open_cuda() {
@@ -93,7 +93,7 @@ bool is_readable_cuda(uint64_t address) {
 void fill_cuda(uint64_t address, uint64_t bytes, int value) {
   const auto set = cuda_function<int(uint64_t, unsigned char, size_t)>("cuMemsetD8_v2");
   CHECK(set(address, static_cast<unsigned char>(value), bytes) == 0);
-  // The host does not wait for a memset, nor an unmap for the device.
+  // Neither the host nor an unmap waits for a memset.
   CHECK(cuda_function<int()>("cuCtxSynchronize")() == 0);
 }
 

@@ -28,10 +28,10 @@ void windows_conform(const Backend& backend);
 // What it says of blocks (test_blocks.cpp).
 void blocks_conform(const Backend& backend);
 
-// By how much `held_bytes` may be off: a driver takes and gives memory of its own. 0 on the host
-// and on the test libcuda.
+// Bound of the error of `held_bytes`, since a driver also takes and frees memory itself. 0 on the
+// host and on the test libcuda.
 uint64_t slack_bytes(const Backend& backend);
-// Whether the Vmm holds `bytes`, give or take that; prints what it holds if not.
+// Returns whether the Vmm holds `bytes`, up to `slack_bytes`. Prints what it holds otherwise.
 bool holds(const Backend& backend, const Vmm& vmm, uint64_t bytes);
 
 // The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context

@@ -86,7 +86,7 @@ void unmap_takes_what_is_mapped(const Backend& b) {
   CHECK(b.read_at(address + 3 * page) == 3);
 }
 
-// In groups of pages, next to which a driver's own memory is little.
+// Groups of pages are large compared with the memory that a driver takes itself.
 void memory_returns_when_released_and_unmapped(const Backend& b) {
   auto vmm = b.make();
   const uint64_t page = vmm->page_bytes();

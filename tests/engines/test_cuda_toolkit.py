@@ -1,4 +1,4 @@
-"""The CUDA toolkit that kernels are compiled with, found among fake ones."""
+"""Search for the CUDA toolkit that compiles kernels, among fake ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prism.engines import cuda_toolkit
 
 
 def toolkit(folder: Path, library: str | None = "lib64") -> Path:
-    """A toolkit with its nvcc, and with libcudart in `library`."""
+    """Makes a toolkit with its nvcc, and with libcudart in `library`."""
     (folder / "bin").mkdir(parents=True)
     nvcc = folder / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\n")
@@ -26,7 +26,7 @@ def toolkit(folder: Path, library: str | None = "lib64") -> Path:
 
 @pytest.fixture(autouse=True)
 def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where /usr/local/cuda is; nothing is there yet."""
+    """Replaces /usr/local/cuda by a folder that does not exist yet."""
     monkeypatch.setattr(cuda_toolkit, "_USUAL", tmp_path / "usual")
     return tmp_path / "usual"
 
@@ -36,7 +36,6 @@ def path_of(*toolkits: Path) -> str:
 
 
 def test_a_wrapper_of_nvcc_is_not_in_a_toolkit(tmp_path: Path, usual: Path) -> None:
-    """As compilers of kernels would think."""
     wrapped = {"PATH": path_of(toolkit(tmp_path / "local", library=None))}
     assert cuda_toolkit.find(wrapped) is None
     assert cuda_toolkit.variables(wrapped) == {}
@@ -78,7 +77,7 @@ def test_condas_lib_is_named_to_the_linker(tmp_path: Path) -> None:
 
 
 def test_it_runs_by_its_path_alone(tmp_path: Path) -> None:
-    """As `scripts/install` asks, before anything is installed."""
+    """scripts/install runs it so, before anything is installed."""
     command = [sys.executable, "-I", "-S", cuda_toolkit.__file__]
     made = toolkit(tmp_path / "made")
     done = subprocess.run(

@@ -19,7 +19,7 @@ except OSError as error:
 
 
 def why_no_gpu() -> str:
-    """Empty if the real driver shows a GPU to a fresh process like this one."""
+    """Returns "" if the real driver shows a GPU to a fresh process like this one."""
     if os.environ.get("KVCACHED_LIBCUDA"):
         return "KVCACHED_LIBCUDA names another library than the driver's own"
     # In a process of its own: this one may have loaded the test libcuda, which has the same name.
@@ -32,5 +32,5 @@ def gpu() -> None:
     """Skips without a GPU. Run this folder alone: other tests load the test libcuda."""
     if reason := why_no_gpu():
         pytest.skip(f"needs a GPU ({reason})")
-    # On the test libcuda work is done while one waits for it, as on a GPU.
+    # On the test libcuda work proceeds while a call waits for it, as on a GPU.
     os.environ.setdefault("KVCACHED_TEST_CUDA_PROGRESS", "1")

@@ -60,7 +60,7 @@ class Oracle:
         self.call(self.driver.cuStreamSynchronize(stream))
 
     def fill(self, address: int, value: int, size_bytes: int) -> None:
-        """Done when this returns: the driver does not wait for it in an unmap."""
+        """Fills memory and waits until that is done, since an unmap does not wait for it."""
         self.call(self.driver.cuMemsetD8(address, value, size_bytes))
         self.call(self.driver.cuCtxSynchronize())
 

@@ -81,10 +81,11 @@ def test_gpus_that_do_not_exist(namespace: str) -> None:
 
 @pytest.fixture
 def torch() -> Iterator[Any]:
-    """Requested after `client`: what a test submitted is done before its pages go."""
+    """Yields torch, and waits for its work at the end. Requested after `client`, so that pages are
+    unmapped later."""
     found = pytest.importorskip("torch")
     if not found.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
+        pytest.skip("this torch lacks CUDA")
     yield found
     found.cuda.synchronize()
 

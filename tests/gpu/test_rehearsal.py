@@ -1,6 +1,6 @@
-"""Where there is no GPU, the GPU tests run on the test libcuda, which is called libcuda.so.1 there.
+"""Rehearsal of the GPU tests without a GPU, on the test libcuda under the name libcuda.so.1.
 
-So the tests themselves are known to work, torch's (on the double of its CUDA front) among them, and
+It shows that the tests themselves work. Those of torch use the double of its CUDA front.
 NVIDIA's bindings check that kvcached's declarations and the test library mean the same structures.
 """
 
@@ -15,19 +15,19 @@ import pytest
 from tests.kvcached.compiling import ROOT
 from tests.torchcuda import cuda_environment
 
-# All of them, each parameter counted: none is skipped, for want of bindings or of torch's CUDA.
+# All tests, each parameter counted. None is skipped for lack of bindings or of torch's CUDA.
 TESTS = 22
 
 
 @pytest.mark.timeout(600)  # most of it is compiling
 def test_the_gpu_tests_pass_on_the_test_libcuda() -> None:
     env = cuda_environment(
-        # The C++ tests as tests/kvcached/test_cpp.py builds them, rather than once more.
+        # The options of tests/kvcached/test_cpp.py, whose build is reused.
         KVCACHED_TEST_SANITIZERS="address,undefined",
         # Page tables cost memory, as on a GPU.
         KVCACHED_TEST_CUDA_TABLE_BYTES=str(512 << 10),
     )
-    del env["KVCACHED_LIBCUDA"]  # found by its name, as the driver's own is
+    del env["KVCACHED_LIBCUDA"]  # found by its name, as the real driver is
     tests = sorted((ROOT / "tests/gpu").glob("test_*.py"))
     tests.remove(Path(__file__))
     done = subprocess.run(

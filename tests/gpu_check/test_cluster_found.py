@@ -1,4 +1,4 @@
-"""What the step "cluster" of scripts/gpu-check makes of measurements, right ones and others."""
+"""Checks and figures of the step "cluster" of scripts/gpu-check, for right and wrong loads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def burst(phase: str, model: str, seconds: float) -> dict[str, Any]:
 
 
 def stream(resumed_s: float) -> dict[str, Any]:
-    """One that was interrupted at 0."""
+    """Returns a stream that was interrupted at 0."""
     tokens = list(range(KILL.output_tokens))
     before = [-0.1 * n for n in range(10, 0, -1)]
     times_s = [*before, 0.002, *(resumed_s + 0.01 * n for n in range(KILL.output_tokens - 11))]
@@ -107,7 +107,7 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], None]:
-    """Returns a change of what is found at all but the last of `path` to that one."""
+    """Returns a function that sets the item at `path` to the last element of `path`."""
     *way, last, value = path
 
     def change(found: Any) -> None:

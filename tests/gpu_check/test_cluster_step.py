@@ -1,5 +1,5 @@
-"""Step "cluster" of scripts/gpu-check: its load on a cluster of fake engines, the cluster's life,
-and what the step needs. The whole step runs in test_whole.py."""
+"""Step "cluster" of scripts/gpu-check: its load on fake engines, start and end of the cluster, and
+the step's requirements. The whole step runs in test_whole.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the load finds on a cluster of fake engines."""
+    """Returns the measurements of the load on a cluster of fake engines."""
     folder = tmp_path_factory.mktemp("load")
     for name in FAMILIES:
         make_model(folder / name)
@@ -108,7 +108,7 @@ def test_the_death_of_an_engine_is_measured(loaded: dict[str, Any], tmp_path: Pa
 
 @contextmanager
 def held(namespace: str) -> Iterator[tuple[kvcached.Device, subprocess.Popen[bytes]]]:
-    """A host device and a process that holds some of it."""
+    """Yields a host device and a process that holds some of it."""
     sizes = {"capacity_bytes": 8 * MIB, "page_bytes": 64 << 10}
     device = kvcached.Device.open("host:0", **sizes, namespace=namespace)
     command = [sys.executable, "-c", HOLD, namespace]
@@ -148,7 +148,7 @@ def test_memory_that_does_not_come_back_is_told(
 
 @pytest.mark.parametrize(("names", "free_mib"), [(True, 0), (False, 4)])
 def test_a_driver_tells_of_a_death_by_name_or_by_free_memory(names: bool, free_mib: int) -> None:
-    """In a container a driver may name no processes."""
+    """A driver may name no processes in a container."""
     usages = [SimpleNamespace(clients=[client(7, 12 * MIB)]), SimpleNamespace(clients=[])]
     there = SimpleNamespace(pid=7, used_bytes=9 * MIB)
     before = SimpleNamespace(processes=[there] if names else [], free_bytes=MIB)
@@ -180,12 +180,12 @@ def test_peaks_are_kept_by_phase_and_model(namespace: str) -> None:
     assert memory.facts()["peaks"] == {"turn llama": {"llama": peaks}}
 
 
-# --- the cluster's life ----------------------------------------------------------------------
+# --- start and end of the cluster ------------------------------------------------------------
 
 
 @pytest.fixture
 def life(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> cluster.Cluster:
-    """A cluster that is not started, of models whose configuration alone is there."""
+    """Returns a cluster that is not started. Its models are configurations and empty weights."""
     monkeypatch.setattr(cluster, "short_folder", lambda _, name: short_dir / name)
     folders = {}
     for name in FAMILIES:
@@ -248,7 +248,7 @@ def test_a_model_that_is_not_served_fails_the_start(
 def test_a_cluster_that_hangs_says_where(
     life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its engines as well, which run in sessions of their own."""
+    """Engines do so too, although they run in separate sessions."""
     inner = "import time\ndef an_activation(): time.sleep(60)\nan_activation()"
     program = (
         "import subprocess, sys\n"
@@ -352,7 +352,7 @@ for name in sys.argv[2].split(","):
 
 
 def test_a_bare_machine_has_all_that_the_step_imports() -> None:
-    """The image's packages and the carried ones."""
+    """Packages are those of the image and the carried ones."""
     files = (ROOT / "tests/packaging/gpu-image.txt", ROOT / "requirements/gpu-box.txt")
     pins = [line for file in files for line in file.read_text().splitlines() if "==" in line]
     allowed = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}

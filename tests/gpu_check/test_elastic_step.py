@@ -1,5 +1,5 @@
-"""What the steps "elastic" and "overhead" of scripts/gpu-check make of what engines did. Whole
-steps run on the doubles in test_whole.py."""
+"""Checks and figures of the steps "elastic" and "overhead" of scripts/gpu-check. Whole steps run on
+the doubles in test_whole.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEVELS = [264, 352, 616, 1848, 792, 440, 264]  # MiB of KV in the phases of a lo
 
 
 def recorded() -> dict[str, Any]:
-    """What bench/sglang_elastic.py records of a load that everything is right with."""
+    """Returns the record of bench/sglang_elastic.py for a load without faults."""
     streams = [0, 1, 4, 16, 64, 16, 4, 1]
     levels = [level for level in (264, *LEVELS) for _ in range(100)]
     kv = [level * MIB for level in levels] + [440 * MIB] * 20
@@ -60,7 +60,7 @@ def test_a_load_that_is_right() -> None:
 
 
 def held(found: dict[str, Any], start: int, stop: int, mib: int) -> None:
-    """KV memory stays at a level, and the driver's free memory with it."""
+    """Sets KV memory of some samples to a level, and the driver's free memory with it."""
     samples = found["samples"]
     for place in range(start, min(stop, len(samples["kv"]))):
         samples["kv"][place] = mib * MIB
@@ -128,7 +128,7 @@ def test_an_answer_that_is_cut_fails_the_load(
 
 
 def compared() -> dict[str, Any]:
-    """What bench/sglang_throughput.py writes."""
+    """Returns the figures that bench/sglang_throughput.py writes."""
     steps = {"steps": 80, "growth_steps": 3, "mean_ms": 5.2, "p99_ms": 6.0}
     steps |= {"plain_median_ms": 5.1, "growth_p99_ms": 7.0}
     return {

@@ -16,7 +16,6 @@ from tests.gpu_check.steps import LARGE, report_in
 
 def test_the_large_model_has_eight_billion_parameters() -> None:
     assert large_model.size_of(large.SHAPE) == 2 * 8_030_261_248
-    assert large.GPU_BYTES < 70 * GIB
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Machines on which something is missing or in the way: each is a named line, and the steps that
-can still run do run."""
+"""Machines that lack something, or whose GPU is in use. Each fault is a named line, and all other
+steps run."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_carried_wheels_of_other_sources_are_left_alone(tmp_path: Path) -> None:
 def test_the_kernel_that_writes_kv_is_compiled_with_the_imports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For the models that later steps serve. On the doubles nothing can be compiled, which does not
-    fail the imports."""
+    """Kernels of the models that later steps serve are compiled. Doubles cannot compile, which does
+    not fail the imports."""
     for name, value in environment(GIB).items():
         monkeypatch.setenv(name, value)
     assert unpack.rows_of_kv() == {512}
@@ -132,7 +132,7 @@ def test_the_kernel_that_writes_kv_is_compiled_with_the_imports(
 
 
 def test_gpu_check_ends_with_a_line_for_each_step_without_a_gpu(tmp_path: Path) -> None:
-    """No driver: what needs none runs, and every line says what is missing."""
+    """Steps that need no driver run, and every other line says that it is missing."""
     steps = "facts,probe,graphs"
     options = ["--steps", steps, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Step "mps" of scripts/gpu-check: the daemon, with a double of NVIDIA's program, and what clients
-answer where something is wrong. The whole step runs in test_whole.py."""
+"""Step "mps" of scripts/gpu-check: the daemon, with a double of NVIDIA's program, and wrong answers
+of clients. The whole step runs in test_whole.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES = 100
 
 
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str = "") -> Iterator[mps.Daemon]:
-    """A daemon of the double that is not started, and killed at the end."""
+    """Yields a daemon of the double that is not started, and kills it at the end."""
     monkeypatch.setenv("PATH", f"{DOUBLE}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("MPS_DOUBLE", fault)
     made = mps.Daemon(folder / "mps")
@@ -85,7 +85,7 @@ def test_a_daemon_that_does_not_quit_is_told_and_killed(
 
 
 class Stub:
-    """A client that answers each question with what is prepared for its first word."""
+    """Client with a prepared answer for the first word of each question."""
 
     def __init__(self, **answers: Any) -> None:
         self.killed_s = 0.0
@@ -151,7 +151,7 @@ WRONG = [
 def checked(
     tmp_path: Path, daemon: Any, monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> dict[str, str]:
-    """Checks by name; `changes` are what the clients of MPS answer."""
+    """Returns the checks by name. `changes` are answers of the clients of MPS."""
 
     @contextmanager
     def client_process(pipe: Path, *_: object) -> Iterator[Stub]:

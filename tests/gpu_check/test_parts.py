@@ -1,4 +1,4 @@
-"""What the steps of scripts/gpu-check make of a driver's answers, and the check that serves."""
+"""Parts of the steps of scripts/gpu-check, and tools/engine_check.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class Refusing:
-    """A driver that refuses some calls, and a mapping where there is one."""
+    """Driver that refuses one call, and a mapping at an address that has one."""
 
     def __init__(self, refused: str) -> None:
         self.refused = refused

@@ -1,4 +1,4 @@
-"""The order of the steps of scripts/gpu-check, and the time that each needs."""
+"""Order of the steps of scripts/gpu-check, and the time that each needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_S = 30.0  # imports of SGLang, an engine and a model
 def test_a_step_is_left_out_unless_its_engine_has_time_to_start(
     *, carried: bool, quick: bool
 ) -> None:
-    """Beside the time that it keeps for what follows."""
+    """Time that the step keeps for later checks comes in addition."""
     steps = {step.name: step for step in plan.steps(carried=carried, quick=quick)}
     short = {
         name: step.needs_s

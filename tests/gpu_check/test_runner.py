@@ -1,4 +1,4 @@
-"""The runner of scripts/gpu-check beside steps that hang, crash, lie, flood or leave children."""
+"""Runner of scripts/gpu-check with steps that hang, crash, lie, flood or leave children."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ run.conclude()
 
 
 def command(tmp_path: Path, names: str, limit_s: float, budget_s: float) -> dict[str, Any]:
-    """Arguments for subprocess: a runner over these steps."""
+    """Returns arguments for subprocess, which run these steps."""
     for name in names.split(","):
         (tmp_path / f"step_{name}.py").write_text(HEAD.format(name=name) + STEPS[name])
     return {
@@ -242,7 +242,7 @@ def test_the_budget_cuts_a_step_and_skips_those_after_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: signal.Signals) -> None:
-    """And leaves no process: not the step, not the one in the background, not the driver's."""
+    """No process is left: not the step, not that of the background, not the driver's client."""
     arguments = command(tmp_path, "good,behind,hangs", 60, 600)
     with subprocess.Popen(**arguments, stdout=subprocess.DEVNULL) as running:
         report = tmp_path / "gpu-check.json"

@@ -1,11 +1,10 @@
-"""What the serving steps of scripts/gpu-check make of what an engine did. Whole steps run on the
-doubles in test_whole.py."""
+"""Checks and figures of the serving steps of scripts/gpu-check. Whole steps run on the doubles in
+test_whole.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,12 +37,12 @@ POPEN = subprocess.Popen
 
 @pytest.fixture(autouse=True)
 def shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Stores of these tests go with them."""
+    """Replaces /dev/shm by a folder that is removed after the test."""
     monkeypatch.setattr(gpu_sizes, "SHM", tmp_path / "shm")
 
 
 def process_that(does: Callable[[dict[str, str]], str]) -> Callable[..., Any]:
-    """Stands in for subprocess.Popen: `does` gets the environment, and returns the program."""
+    """Returns a replacement of subprocess.Popen. `does` maps the environment to a program."""
 
     def start(_command: list[str], **given: Any) -> subprocess.Popen[bytes]:
         return POPEN([sys.executable, "-c", does(given["env"])], **given)
@@ -166,7 +165,7 @@ def test_figures_come_beside_the_links_time(
 def test_the_step_has_served_before_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rounds: list[dict[str, Any]]
 ) -> None:
-    """And keeps the rounds that were over when the check was killed."""
+    """Rounds that ended before the check was killed are kept."""
     monkeypatch.setenv("PRISM_GPU_CHECK_LIMIT_S", str(engine.JUDGE_S + 2))
     file = tmp_path / "engine.json"
     text = json.dumps({"rounds": rounds[:1]})
@@ -191,7 +190,7 @@ def served_by(
 def test_an_engine_that_fails_is_tried_without_compiling(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rounds: list[dict[str, Any]]
 ) -> None:
-    """Later steps do without as well."""
+    """Later steps run without torch.compile too."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     file, text = str(tmp_path / "engine.json"), json.dumps({"rounds": rounds})
 
@@ -270,11 +269,10 @@ def test_a_killed_checks_store_goes_with_the_run(tmp_path: Path) -> None:
     option, folder = process.store_options(report, Sizes(GIB, 0))
     assert (option, Path(folder).is_dir()) == ("--store-in", True)
     assert Path(folder) == process.run_folder(report, Sizes(GIB, 0))
-    assert shutil.disk_usage(folder).free > 0
 
 
 def test_an_engine_that_hangs_says_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It and the processes that it started, all of which have ended."""
+    """Processes that it started do so too, and all have ended."""
     inner = "import time\ndef the_child_hangs(): time.sleep(1000)\nthe_child_hangs()"
     outer = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {inner!r}])"
     outer += (

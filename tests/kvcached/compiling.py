@@ -59,7 +59,7 @@ def build(tree: str, target: str, product: str, *options: str, source: Path = RO
 
 
 def is_configured(folder: Path, ninja: str) -> bool:
-    """With this ninja: that of another environment may be gone."""
+    """Returns whether a tree is configured with this ninja. Another one may be gone."""
     cache = folder / "CMakeCache.txt"
     kept = cache.read_text() if cache.exists() else ""
     return (folder / "build.ninja").exists() and f"CMAKE_MAKE_PROGRAM:FILEPATH={ninja}\n" in kept

@@ -119,7 +119,7 @@ class Driver:
         return content.raw
 
     def fill(self, address: int, value: int, size: int) -> int:
-        """Done when this returns."""
+        """Fills memory and waits until that is done."""
         return self.start_fill(address, value, size) or self.cu.cuCtxSynchronize()
 
     def start_fill(self, address: int, value: int, size: int) -> int:

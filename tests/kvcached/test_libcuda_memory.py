@@ -157,7 +157,7 @@ def test_garbage_can_be_left_out(libcuda: LibCuda) -> None:
 
 
 def test_mappings_may_take_memory_of_the_drivers(libcuda: LibCuda) -> None:
-    """Once for 16 MiB of addresses, until the context goes."""
+    """The driver takes it once for each 16 MiB of addresses, until the context is destroyed."""
     code = """
 driver, span = Driver(libcuda), 16 * MEGABYTE
 free, start = driver.free_bytes(), driver.reserve(2 * span, span)[1]

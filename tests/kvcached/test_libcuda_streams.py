@@ -80,7 +80,7 @@ def test_memory_under_a_kernel_is_neither_mapped_elsewhere_nor_filled(
 
 
 def test_a_memset_is_not_waited_for(page: Page, stream: CudaStream, libcuda: LibCuda) -> None:
-    """On the default stream, which a copy to the host waits for, as on a stream of one's own."""
+    """A copy to the host waits for the default stream, and for no other one."""
     driver, before = page.driver, libcuda.violations()
     assert driver.fill(page.address, 1, UNIT) == 0
     assert driver.start_fill(page.address, 2, UNIT) == driver.start_fill(page.address, 3, 1) == 0

@@ -193,7 +193,7 @@ EXPORT int cuMemGetAccess(unsigned long long* flags, const MemLocation*, uint64_
   return served([=](Simulator& cuda) { return cuda.get_access(address, flags); });
 }
 
-// After what the default stream has to do.
+// Runs after the work of the default stream.
 EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t address, size_t bytes) {
   return served_in_context([=](Simulator& cuda) {
     Error error = cuda.check_synchronous("cuMemcpyDtoH");
@@ -205,7 +205,7 @@ EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t address, size_t bytes) {
   });
 }
 
-// The host does not wait for it, whatever its name says.
+// Asynchronous, although its name does not say so.
 EXPORT int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
   return served_in_context([=](Simulator& cuda) {
     const Error error = cuda.check_synchronous("cuMemsetD8");

@@ -117,7 +117,7 @@ class Simulator {
   Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
   // Whether a copy on the device may read the range: through a mapping of the device's own.
   Error check_source(int device, uint64_t address, uint64_t bytes);
-  // Work of the stream that writes the range.
+  // Enqueues work of the stream that writes the range.
   Error fill(uint64_t address, unsigned char value, uint64_t bytes, uint64_t stream);
   // Whether the range is memory of that device, mapped with at least this access or plain.
   Error check_target(int device, uint64_t address, uint64_t bytes, int access = kAccessReadWrite);
@@ -143,8 +143,8 @@ class Simulator {
   int device_of_gpu(int gpu) const;
   uint64_t charged_bytes(uint64_t bytes) const;
   Error check_mappable(const char* call);
-  // The driver's own memory for mappings there, which it keeps as long as the context. False if
-  // there is no room for it.
+  // Takes the driver's memory for mappings at the address, which it keeps as long as the context.
+  // Returns false if the device lacks that memory.
   bool take_table(int device, uint64_t address);
   bool take(int device, uint64_t bytes);
   void give(int device, uint64_t bytes);

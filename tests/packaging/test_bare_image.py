@@ -1,7 +1,7 @@
-"""scripts/gpu-check as on the reference GPU image: its Python, its build tools and nothing else.
+"""scripts/gpu-check with the Python and the build tools of the reference GPU image, and no more.
 
 The image lacks hatchling, which builds prism and comes with the carried wheels. The driver is the
-test libcuda; torch is left out, so that the steps which need it say so.
+test libcuda. torch is left out, so that the steps which need it say so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = "facts,build,probe,conformance,fork,faults"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of each step, by name."""
+    """Returns the result of each step, by name."""
     folder = tmp_path_factory.mktemp("bare")
     python = folder / "image" / "bin" / "python"
     subprocess.run([interpreter("3.12"), "-m", "venv", str(folder / "image")], check=True)

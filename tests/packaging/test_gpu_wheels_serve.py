@@ -128,7 +128,7 @@ def test_a_model_is_served_twice(machine: Machine, model: tiny.TinyModel, tmp_pa
 
 
 def test_the_wheels_hold_all_that_a_cluster_needs(machine: Machine) -> None:
-    """Its imports, and the Redis server that it starts."""
+    """Imports, and the Redis server that it starts."""
     modules = ["prism.cli.serve", "prism.agent.main", "prism.frontend.__main__"]
     modules += ["prism.cluster.main", "prism.engines.forkserver", "prism.serve.gpu_probe"]
     modules += ["prism.serve.operator", "prism.models.tokenizer", "prism.replay.client"]

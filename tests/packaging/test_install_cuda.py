@@ -149,7 +149,7 @@ def test_a_driver_older_than_cuda_13_is_one_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", [True, False])
 def test_nvcc_without_a_toolkit_is_one_warning(tmp_path: Path, found: bool) -> None:
-    """A wrapper on the PATH, with the answer of what looks for its toolkit."""
+    """The nvcc is a wrapper on the PATH, whose toolkit is found or not."""
     nvcc, python = tmp_path / "nvcc", tmp_path / "python"
     nvcc.write_text("#!/bin/sh\n")
     asks = '[ "$1" = prism/engines/cuda_toolkit.py ]'

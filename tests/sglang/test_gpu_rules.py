@@ -58,7 +58,7 @@ def test_attention_needs_no_kernels_that_are_not_installed(
 def test_kernels_are_compiled_with_a_whole_toolkit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """SGLang and TVM look for it at their first kernel."""
+    """SGLang and TVM search for a toolkit at their first kernel."""
     from sglang.kernels.jit.utils.compile import toolchain
     from tvm_ffi.cpp import extension
 
@@ -89,10 +89,10 @@ print(cpp.build_inline("k", cuda_sources=source, functions=["next"], build_direc
 
 
 def test_a_kernel_is_compiled_where_nvcc_is_a_wrapper(tmp_path: Path) -> None:
-    """By the library that compiles SGLang's, as long as no GPU is needed for it."""
+    """The library that also compiles SGLang's kernels does it, which needs no GPU."""
     found = cuda_toolkit.find()
     if found is None:
-        pytest.skip("no CUDA toolkit is on this machine")
+        pytest.skip("this machine lacks a CUDA toolkit")
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(f'#!/bin/sh\nexec {found}/bin/nvcc "$@"\n')
     nvcc.chmod(0o755)

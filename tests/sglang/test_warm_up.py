@@ -1,5 +1,4 @@
-"""The tokens that an activation draws at random, whose kernels are compiled there: a failure is a
-warning, and the engine serves."""
+"""Draws of an activation, which compile kernels. A failure is a warning, and the engine serves."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ Said = Callable[[], list[str]]
 
 
 class Voting(RankGroup):
-    """A rank whose others vote as given."""
+    """Rank whose other ranks vote as given."""
 
     def __init__(self, *others: int) -> None:
         super().__init__(0, 1, ())
@@ -59,7 +58,7 @@ def draw(idle: Any) -> Iterator[Sample]:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's draw, compiled as on a GPU, by a compiler that fails."""
+    """Compiles SGLang's draw, as on a GPU, by a compiler that fails."""
     import torch
     from sglang.srt.layers import sampler
 
@@ -84,7 +83,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
 
 
 def answers(core: Any, temperature: float) -> None:
-    """Also asserts that the draw left nothing: SGLang checks its pools in an idle step."""
+    """Asserts that requests are answered, and that the draw left no memory, which SGLang checks in
+    an idle step."""
     scheduler, kv = core._active.scheduler, core._active.memory.kv
     assert scheduler.is_fully_idle()
     assert scheduler.req_to_token_pool.available_size() == scheduler.req_to_token_pool.size
@@ -145,7 +145,7 @@ def test_a_draw_that_fails_without_the_compiler_too_is_a_warning(
     failed = f"model {LLAMA} cannot draw tokens at random (RuntimeError: no kernel for this GPU)"
     served = f"model {LLAMA} is served, but its requests that sample may fail"
     assert said() == [failed, failed, served]
-    assert eval_frame._stance.stance == "default"  # nothing tells against it
+    assert eval_frame._stance.stance == "default"  # torch.compile stays on
     answers(core, temperature=0.0)
 
 
@@ -302,7 +302,7 @@ SCRIPT = """
         return made + [torch.cuda.memory_reserved(0), usage.committed_bytes]
 
     facts["sound"] = lived(real, 0.0, 1.0)
-    facts["for good"] = lived(broken, 0.0)
+    facts["always"] = lived(broken, 0.0)
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     facts["once"] = lived(torch.compile(real, dynamic=True, backend=broken), 0.0, 1.0)
 """
@@ -314,8 +314,8 @@ def test_an_activation_on_a_gpu_outlives_its_draw(tmp_path: Path) -> None:
     assert (idle, lengths, warnings) == (True, [12, 12], [])
     failed = f"model {LLAMA} cannot draw tokens at random (RuntimeError: no compiler is here)"
     served = f"model {LLAMA} is served, but its requests that sample may fail"
-    for_good = [["WARNING", text] for text in (failed, failed, served)]
-    assert facts["for good"] == [True, live, [12], for_good, *left]
+    both = [["WARNING", text] for text in (failed, failed, served)]
+    assert facts["always"] == [True, live, [12], both, *left]
     *same, (first, second), reserved_bytes, committed_bytes = facts["once"]
     assert same == [True, live, [12, 12]]
     assert [reserved_bytes, committed_bytes] == left

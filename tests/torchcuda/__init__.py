@@ -20,7 +20,7 @@ def cuda_environment(
     graph_bytes: int = 2 * MIB,
     **more: str,
 ) -> dict[str, str]:
-    """The environment of a process that sees GPUs of `bytes` each.
+    """Returns the environment of a process that sees GPUs of `bytes` each.
 
     `more` sets further variables; KVCACHED_TEST_CUDA_* are listed in tests/libcuda/settings.h.
     """
@@ -45,7 +45,7 @@ def cuda_environment(
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
-            # No folder can be made there: what nvcc compiles would find no GPU to run on.
+            # A path where no folder can be made, since kernels of nvcc need a real GPU.
             "SGLANG_JIT_CACHE_DIR": "/dev/null/none",
         }
         | more
