@@ -163,7 +163,7 @@ def test_nvcc_without_a_toolkit_is_one_warning(tmp_path: Path, found: bool) -> N
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "NVIDIA driver" not in line]
     assert len(told) == int(not found)
-    assert all(line.startswith(f"install: warning: {nvcc} belongs to no CUDA") for line in told)
+    assert all(line.startswith(f"install: warning: {nvcc} is not part of a CUDA") for line in told)
     assert all("set CUDA_HOME to the toolkit's folder" in line for line in told)
 
 
