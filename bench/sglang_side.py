@@ -329,7 +329,7 @@ def use_stock_pool() -> None:
             super().__init__(*args, kvcache=kvcache, **kwargs)
 
         def return_held_blocks(self) -> None:
-            """Does nothing, since a static pool has no blocks to return."""
+            """Does nothing, since a static pool never holds blocks back."""
 
         def attainable_tokens(self) -> int:
             return int(self.available_size())

@@ -132,7 +132,7 @@ class Driver:
         return found
 
     def free_bytes(self) -> int:
-        """Of the device, whoever uses it."""
+        """Returns the free bytes of the device, which all processes share."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         assert self.cu.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
         return free.value

@@ -50,7 +50,7 @@ class Capturing:
         return self.cu.cuStreamEndCapture(stream, ctypes.byref(graph)), graph
 
     def end_whole(self, stream: ctypes.c_void_p) -> int:
-        """Ends a capture whose graph nobody wants."""
+        """Ends a capture and drops its graph."""
         result, graph = self.end(stream)
         assert (graph.value is not None) == (result == 0)
         if result == 0:

@@ -144,7 +144,7 @@ def test_fresh_memory_holds_garbage(driver: Driver) -> None:
 
 
 def test_only_what_was_written_is_known_again(driver: Driver) -> None:
-    """The page of a released handle is no other handle's page with its content."""
+    """Pages of other handles do not get the content of a released handle's page."""
     with mapped(driver) as (address, _):
         assert driver.fill(address, 0, UNIT) == 0
     assert all(0 not in content for content in fresh(driver, UNIT))

@@ -179,7 +179,7 @@ def _allocator(monkeypatch: pytest.MonkeyPatch, kv: _Kv, tokens: int, device: st
 def test_blocks_beyond_sglangs_count_are_used_but_no_more_of_them_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a pool that is no multiple of a slab: kvcached has 128 blocks, SGLang counts 100."""
+    """The pool is not a multiple of a slab: kvcached has 128 blocks, SGLang counts 100."""
     kv = _Kv()
     made = _allocator(monkeypatch, kv, 1600, "cpu")
     first = made.alloc(90 * 16)

@@ -161,7 +161,7 @@ def test_torch_out_of_memory_fails_an_activation_by_name(
 
 
 def test_a_grammar_that_comes_too_late_may_be_tried_again(core: Any) -> None:
-    """As late as SGLang thinks, and nobody remembers it as a wrong one; none is in logs."""
+    """SGLang counts it as late, and it is not kept as a wrong one. The logs lack it."""
     core.activate(ActivateEngine(spec_of(LLAMA)))
     manager = core._active.scheduler.grammar_manager
     polls, poll_s = "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", manager.SGLANG_GRAMMAR_POLL_INTERVAL
