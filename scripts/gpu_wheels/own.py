@@ -10,6 +10,7 @@ from pathlib import Path
 from scripts.gpu_wheels.manifest import Entry, FileFacts
 
 PROJECTS = (".", "prism")
+PYENV = Path.home() / ".pyenv"
 
 
 class CannotBuild(RuntimeError):
@@ -41,10 +42,13 @@ def _entry(wheel: Path, out: Path) -> Entry:
 def find_python(version: str) -> str:
     """Returns an interpreter of this version ("3.12"), on the path or of pyenv.
 
-    Raises CannotBuild where none runs. pyenv also puts shims of unselected versions on the path.
+    Raises CannotBuild where none runs. pyenv puts a shim on the path for versions that are not
+    chosen, too: its own interpreters are found next to the shims.
     """
-    found = [shutil.which(f"python{version}")]
-    found += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))
+    on_path = shutil.which(f"python{version}")
+    roots = [Path(on_path).parent.parent] if on_path else []
+    installed = (root.glob(f"versions/{version}.*/bin/python") for root in (*roots, PYENV))
+    found = [on_path, *sorted({str(path) for paths in installed for path in paths})]
     for python in filter(None, found):
         command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
