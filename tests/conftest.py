@@ -96,6 +96,9 @@ def is_slow(node_id: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if " at 0x" in item.nodeid:  # processes of one run would collect other tests each
+            raise pytest.UsageError(f"{item.nodeid} has an address for an id; give it another one")
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     if not config.getoption("--quick"):
         return
