@@ -46,7 +46,6 @@ class Enqueuer:
         self._awaited = batch = asyncio.create_task(self._send())
         self._batches.add(batch)
         batch.add_done_callback(self._batches.discard)
-        asyncio.get_running_loop().call_later(_SLOW_S, self._pass, batch)
 
     def _pass(self, batch: asyncio.Task[None] | None) -> None:
         """The next one waits for it no longer."""
@@ -75,7 +74,9 @@ class Enqueuer:
 
     async def _send(self) -> None:
         await self._none_follow()
-        puts = self._taken()
+        puts, batch = self._taken(), asyncio.current_task()
+        # Not before: a loop that stood still would begin another batch, with nothing left for it.
+        asyncio.get_running_loop().call_later(_SLOW_S, self._pass, batch)
         try:
             wanted = [each for entries, done in puts if not done.done() for each in entries]
             still_open = [each for each in wanted if self._log.get(each.request.id) is each]
@@ -89,7 +90,7 @@ class Enqueuer:
                 each.enqueued = True
             _settle(puts)
         finally:
-            self._pass(asyncio.current_task())
+            self._pass(batch)
 
 
 def _settle(puts: Sequence[_Put], error: BaseException | None = None) -> None:

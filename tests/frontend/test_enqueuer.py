@@ -145,3 +145,26 @@ async def test_a_silent_call_holds_up_nobody(
     await into.put([second])
     assert await queue.waiting() == ["b"]
     hangs.cancel()
+
+
+async def test_a_loop_that_stood_still_begins_no_empty_batch(
+    queue: WatchedQueue, log: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long turn of the loop between a put and its batch's first turn, as for another client's
+    large body. What is put next does not wait for _SLOW_S."""
+    monkeypatch.setattr(enqueuer, "_SLOW_S", 0.5)
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(what))
+    [first, second], into = opened(log, *"ab"), Enqueuer(queue, log)
+    put = asyncio.create_task(into.put([first]))
+    await asyncio.sleep(0)
+    time.sleep(0.6)  # noqa: ASYNC251
+    await put
+    began_s = time.monotonic()
+    await into.put([second])
+    took_s = time.monotonic() - began_s
+    await asyncio.sleep(0)
+    assert not errors
+    assert not into._batches
+    assert took_s < 0.4, "it waited for the timer of a batch that had nothing"
+    assert queue.sizes == [1, 1]
