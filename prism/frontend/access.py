@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from math import ceil
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -54,9 +55,29 @@ class OtherSites:
 
     def _is_refused(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
-        foreign = headers.get("sec-fetch-site") == "cross-site"
         named = {"*", headers.get("origin")} & self._origins
-        return foreign and not named and scope["method"] not in _READING
+        return scope["method"] not in _READING and not named and _is_foreign(headers)
+
+
+def _is_foreign(headers: Headers) -> bool:
+    """Whether a browser sends this for a page of another site. Browsers before 2023 do not say so
+    in Sec-Fetch-Site, nor does any to a server without TLS on another machine: then the page's
+    host in Origin has to be the server's own. Clients that are not browsers send neither."""
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site == "cross-site"
+    if (origin := headers.get("origin")) is None:
+        return False
+    page = _host(origin)
+    return page is None or page != _host(f"//{headers.get('host', '')}")
+
+
+def _host(url: str) -> str | None:
+    """Without the port: another port of a host is the same site. None where the URL has no host,
+    or is not one (a sandboxed page's is "null")."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 class Guard:

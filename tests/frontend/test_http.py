@@ -121,14 +121,46 @@ async def test_pages_of_other_sites_have_nothing_computed(
             ("cross-site", "https://evil.example", 403),
             ("cross-site", ORIGIN, 200),
             ("same-origin", stack.url, 200),
+            (None, ORIGIN, 200),
         ):
-            headers = {"Sec-Fetch-Site": site, "Origin": origin, "Content-Type": "text/plain"}
+            headers = {"Origin": origin, "Content-Type": "text/plain"}
+            headers |= {"Sec-Fetch-Site": site} if site else {}
             body = json.dumps(COMPLETION)
             answer = await stack.client.post("/v1/completions", content=body, headers=headers)
             assert answer.status_code == status, answer.text
         followed = await stack.client.get("/v1/models", headers={"Sec-Fetch-Site": "cross-site"})
         assert followed.status_code == 200
-    assert len(stack.agent.seen) == 2
+    assert len(stack.agent.seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        ("http://evil.example", None, 403),
+        ("http://192.168.1.5:8000", "192.168.1.6:8000", 403),
+        ("null", None, 403),
+        ("http://[::1", None, 403),
+        ("", None, 403),
+        ("null", "", 403),
+        ("http://evil.example@192.168.1.5", "evil.example", 403),
+        (None, None, 200),  # no browser
+        ("http://127.0.0.1:3000", None, 200),  # another port is the same site
+        ("http://LAN.example", "lan.example:8000", 200),
+        ("http://[fe80::1]:8000", "[fe80::1]:8000", 200),
+    ],
+)
+async def test_browsers_that_do_not_name_the_site_are_judged_by_origin(
+    stack: Stack, origin: str | None, host: str | None, status: int
+) -> None:
+    """As old ones, and all of them where the server is another machine without TLS."""
+    sent = {"Origin": origin, "Host": host, "Content-Type": "text/plain"}
+    headers = {name: value for name, value in sent.items() if value is not None}
+    stack.agent.script = answering(ids_of("yes"))
+    body = json.dumps(COMPLETION)
+    answer = await stack.client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert (await stack.client.get("/v1/models", headers=headers)).status_code == 200
+    assert len(stack.agent.seen) == (status == 200)
 
 
 async def test_without_the_option_there_is_no_cors(stack: Stack) -> None:
