@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prism.engines.sglang.regexes import kept_ebnf, kept_regex
+
 # The first of these that a schema has is what XGrammar keeps to, and to nothing beside it.
 _LEADING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 # From these it takes the type where none is given.
@@ -23,6 +25,34 @@ _TYPES = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array",
     type(None): "null",
 }  # fmt: skip
+# Their keys are names, and not keywords.
+_MAPS = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+# Their values are data.
+_DATA = {"const", "default", "enum", "examples"}
+
+
+def kept_patterns(part: Any) -> Any:
+    """Returns a schema or structural tag with each regular expression and EBNF text as XGrammar has
+    to be given it. Raises RuntimeError for one that XGrammar would not keep to."""
+    if isinstance(part, list):
+        return [kept_patterns(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    return {name: _kept_value(name, value, part.get("type")) for name, value in part.items()}
+
+
+def _kept_value(name: str, value: Any, kind: Any) -> Any:
+    if name in _MAPS and isinstance(value, dict):
+        regexes = name == "patternProperties"
+        return {
+            kept_regex(key, json_string=True) if regexes else key: kept_patterns(each)
+            for key, each in value.items()
+        }
+    if name == "pattern" and isinstance(value, str):
+        return kept_regex(value, json_string=kind != "regex")
+    if name == "grammar" and kind == "grammar" and isinstance(value, str):
+        return kept_ebnf(value)
+    return value if name in _DATA else kept_patterns(value)
 
 
 def unkept(part: dict[str, Any], schema: Any) -> str:

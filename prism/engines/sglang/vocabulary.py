@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from xgrammar import CompiledGrammar, Grammar, GrammarCompiler, TokenizerInfo
 
+from prism.engines.sglang.json_schemas import kept_patterns
+from prism.engines.sglang.regexes import class_of, kept_ebnf, kept_regex
 from prism.models.special_tokens import end_ids
 
 COMPILE_THREADS = 2
@@ -17,10 +20,10 @@ CACHE_BYTES_MAX = 64 << 20  # of what a compiler keeps
 # control characters stand as they are, which no JSON does, knows no escapes, and counts a sequence
 # of bytes that is no UTF-8 as one character, which is shown as several.
 _BOUNDED = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
-# Of a range over several lengths in UTF-8 it would take overlong sequences, too.
-_ONE_BYTE, _TWO, _THREE = r" !#-\[\]-\x7F", r"\x80-\u07FF", r"\u0800-\uD7FF\uE000-\uFFFF"
-_FOUR = r"\U00010000-\U0010FFFF"
-_OF_JSON = rf'([{_ONE_BYTE}{_TWO}{_THREE}{_FOUR}] | ("\\" [\"\\/bfnrt]))'
+_UNESCAPED = [
+    (0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF),
+]  # fmt: skip
+_OF_JSON = rf'({class_of(_UNESCAPED)} | ("\\" [\"\\/bfnrt]))'
 
 
 def load(directory: Path) -> tuple[PreTrainedTokenizerFast, list[int]]:
@@ -42,20 +45,37 @@ def compiler(
 
 
 class JsonCompiler(GrammarCompiler):
-    """XGrammar's, whose bounded strings are JSON."""
+    """XGrammar's, whose bounded strings are JSON, and which keeps to each class of characters. A
+    regular expression that it would not keep to is an error, as for XGrammar any other one is."""
 
     def compile_json_schema(self, schema: Any, **options: Any) -> CompiledGrammar:
+        schema = _with_kept_patterns(schema)
         text = mended(Grammar.from_json_schema(schema, **options))
-        return (
-            self.compile_grammar(text) if text else super().compile_json_schema(schema, **options)
-        )
+        if text:
+            return super().compile_grammar(text)
+        return super().compile_json_schema(schema, **options)
 
     def compile_structural_tag(self, *tag: Any) -> CompiledGrammar:
-        text = mended(Grammar.from_structural_tag(*tag))
-        return self.compile_grammar(text) if text else super().compile_structural_tag(*tag)
+        [given] = tag
+        kept = _with_kept_patterns(given if isinstance(given, str) else given.model_dump_json())
+        text = mended(Grammar.from_structural_tag(kept))
+        return super().compile_grammar(text) if text else super().compile_structural_tag(kept)
+
+    def compile_regex(self, regex: str) -> CompiledGrammar:
+        return super().compile_regex(kept_regex(regex))
+
+    def compile_grammar(self, *ebnf: Any, **options: Any) -> CompiledGrammar:
+        return super().compile_grammar(*map(kept_ebnf, ebnf), **options)
+
+
+def _with_kept_patterns(text: str) -> str:
+    """Returns the JSON of a schema or a structural tag; one without such patterns as it is."""
+    given = json.loads(text)
+    kept = kept_patterns(given)
+    return text if kept == given else json.dumps(kept, ensure_ascii=False)
 
 
 def mended(grammar: Grammar) -> str:
     """The grammar in EBNF with its bounded strings put right; empty: it has none."""
     text, found = _BOUNDED.subn(lambda rule: rule[1] + _OF_JSON, str(grammar))
-    return text if found else ""
+    return kept_ebnf(text) if found else ""

@@ -1,0 +1,181 @@
+"""Regular expressions and EBNF of clients, written so that XGrammar keeps to them.
+
+XGrammar 0.2.7 splits some ranges of characters wrongly, and takes a negated class with characters
+beyond ASCII for one without them. Classes are written as ranges that XGrammar splits correctly.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+Ranges = list[tuple[int, int]]  # of code points, both ends included
+
+_POINT_MAX = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+# The first code point of each length in UTF-8, and where surrogates begin and end.
+_STARTS = (0x80, 0x800, 0xD800, 0xE000, 0x10000)
+_ESCAPE = (
+    r"\\u\{[0-9A-Fa-f]{1,6}\}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
+)
+_CLASS = r"\[(?:[^\]\\]|\\.)*\]"
+_QUANTIFIER = r"(?:[*+?]|\{\d+(?:,\d*)?\})\??"
+_REGEX = re.compile(rf"{_ESCAPE}|{_CLASS}|\(\?(?:<?[=!]|:|P?<\w+>)|{_QUANTIFIER}|.", re.DOTALL)
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_EBNF = re.compile(
+    rf"(?P<regex>(?<![\w-])Regex\s*\(\s*)(?P<text>{_STRING})|(?P<string>{_STRING})|\#[^\n]*|"
+    rf"(?P<class>{_CLASS})",
+    re.DOTALL,
+)
+_CARET = ord("^")
+_ITEM = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_LETTERS = {"0": 0, "a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "e": 27}
+_DIGITS = [(0x30, 0x39)]
+_WORDS = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+# As ECMA 262 has them.
+_SPACES = [
+    (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+]  # fmt: skip
+_SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
+# XGrammar lets them match more.
+_AS_CLASS = {".": r"[^\n]", r"\S": r"[^\s]"}
+
+
+def kept_regex(text: str, json_string: bool = False) -> str:
+    """The same regular expression as XGrammar has to be given it. `json_string`: it matches what a
+    JSON string says, and not how the string is written. Raises RuntimeError, as XGrammar does."""
+    return "".join(_kept_atom(token, json_string) for token in _REGEX.findall(text))
+
+
+def kept_ebnf(text: str) -> str:
+    """The same grammar as XGrammar has to be given it. Raises RuntimeError, as XGrammar does."""
+    return _EBNF.sub(_kept_part, text)
+
+
+def class_of(ranges: Ranges) -> str:
+    """Returns a class of characters whose ranges XGrammar splits correctly."""
+    pieces = [piece for low, high in ranges for piece in _pieces(max(low, 1), high)]
+    # XGrammar prints a class that begins with this character as a negated one.
+    if pieces[0][0] == _CARET:
+        pieces = [(_CARET + 1, pieces[0][1]), *pieces[1:], (_CARET, _CARET)]
+    return f"[{''.join(_written(low, high) for low, high in pieces if low <= high)}]"
+
+
+def _kept_atom(token: str, json_string: bool) -> str:
+    if token.startswith("[") and len(token) > 1:
+        return _kept_class(token)
+    if token in _AS_CLASS and not (token == "." and json_string):
+        return _kept_class(_AS_CLASS[token])
+    if token.startswith(r"\U"):
+        token = re.escape(chr(_point(token)))
+    if json_string and token != r"\b" and (len(token) == 1 or token.startswith("\\")):
+        character = chr(_point(token))
+        written = json.dumps(character, ensure_ascii=False)[1:-1]
+        # XGrammar lets the character itself stand in the string.
+        return f"(?:{re.escape(written)})" if written != character else _long_escapes(token)
+    return _long_escapes(token)
+
+
+def _long_escapes(text: str) -> str:
+    r"""Returns the same text with \u0041 for \x41, which XGrammar takes for one with more digits if
+    such digits follow."""
+    items = _ITEM.findall(text)
+    return "".join(
+        rf"\u00{item[2:]}" if item.startswith(r"\x") and len(item) == 4 else item for item in items
+    )
+
+
+def _kept_part(found: re.Match[str]) -> str:
+    if found["class"]:
+        return _kept_class(found["class"])
+    if found["string"]:
+        return _long_escapes(found["string"])
+    if found["regex"]:
+        inner = "".join(chr(_point(item)) for item in _ITEM.findall(found["text"][1:-1]))
+        return f"{found['regex']}{json.dumps(kept_regex(inner), ensure_ascii=False)}"
+    return found[0]
+
+
+def _kept_class(text: str) -> str:
+    """Returns the same class; text of one that XGrammar keeps to is left as it is."""
+    negated = text.startswith("[^")
+    ranges = _ranges(text[1 + negated : -1])
+    ascii_alone = all(high < _STARTS[0] for _, high in ranges)
+    all_others = not negated and any(
+        low <= _STARTS[0] and high == _POINT_MAX for low, high in ranges
+    )
+    if (ascii_alone or all_others) and not text.startswith(r"[\^"):
+        return _long_escapes(text)
+    without = [(0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _POINT_MAX)]
+    kept = _complement(_complement(without) + (ranges if negated else _complement(ranges)))
+    if not kept:
+        raise RuntimeError(f"no character matches {text:.100}")
+    return class_of(kept)
+
+
+def _ranges(body: str) -> Ranges:
+    """Returns what stands between a class's brackets, in order and without overlaps."""
+    items = _ITEM.findall(body)[::-1]
+    found: Ranges = []
+    while items:
+        item = items.pop()
+        if len(item) == 2 and item[0] == "\\" and item[1].lower() in _SETS:
+            ranges = _SETS[item[1].lower()]
+            found += ranges if item[1].islower() else _complement(ranges)
+            continue
+        low = high = _point(item)
+        if len(items) > 1 and items[-1] == "-":
+            items.pop()
+            high = _point(items.pop())
+        if high < low:
+            raise RuntimeError(f"the range of characters {chr(low)!r}-{chr(high)!r} is reversed")
+        found.append((low, high))
+    return _complement(_complement(found))
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    gaps: Ranges = []
+    start = 0
+    for low, high in sorted(ranges):
+        if low > start:
+            gaps.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*gaps, (start, _POINT_MAX)] if start <= _POINT_MAX else gaps
+
+
+def _pieces(low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yields parts whose last bytes in UTF-8 are either equal or all that there are."""
+    for start in _STARTS:
+        if low < start <= high:
+            yield from _pieces(low, start - 1)
+            yield from _pieces(start, high)
+            return
+    for mask in (0x3F, 0xFFF, 0x3FFFF) if high >= _STARTS[0] else ():
+        if low & ~mask == high & ~mask:
+            break
+        if low & mask:
+            yield from _pieces(low, low | mask)
+            yield from _pieces((low | mask) + 1, high)
+            return
+        if high & mask != mask:
+            yield from _pieces(low, (high & ~mask) - 1)
+            yield from _pieces(high & ~mask, high)
+            return
+    yield low, high
+
+
+def _written(low: int, high: int) -> str:
+    ends = [low] if low == high else [low, high]
+    return "-".join(chr(p) if p >= _STARTS[0] else f"\\u{p:04x}" for p in ends)
+
+
+def _point(item: str) -> int:
+    """Returns the code point that a character or its escape stands for."""
+    if len(item) == 1:
+        return ord(item)
+    if len(item) > 2:
+        digits = item[2:].strip("{}")
+        return ord(digits.upper()) - 0x40 if item[1] == "c" else int(digits, 16)
+    return _LETTERS.get(item[1], ord(item[1]))

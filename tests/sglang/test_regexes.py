@@ -1,0 +1,223 @@
+"""Characters, classes and constructs of regular expressions, EBNF and schemas: XGrammar keeps to
+each, or the grammar is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import defaultdict
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from xgrammar import (
+    CompiledGrammar,
+    GrammarMatcher,
+    TokenizerInfo,
+    VocabType,
+    allocate_token_bitmask,
+)
+
+from prism.engines.sglang.regexes import kept_regex
+from prism.engines.sglang.vocabulary import JsonCompiler
+
+pytestmark = pytest.mark.sglang
+
+BYTES = [bytes([byte]) for byte in range(256)]
+POINTS = [point for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF]
+IN_JSON = [point for point in POINTS if point >= 0x20 and chr(point) not in '"\\']
+BOUNDED: list[dict[str, Any]] = [
+    {"maxLength": 3},
+    {"minLength": 1},
+    {"minLength": 1, "maxLength": 3},
+]
+
+
+@cache
+def compiler(characters: bool = False) -> JsonCompiler:
+    """With a token for each byte, or for each character as well."""
+    tokens = BYTES + [chr(point).encode() for point in IN_JSON if point >= 0x80] * characters
+    info = TokenizerInfo([*tokens, b"</s>"], VocabType.RAW, stop_token_ids=[len(tokens)])
+    return JsonCompiler(info, max_threads=2)
+
+
+def allowed(matcher: GrammarMatcher, size: int) -> np.ndarray:
+    """Returns the ids of the tokens that may come next."""
+    mask = allocate_token_bitmask(1, size)
+    matcher.fill_next_token_bitmask(mask)
+    bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits[:size])
+
+
+def takes(compiled: CompiledGrammar, text: str) -> bool:
+    matcher = GrammarMatcher(compiled, terminate_without_stop_token=True)
+    return matcher.accept_string(text) and matcher.is_terminated()
+
+
+@cache
+def continuations() -> dict[bytes, set[int]]:
+    """Beginning of a character in UTF-8 -> the bytes that may follow."""
+    found: dict[bytes, set[int]] = defaultdict(set)
+    for point in IN_JSON:
+        written = chr(point).encode()
+        for at in range(1, len(written)):
+            found[written[:at]].add(written[at])
+    return found
+
+
+@pytest.mark.parametrize("bounds", BOUNDED)
+def test_a_bounded_string_can_hold_each_character_as_bytes(bounds: dict[str, Any]) -> None:
+    compiled = compiler().compile_json_schema(json.dumps({"type": "string", **bounds}))
+    for begun, expected in continuations().items():
+        matcher = GrammarMatcher(compiled)
+        assert matcher.accept_string(b'"' + begun), begun
+        assert set(allowed(matcher, 257).tolist()) == expected, begun
+
+
+@pytest.mark.parametrize("bounds", BOUNDED)
+def test_a_bounded_string_can_hold_each_character_as_a_token(bounds: dict[str, Any]) -> None:
+    size = 257 + sum(point >= 0x80 for point in IN_JSON)
+    made = compiler(characters=True)
+    matcher = GrammarMatcher(made.compile_json_schema(json.dumps({"type": "string", **bounds})))
+    matcher.accept_string('"')
+    whole = np.arange(256, size - 1)
+    assert np.isin(whole, allowed(matcher, size)).all()
+
+
+STARTS = [
+    0x20, 0x80, 0x800, 0x1000, 0x2000, 0xD000, 0xD040, 0xD7C0, 0xE000, 0xF000, 0x10000, 0x40000,
+    0x100000, 0x10FFFF,
+]  # fmt: skip
+EDGES = sorted(
+    {
+        max(start + more, 1)
+        for start in STARTS
+        for more in (-1, 0, 1)
+        if (start + more) in range(0x20, 0x110000) and not 0xD800 <= start + more <= 0xDFFF
+    }
+)
+
+
+def written(point: int) -> str:
+    return f"\\x{point:02x}" if point < 0x80 else chr(point)
+
+
+@pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.parametrize("kind", ["regex", "pattern", "ebnf"])
+def test_a_class_has_its_characters_and_no_others(kind: str, negated: bool) -> None:
+    rng = random.Random(5)
+    ranges = [*combinations(EDGES, 2), *zip(EDGES, EDGES, strict=True)]
+    ends = sorted(rng.sample(POINTS[0x20:], 400))
+    ranges += zip(ends[:200], ends[200:], strict=True)
+    probes = [point for point in {*EDGES, *rng.sample(IN_JSON, 100)} if point >= 0x20]
+    for low, high in ranges:
+        text = f"[{'^' * negated}{written(low)}-{written(high)}]"
+        compiled = compiled_of(kind, text)
+        for point in probes:
+            said = f'"{chr(point)}"' if kind == "pattern" else chr(point)
+            expected = negated is not (low <= point <= high)
+            assert takes(compiled, said) is expected, (text, hex(point))
+
+
+def compiled_of(kind: str, text: str) -> CompiledGrammar:
+    if kind == "pattern":
+        return compiler().compile_json_schema(json.dumps({"type": "string", "pattern": text}))
+    if kind == "ebnf":
+        return compiler().compile_grammar(f"root ::= {text} # [a-\n")
+    return compiler().compile_regex(text)
+
+
+def in_a_tag(kind: str, text: str) -> str:
+    schema = {"type": "string", "pattern": text}
+    content = {
+        "regex": {"type": "regex", "pattern": text},
+        "ebnf": {"type": "grammar", "grammar": f"root ::= {text}"},
+        "pattern": {"type": "json_schema", "json_schema": schema},
+    }[kind]
+    return json.dumps({"type": "structural_tag", "format": content})
+
+
+@pytest.mark.parametrize("kind", ["regex", "ebnf", "pattern"])
+def test_classes_in_a_structural_tag(kind: str) -> None:
+    quote = '"' * (kind == "pattern")
+    compiled = compiler().compile_structural_tag(in_a_tag(kind, "[가-힣^]"))
+    assert all(takes(compiled, f"{quote}{one}{quote}") for one in "가나한힣^")
+    assert not any(takes(compiled, f"{quote}{one}{quote}") for one in "a漢\U0001f600")
+
+
+def test_a_caret_in_a_class_negates_nothing() -> None:
+    """XGrammar prints it as if it did, and what is beside a bounded string is read from print."""
+    tag = {
+        "type": "sequence",
+        "elements": [
+            {"type": "regex", "pattern": r"[\^a]"},
+            {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 3}},
+        ],
+    }
+    form = json.dumps({"type": "structural_tag", "format": tag})
+    compiled = compiler().compile_structural_tag(form)
+    assert [takes(compiled, f'{one}"x"') for one in "^ab"] == [True, True, False]
+
+
+KEPT: list[tuple[str, str, str]] = [
+    ("^a|b$", "a", "ab"),
+    ("(^a|^b)c$", "bc", "xbc"),
+    ("a(b$|c$)", "ac", "a"),
+    ("^(?:a)(?<n>b)$", "ab", "a"),
+    ("a*?b+?c??", "aabb", "c"),
+    ("a{2}b{1,}c{0,2}", "aab", "ab"),
+    (r"\d\D\w\W\s", "1aa- ", "aaa- "),
+    (r"\S", "é", "\u00a0"),
+    (r"[\S]", "é", "\u2003"),
+    (r"[^\s]", "é", "\u3000"),
+    (r"[^\W]", "a", "é"),
+    (r"[^\d가]", "a", "가"),
+    (r"[\u00e9\u{1f600}\xe8]", "😀", "ê"),
+    (r"[a\-\]]", "]", "b"),
+    (r"\u0041\x42\u{43}\/\.", "ABC/.", "ABC/x"),
+    (r"\U0001f600", "😀", "U"),
+    ("[^]", "x", ""),
+    ('"', '"', "x"),
+    ('a"+', 'a""', "a"),
+    (r"\\", "\\", "x"),
+    (r"\n\t", "\n\t", "nt"),
+    (r"\x01", "\x01", "1"),
+    (r"\x41b[\x43d]", "AbC", "b"),
+    ("[^\\x20-\U0010ffff]?a", "a", "éa"),
+    (".", "é", "\n"),
+]
+
+
+@pytest.mark.parametrize("kind", ["regex", "pattern"])
+@pytest.mark.parametrize(("text", "good", "bad"), KEPT)
+def test_what_is_kept(kind: str, text: str, good: str, bad: str) -> None:
+    compiled = compiled_of(kind, text)
+    for one, expected in ((good, True), (bad, False)):
+        said = json.dumps(one, ensure_ascii=False) if kind == "pattern" else one
+        assert takes(compiled, said) is expected
+
+
+def test_names_and_data_of_a_schema_are_no_patterns() -> None:
+    properties = {"pattern": {"const": {"pattern": "(?=a)"}}, "enum": {"enum": ["(?=a)"]}}
+    schema = {"type": "object", "properties": properties, "default": {"pattern": "(?=a)"}}
+    compiler().compile_json_schema(json.dumps(schema))
+
+
+def test_plain_expressions_stay_as_they_are() -> None:
+    for text in (r"[^a]\d+[\w.-]*(x|y){2,4}", "^a$", "가나"):
+        assert kept_regex(text) == text
+        assert re.fullmatch("[가-힣]+", "한국")
+
+
+def test_names_beside_a_bounded_string_stay() -> None:
+    r"""XGrammar prints "éa" as "\xe9a", and reads that as one character."""
+    schema = {
+        "type": "object",
+        "properties": {"éa": {"enum": ["éb1"]}, "s": {"type": "string", "maxLength": 3}},
+        "required": ["éa", "s"],
+    }
+    compiled = compiler().compile_json_schema(json.dumps(schema), any_whitespace=False)
+    assert takes(compiled, '{"éa": "éb1", "s": "x"}')
