@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -21,7 +22,7 @@ from xgrammar import (
     allocate_token_bitmask,
 )
 
-from prism.engines.sglang.regexes import kept_regex
+from prism.engines.sglang.regexes import kept_ebnf, kept_regex
 from prism.engines.sglang.vocabulary import JsonCompiler
 
 pytestmark = pytest.mark.sglang
@@ -136,6 +137,7 @@ def in_a_tag(kind: str, text: str) -> str:
         "regex": {"type": "regex", "pattern": text},
         "ebnf": {"type": "grammar", "grammar": f"root ::= {text}"},
         "pattern": {"type": "json_schema", "json_schema": schema},
+        "key": {"type": "json_schema", "json_schema": {"patternProperties": {text: True}}},
     }[kind]
     return json.dumps({"type": "structural_tag", "format": content})
 
@@ -198,6 +200,59 @@ def test_what_is_kept(kind: str, text: str, good: str, bad: str) -> None:
     for one, expected in ((good, True), (bad, False)):
         said = json.dumps(one, ensure_ascii=False) if kind == "pattern" else one
         assert takes(compiled, said) is expected
+
+
+LEFT_OUT: list[tuple[str, str]] = [
+    ("^(?!a).*$", r"lookahead \(\?!"),
+    ("^(?=.*[0-9]).{3}$", r"lookahead \(\?="),
+    ("(?<=a)b", "lookbehind"),
+    ("(?<!a)b", "lookbehind"),
+    (r"(a|b)\1", "Backreference"),
+    (r"(?<n>a)\k<n>", r"escape \\k"),
+    (r"\ba", "Word boundary"),
+    (r"a\B", "Word boundary"),
+    ("(?i:a)", "Group modifier"),
+    ("(?>a)", "Group modifier"),
+    ("a*+", "possessive"),
+    ("a{1,2}+", "possessive"),
+    ("a**", "repeated quantifier"),
+    ("a^b", "anchor"),
+    ("a$b", "anchor"),
+    ("x(a|^b)c", "anchor"),
+    ("(a$|b)c", "anchor"),
+    (r"\Aa", r"escape \\A"),
+    (r"a\z", r"escape \\z"),
+    (r"\p{L}", r"escape \\p"),
+    (r"[\p{L}]", r"escape \\p"),
+    (r"[\B]", r"escape \\B"),
+    (r"\x{41}", r"escape \\x"),
+    (r"\07", r"escape \\07"),
+    (r"\Qa\E", r"escape \\Q"),
+    ("[[:alpha:]]", "POSIX class"),
+    (r"\ud83d\ude00", "surrogate"),
+    (r"[\ud83d\ude00]", "surrogate"),
+    ("[힣-가]", "reversed"),
+    ("[^\\0-\U0010ffff]", "no character"),
+]
+
+
+@pytest.mark.parametrize("kind", ["regex", "pattern", "key", "tag"])
+@pytest.mark.parametrize(("text", "said"), LEFT_OUT)
+def test_what_is_not_kept_is_refused(kind: str, text: str, said: str) -> None:
+    schema = {"type": "object", "patternProperties": {text: {"type": "integer"}}}
+    asked: dict[str, Callable[[], CompiledGrammar]] = {
+        "key": lambda: compiler().compile_json_schema(json.dumps(schema)),
+        "tag": lambda: compiler().compile_structural_tag(in_a_tag("regex", text)),
+    }
+    with pytest.raises(RuntimeError, match=said):
+        asked.get(kind, lambda: compiled_of(kind, text))()
+
+
+def test_regular_expressions_in_ebnf_are_checked() -> None:
+    with pytest.raises(RuntimeError, match="lookahead"):
+        compiler().compile_grammar(r'root ::= Regex("a(?=b)")')
+    strings = 'root ::= "[é-" ["(#] "[" # [é-z]\n'
+    assert kept_ebnf(strings) == strings
 
 
 def test_names_and_data_of_a_schema_are_no_patterns() -> None:

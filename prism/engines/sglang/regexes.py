@@ -1,7 +1,8 @@
 """Regular expressions and EBNF of clients, written so that XGrammar keeps to them.
 
-XGrammar 0.2.7 splits some ranges of characters wrongly, and takes a negated class with characters
-beyond ASCII for one without them. Classes are written as ranges that XGrammar splits correctly.
+XGrammar 0.2.7 splits some ranges of characters wrongly, takes a negated class with characters
+beyond ASCII for one without them, and ignores some constructs with a warning. Classes are written
+as ranges that XGrammar splits correctly. A construct that would be ignored is an error.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ _SPACES = [
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
 ]  # fmt: skip
 _SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
+# Letters and digits that XGrammar knows after a backslash, or refuses by itself.
+_KNOWN = frozenset("dDwWsSbBtnvfrae0123456789")
 # XGrammar lets them match more.
 _AS_CLASS = {".": r"[^\n]", r"\S": r"[^\s]"}
+_AHEAD = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": "lookbehind"}
 
 
 def kept_regex(text: str, json_string: bool = False) -> str:
     """The same regular expression as XGrammar has to be given it. `json_string`: it matches what a
     JSON string says, and not how the string is written. Raises RuntimeError, as XGrammar does."""
-    return "".join(_kept_atom(token, json_string) for token in _REGEX.findall(text))
+    tokens = _REGEX.findall(text)
+    if error := _unkept(tokens):
+        raise RuntimeError(f"{error} is not kept in the regular expression {text!r:.100}")
+    return "".join(_kept_atom(token, json_string) for token in tokens)
 
 
 def kept_ebnf(text: str) -> str:
@@ -61,6 +68,56 @@ def class_of(ranges: Ranges) -> str:
     if pieces[0][0] == _CARET:
         pieces = [(_CARET + 1, pieces[0][1]), *pieces[1:], (_CARET, _CARET)]
     return f"[{''.join(_written(low, high) for low, high in pieces if low <= high)}]"
+
+
+def _unkept(tokens: list[str]) -> str:
+    """Returns the first construct that XGrammar would ignore or read otherwise; empty: none."""
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        if token in _AHEAD:
+            return f"a {_AHEAD[token]} {token}...)"
+        if re.fullmatch(_QUANTIFIER, token) and re.fullmatch(_QUANTIFIER, before):
+            return f"{before}{token} (a possessive or a repeated quantifier)"
+        if before == r"\0" and token.isdecimal():
+            return f"the escape {before}{token}"
+        if error := _unknown_escape(token):
+            return error
+    if _anchor_inside(tokens, "^") or _anchor_inside(tokens[::-1], "$"):
+        return "an anchor (^ or $) within the text"
+    return ""
+
+
+def _unknown_escape(token: str) -> str:
+    if any(f"[{mark}" in token[1:] and token.endswith(f"{mark}]") for mark in ":=."):
+        return f"a POSIX class {token}]"
+    for item in _ITEM.findall(token) if token.startswith("[") else [token]:
+        letter = item[1:]
+        if len(item) == 2 and item[0] == "\\" and letter.isascii() and letter.isalnum():
+            if letter not in _KNOWN or (token.startswith("[") and letter in "B123456789"):
+                return f"the escape {item}"
+        elif item[:2] in ("\\u", "\\U") and _SURROGATES[0] <= _point(item) <= _SURROGATES[1]:
+            return f"half of a surrogate pair, {item},"
+    return ""
+
+
+def _anchor_inside(tokens: list[str], anchor: str) -> bool:
+    """Returns whether text may come before an anchor; tokens are reversed for the end's anchor."""
+    opening, closing = ("(", ")") if anchor == "^" else (")", "(")
+    starts: list[bool] = []
+    at_start = True
+    for token in tokens:
+        if token == anchor:
+            if not at_start:
+                return True
+        elif token.startswith(opening):
+            starts.append(at_start)
+        elif token.startswith(closing):
+            at_start = False
+            starts = starts[:-1]
+        elif token == "|":
+            at_start = starts[-1] if starts else True
+        else:
+            at_start = False
+    return False
 
 
 def _kept_atom(token: str, json_string: bool) -> str:
