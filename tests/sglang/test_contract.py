@@ -201,8 +201,15 @@ SEAMS: dict[str, str | None] = {
     "constrained.base_grammar_backend:BaseGrammarBackend._init_value_dispatch": (
         "self, key, require_reasoning"
     ),
+    "constrained.base_grammar_backend:BaseGrammarBackend.get_cached_or_future_value": (
+        "self, key, require_reasoning"
+    ),
     "constrained.base_grammar_backend:BaseGrammarBackend.set_cache": "self, key, value",
     "constrained.base_grammar_backend:BaseGrammarObject.accept_token": "self, token",
+    "constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask_batched": (
+        "entries, vocab_mask"
+    ),
+    "constrained.base_grammar_backend:GrammarRow": "row, grammar",
     "constrained.base_grammar_backend:InvalidGrammarObject": "error_message",
     "constrained.grammar_manager:GrammarManager.get_ready_grammar_requests": "self",
     "constrained.json_schema_validation:_iter_subschemas": "schema, pointer",
@@ -374,9 +381,21 @@ def test_what_grammars_and_log_probabilities_rest_on() -> None:
         assert f"self.{name}" in req, name
     manager = inspect.getsource(resolve("constrained.grammar_manager:GrammarManager"))
     polls = ("SGLANG_GRAMMAR_POLL_INTERVAL", "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS")
-    for name in (*polls, "grammar_backend", "grammar_queue"):
+    ranks = ("grammar_sync_entry", "grammar_sync_group", "grammar_sync_size")
+    for name in (*polls, *ranks, "is_grammar_sync_entry", "grammar_backend", "grammar_queue"):
         assert f"self.{name}" in manager, name
     assert manager.count(grammars._TIMED_OUT) == 2  # for the cache, and the request
+    # All that a step asks of a request's grammar.
+    sampling = inspect.getsource(
+        resolve("sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask")
+    )
+    assert set(re.findall(r"grammar\.(\w+)", sampling)) == {
+        "allocate_vocab_mask",
+        "fill_vocab_mask_batched",
+        "finished",
+        "is_terminated",
+        "move_vocab_mask",
+    }
     xgrammar = inspect.getsource(resolve("constrained.xgrammar_backend:XGrammarGrammarBackend"))
     assert "self.grammar_compiler" in xgrammar
     least = inspect.getsource(resolve("sampling.penaltylib:BatchedMinNewTokensPenalizer"))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 import kvcached
 from prism.messages.engine import Activated, Deactivate, Deactivated, Export, Exported, Submit
+from prism.messages.requests import Grammar
 from tests.engines.harness import DeviceUnderTest, request
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, config_of
-from tests.sglang.models import LLAMA, TIE, greedy, largest_gap, prompts, spec_of
+from tests.sglang.models import LLAMA, TIE, greedy, largest_gap, path_of, prompts, spec_of
+from tests.sglang.slow_grammars import SLOW
 
 pytestmark = pytest.mark.sglang
 
@@ -64,6 +68,33 @@ def test_two_ranks_answer_as_one(pair: tuple[DeviceUnderTest, Activated]) -> Non
     streams = device.finish(*asked)
     outputs = [stream.token_ids for stream in streams]
     assert outputs == [greedy(LLAMA, prompt, 24) for prompt in asked.values()]
+
+
+def test_grammars_are_matched_for_both(pair: tuple[DeviceUnderTest, Activated]) -> None:
+    """Rank 0 does. Both end the same requests in the same step."""
+    device, _ = pair
+    [prompt] = prompts(LLAMA, 1, (20, 20))
+    letter = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json")).token_to_id("a")
+    regex, broken = Grammar("regex", "(cat|dog){2,4}!"), Grammar("regex", "(a")
+    slow = {"grammar": SLOW["ten-rules"], "logit_bias": {letter: 100.0}}
+    made = [
+        request("word", LLAMA, prompt, 100, grammar=regex, ignore_eos=False),
+        request("drawn", LLAMA, prompt, 100, grammar=regex, temperature=1.0, ignore_eos=False),
+        request("broken", LLAMA, prompt, 100, grammar=broken),
+        request("slow", LLAMA, prompt, 200, **slow),
+        request("plain", LLAMA, prompt, 24),
+    ]
+    device.send(Submit(made))
+    word, drawn, refused, ended, plain = device.finish(*(item.id for item in made))
+    tokenizer = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json"))
+    for stream in (word, drawn):
+        text = tokenizer.decode(stream.token_ids)
+        assert re.fullmatch(regex.text, text), text
+    assert refused.failure is not None
+    assert refused.failure.code == "invalid_request_error"
+    assert ended.failure is not None
+    assert "CPU time" in ended.failure.message
+    assert plain.token_ids == greedy(LLAMA, prompt, 24)
 
 
 def test_each_rank_holds_half(pair: tuple[DeviceUnderTest, Activated]) -> None:

@@ -18,6 +18,7 @@ from prism.messages.engine import Submit
 from prism.messages.requests import Grammar, Logprobs
 from tests.engines.harness import DeviceUnderTest, Stream, request
 from tests.sglang.models import LLAMA, _network, greedy, path_of, prompts, spec_of
+from tests.sglang.slow_grammars import SLOW
 
 pytestmark = pytest.mark.sglang
 
@@ -226,3 +227,31 @@ def check_logprobs(prompt: list[int], stream: Stream) -> None:
     top = torch.tensor(joined.top_values)
     torch.testing.assert_close(top, expected.topk(3).values, atol=2e-3, rtol=0)
     assert all(len(ids) == 3 for ids in joined.top_ids)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_grammar_that_takes_too_long_to_match_ends_its_request_alone(
+    served: DeviceUnderTest, name: str
+) -> None:
+    """Another request of the same grammar goes on elsewhere, and others do not notice."""
+    [prompt] = prompts(LLAMA, 1, (20, 20), seed=3)
+    letter = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json")).token_to_id("a")
+    slow: dict[str, Any] = {"grammar": SLOW[name], "logit_bias": {letter: 100.0}}
+    pid = served.pids["e0"]
+    made = [
+        request(f"{name}-slow", LLAMA, prompt, 1000, **slow),
+        request(f"{name}-plain", LLAMA, prompt, 16),
+        request(f"{name}-word", LLAMA, prompt, 200, grammar=GRAMMARS["regex"], **SAMPLED),
+    ]
+    served.send(Submit(made))
+    ended, plain, word = served.finish(*(item.id for item in made))
+    assert ended.failure is not None
+    assert ended.failure.code == "invalid_request_error"
+    assert "more than 100 ms of CPU time" in ended.failure.message
+    assert not ended.failure.retryable
+    assert plain.token_ids == greedy(LLAMA, prompt, 16)
+    assert word.finish_reason in ("stop", "length")
+    assert served.pids["e0"] == pid
+    again = request(f"{name}-again", LLAMA, prompt, 3, grammar=SLOW[name])
+    served.send(Submit([again]))
+    assert served.finish(again.id)[0].finish_reason == "length"

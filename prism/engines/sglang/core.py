@@ -22,7 +22,7 @@ from prism.engines.kv_direct import DirectMoves
 from prism.engines.model_memory import MemoryPlan, plan
 from prism.engines.model_weights import ModelWeights, StoreAccess
 from prism.engines.request_checks import failure
-from prism.engines.sglang import gpu, host, warm_up
+from prism.engines.sglang import gpu, grammar_process, host, warm_up
 from prism.engines.sglang.active import ActiveModel
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.lora import Adapters
@@ -60,6 +60,7 @@ class SglangCore:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        self._grammars = grammar_process.start()  # while this process is small
         self._device = context.open_device()
         self._client, self._share = GpuShare.open(context, self._device, gpu.needs(context.device))
         place = context.config.device(context.device)
@@ -144,6 +145,7 @@ class SglangCore:
             torch_bytes = self._share.torch_cap_bytes + order.model.lora.size_bytes
             gpu.adopt(self._client, device, torch_bytes)
             scheduler = host.build(order, memory, engine, device)
+            scheduler.grammar_manager.serve_from(self._grammars)
             gpu.name_streams(self._client, device, scheduler)
             memory.timeline.enter("warm_up")
             fingerprint = warm_up.run(scheduler, order, memory.weights.fingerprint())
@@ -185,6 +187,7 @@ class SglangCore:
         if self._links is not None:
             self._links.close()
         self._client.close()
+        self._grammars.close()
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
         if self._active is not None:

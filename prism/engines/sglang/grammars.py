@@ -1,32 +1,61 @@
-"""Outputs that must match a grammar: SGLang's grammar manager, with a tokenizer of its own.
+"""Outputs that must match a grammar: SGLang's grammar manager, whose grammars are matched in
+processes of their own (`grammar_process`).
 
-SGLang runs here without a tokenizer. A model's first grammar has one loaded, in the thread that
-compiles grammars; requests wait for theirs beside the queue, and the others go on.
+A request waits in SGLang's queue of grammars until its first mask is known. From then on the
+process computes the next mask while the model computes the next logits, and a step waits for masks
+no longer than `STEP_S_MAX`. Rank 0 of a tensor-parallel engine matches for all ranks.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
 from http import HTTPStatus
-from pathlib import Path
-from typing import Any
+from socket import socket
+from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.constrained.base_grammar_backend import (
     BaseGrammarBackend,
     BaseGrammarObject,
-    InvalidGrammarObject,
+    GrammarRow,
 )
 from sglang.srt.constrained.grammar_manager import GrammarManager
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
-from prism.engines.sglang import vocabulary
-from prism.engines.sglang.parsers import WHITESPACE_MAX
+from prism.engines.sglang import grammar_process
+from prism.engines.sglang.grammar_client import GrammarProcesses, Slot
+from prism.engines.sglang.grammar_process import FAILED, LOST, NOTHING_MATCHES, OK, REJECTED
 
-CACHED_MAX = 32  # compiled grammars of a model
+# Of a machine without free CPU time. With it, `MATCH_CPU_S` ends the wait.
+STEP_S_MAX = 1.0
 # SGLang looks whether grammars are ready for so long in each step.
 _POLL_S = 0.001
 _TIMED_OUT = "Grammar preprocessing timed out"
+_MATCH_MS = 1000 * grammar_process.MATCH_CPU_S
+
+
+class Fault(NamedTuple):
+    """End of a request for its grammar's sake. Status LOST or another: it may be tried again."""
+
+    text: str
+    code: HTTPStatus
+
+
+_FAULTS = {
+    REJECTED: Fault("the output does not match the grammar", HTTPStatus.INTERNAL_SERVER_ERROR),
+    NOTHING_MATCHES: Fault(
+        "no token of the model can follow the output in its grammar", HTTPStatus.BAD_REQUEST
+    ),
+    FAILED: Fault(
+        f"its grammar takes more than {_MATCH_MS:g} ms of CPU time, or too much memory, to match"
+        " one token of this output; simplify the grammar",
+        HTTPStatus.BAD_REQUEST,
+    ),
+    LOST: Fault("the process of its grammar has ended", HTTPStatus.SERVICE_UNAVAILABLE),
+}
 
 
 class Grammars(GrammarManager):  # type: ignore[misc]
@@ -41,63 +70,191 @@ class Grammars(GrammarManager):  # type: ignore[misc]
         wait_s = self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS * self.SGLANG_GRAMMAR_POLL_INTERVAL
         self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = round(wait_s / _POLL_S)
         self.SGLANG_GRAMMAR_POLL_INTERVAL = _POLL_S
-        model = scheduler.model_config
-        self.grammar_backend = _LazyBackend(Path(model.model_path), int(model.vocab_size))
+        self.grammar_backend = _Backend(self)
+        self.processes: GrammarProcesses | None = None
+
+    def serve_from(self, server: socket) -> None:
+        """Takes the server of grammar processes (`grammar_process.start`)."""
+        if self.is_grammar_sync_entry:
+            model = self.scheduler.model_config
+            path, vocab_size = str(model.model_path), int(model.vocab_size)
+            self.processes = GrammarProcesses(server, path, vocab_size)
 
     def get_ready_grammar_requests(self) -> list[Req]:
         ready: list[Req] = super().get_ready_grammar_requests()
-        for req in ready:
+        outcomes = self._shared([_outcome(req.grammar) for req in ready])
+        for req, (fault, stop_ids) in zip(ready, outcomes, strict=True):
             _excuse(req)
-            catch_up(req)
+            if not isinstance(req.grammar, ProcessGrammar):
+                continue
+            if fault is not None:
+                req.set_finish_with_abort(*fault)
+            else:
+                req.grammar.begin(req, stop_ids)
         return ready
+
+    def flush(self) -> None:
+        """Sends the tokens of this step, so that the next masks are made during the next one."""
+        if self.processes is not None:
+            self.processes.flush()
+
+    def fill(self, rows: Sequence[GrammarRow], masks: torch.Tensor) -> None:
+        """Fills the masks of a step. A request whose mask cannot be had ends with this step."""
+        statuses = torch.zeros(len(rows), dtype=torch.int32)
+        if self.processes is not None:
+            slots = [row.grammar.slot for row in rows]
+            self.processes.wait(slots, STEP_S_MAX)
+            statuses = torch.tensor([slot.status for slot in slots], dtype=torch.int32)
+            for row, slot in zip(rows, slots, strict=True):
+                if slot.status == OK:
+                    masks[row.row].copy_(slot.mask)
+        if self.grammar_sync_size > 1:
+            for shared in (statuses, masks):
+                torch.distributed.broadcast(
+                    shared, self.grammar_sync_entry, group=self.grammar_sync_group
+                )
+        for row, status in zip(rows, statuses.tolist(), strict=True):
+            if status != OK:
+                row.grammar.end(_FAULTS[status])
+
+    def close(self) -> None:
+        if self.processes is not None:
+            self.processes.close()
+
+    def _shared(self, outcomes: list[Any]) -> list[Any]:
+        """Returns rank 0's list on every rank."""
+        if self.grammar_sync_size > 1 and outcomes:
+            torch.distributed.broadcast_object_list(
+                outcomes, self.grammar_sync_entry, group=self.grammar_sync_group
+            )
+        return outcomes
+
+
+class ProcessGrammar(XGrammarGrammar):  # type: ignore[misc]
+    """Grammar of one request. Its slot is None on the ranks above 0."""
+
+    key_string = ""  # which logs would show
+
+    def __init__(self, manager: Grammars, slot: Slot | None) -> None:
+        BaseGrammarObject.__init__(self)
+        self.slot = slot
+        self._manager = manager
+        self._req: weakref.ref[Req] | None = None
+        self._stop_ids: frozenset[int] = frozenset()
+        self._has_stopped = False
+        self._close = weakref.finalize(self, slot.close) if slot is not None else None
+
+    def begin(self, req: Req, stop_ids: Sequence[int]) -> None:
+        self._req, self._stop_ids = weakref.ref(req), frozenset(stop_ids)
+
+    def end(self, fault: Fault) -> None:
+        """Ends the request with this step, whose token is dropped."""
+        req = self._req() if self._req is not None else None
+        if req is not None and req.to_finish is None:
+            req.to_finish = FINISH_ABORT(fault.text, fault.code)
+
+    def accept_token(self, token: int) -> None:
+        """Orders the mask after `token`. Masks allow a stop token only where the output may end,
+        so the process is not asked about it."""
+        if token in self._stop_ids:
+            self._has_stopped = True
+        elif self.slot is not None:
+            self.slot.feed((token,))
+
+    def is_terminated(self) -> bool:
+        return self._has_stopped
+
+    def fill_vocab_mask_batched(self, entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
+        self._manager.fill(entries, vocab_mask)
+
+    def copy(self) -> ProcessGrammar:
+        return self
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._finished)
+
+    @finished.setter
+    def finished(self, finished: bool) -> None:
+        self._finished = finished
+        if finished and self._close is not None:
+            self._close()
+
+
+class Beginning(Future[ProcessGrammar]):
+    """Grammar of a request that waits for its first mask. SGLang asks it whether it is done."""
+
+    def __init__(self, manager: Grammars, key: tuple[str, str]) -> None:
+        super().__init__()
+        self._manager, self._key = manager, key
+        self._grammar: ProcessGrammar | None = None
+        self.output_ids: Sequence[int] = ()  # of the request, as it came to this engine
+
+    def cancel(self) -> bool:
+        self._grammar = None
+        return super().cancel()
+
+    def done(self) -> bool:
+        """Raises EngineError when the server of grammar processes has ended."""
+        if not super().done() and self._is_ready():
+            self.set_result(self._grammar or ProcessGrammar(self._manager, None))
+        return super().done()
+
+    def _is_ready(self) -> bool:
+        processes = self._manager.processes
+        if processes is None:
+            return True
+        if self._grammar is None:
+            process = processes.get(self._key)
+            slot = process.open(self.output_ids) if process is not None else None
+            if slot is None:
+                return False
+            self._grammar = ProcessGrammar(self._manager, slot)
+        slot = self._grammar.slot
+        assert slot is not None
+        slot.process.flush()
+        slot.process.receive()
+        return not slot.is_waiting
+
+
+class _Backend(BaseGrammarBackend):  # type: ignore[misc]
+    """SGLang's source of grammars. The processes are its cache."""
+
+    def __init__(self, manager: Grammars) -> None:
+        super().__init__()
+        self._manager = manager
+
+    def get_cached_or_future_value(
+        self, key: tuple[str, str], require_reasoning: bool
+    ) -> tuple[Beginning, bool]:
+        return Beginning(self._manager, key), False
+
+    def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
+        pass
+
+
+def catch_up(req: Req) -> None:
+    """Has the grammar of a request that comes with output take that first."""
+    if isinstance(req.grammar, Beginning):
+        req.grammar.output_ids = req.output_ids
+
+
+def _outcome(grammar: Any) -> tuple[Fault | None, tuple[int, ...]]:
+    """Returns why a request cannot begin, None if it can, and the tokens that end its output."""
+    if not isinstance(grammar, ProcessGrammar) or grammar.slot is None:
+        return None, ()
+    slot, compiled = grammar.slot, grammar.slot.process.compiled
+    if compiled is not None and compiled.error:
+        return Fault(f"its grammar: {compiled.error}", HTTPStatus.BAD_REQUEST), ()
+    if slot.status == REJECTED:
+        text = "the output so far does not match the grammar"
+        return Fault(text, HTTPStatus.BAD_REQUEST), ()
+    return _FAULTS.get(slot.status), compiled.stop_ids if compiled is not None else ()
 
 
 def _excuse(req: Req) -> None:
-    """It is not the request's fault where other grammars take the thread's time."""
+    """Makes it no fault of the request that other grammars took the time."""
     ended = req.to_finish
     if isinstance(ended, FINISH_ABORT) and ended.message.startswith(_TIMED_OUT):
         text = "its grammar could not be compiled in time"
         req.to_finish = FINISH_ABORT(text, HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-def catch_up(req: Req) -> None:
-    """A request that comes with output: its grammar takes that first."""
-    if not isinstance(req.grammar, BaseGrammarObject):
-        return
-    try:
-        for token_id in req.output_ids:
-            req.grammar.accept_token(token_id)
-    except ValueError:
-        req.set_finish_with_abort("the output so far does not match the grammar")
-
-
-class _LazyBackend(BaseGrammarBackend):  # type: ignore[misc]
-    """XGrammar, from the first grammar on."""
-
-    def __init__(self, directory: Path, vocab_size: int) -> None:
-        super().__init__()
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._directory, self._vocab_size = directory, vocab_size
-        self._backend: XGrammarGrammarBackend | None = None
-
-    def _init_value_dispatch(self, key: tuple[str, str], require_reasoning: bool) -> Any:
-        if self._backend is None:
-            self._backend = _xgrammar(self._directory, self._vocab_size)
-        made = self._backend._init_value_dispatch(key, require_reasoning)
-        if isinstance(made, XGrammarGrammar):
-            made.key_string = ""  # it would be in logs
-        return made
-
-    def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
-        if isinstance(value, InvalidGrammarObject) and value.error_message.startswith(_TIMED_OUT):
-            return
-        while len(self.cache) >= CACHED_MAX:
-            del self.cache[next(iter(self.cache))]
-        super().set_cache(key, value)
-
-
-def _xgrammar(directory: Path, vocab_size: int) -> XGrammarGrammarBackend:
-    tokenizer, ends = vocabulary.load(directory)
-    backend = XGrammarGrammarBackend(tokenizer, vocab_size, ends, max_whitespace_cnt=WHITESPACE_MAX)
-    backend.grammar_compiler, _ = vocabulary.compiler(tokenizer, vocab_size, ends)
-    return backend

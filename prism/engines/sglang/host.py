@@ -69,6 +69,7 @@ def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> N
     gpu.synchronize(device)
     if scheduler is not None:
         decode_graphs.drop(scheduler)
+        scheduler.grammar_manager.close()
         scheduler.metrics_reporter._shutdown_fpm()
         scheduler.release_host_resources()
     destroy_model_parallel()

@@ -224,6 +224,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
             if batch.forward_mode == ForwardMode.EXTEND:
                 count_earlier_output(batch)
             self.process_batch_result(batch, self.run_batch(batch))
+            self.grammar_manager.flush()
         else:
             self._sched_idled = True
             self.on_idle()  # SGLang's own check that no slot is lost, once nothing is left

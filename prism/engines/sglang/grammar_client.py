@@ -1,0 +1,281 @@
+"""Grammar processes as an engine sees them: nothing here waits longer than its caller says."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import select
+import socket
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from prism.engines.sglang import grammar_process
+from prism.engines.sglang.grammar_process import (
+    ENTRY_TOKENS_MAX,
+    FAILED,
+    HEADER_BYTES,
+    LOST,
+    MESSAGE_BYTES_MAX,
+    NO_SLOT,
+    OK,
+    SLOTS,
+    Compiled,
+    Order,
+)
+from prism.errors import EngineError
+
+IDLE_MAX = 32  # compiled grammars that no request uses
+PROCESSES_MAX = 128
+COMPILING_MAX = 2
+
+
+class GrammarProcess:
+    """One compiled grammar, or one that is being compiled, and the outputs that are matched to it.
+
+    Thread rule: one thread. A slot is one output, from `open` until its `Slot` is closed.
+    """
+
+    def __init__(self, server: socket.socket, order: Order) -> None:
+        """Raises BlockingIOError while the server has too many orders, EngineError without it."""
+        words = grammar_process.mask_words(order.vocab_size)
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        memory_fd = os.memfd_create("grammar-masks")
+        order_fd = os.memfd_create("grammar-order")
+        try:
+            self._link.setblocking(False)
+            os.ftruncate(memory_fd, HEADER_BYTES + SLOTS * words * 4)
+            self._memory = mmap.mmap(memory_fd, 0)
+            os.pwrite(order_fd, msgspec.json.encode(order), 0)
+            descriptors = [theirs.fileno(), memory_fd, order_fd]
+            socket.send_fds(server, [b"."], descriptors, socket.MSG_DONTWAIT)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            self._link.close()
+            raise EngineError("the server of grammars has ended") from error
+        except BlockingIOError:
+            self._link.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(memory_fd)
+            os.close(order_fd)
+        memoryview(self._memory)[:4].cast("i")[0] = NO_SLOT
+        masks = torch.frombuffer(self._memory, dtype=torch.int32, offset=HEADER_BYTES)
+        self.masks = masks.view(SLOTS, words)
+        self.compiled: Compiled | None = None
+        self.has_ended = False
+        self._free = list(reversed(range(SLOTS)))
+        self._open: dict[int, Slot] = {}
+        self._unsent: deque[array[int]] = deque()
+
+    def fileno(self) -> int:
+        return self._link.fileno()
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.compiled is None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open and not self.is_compiling
+
+    def open(self, output: Sequence[int] = ()) -> Slot | None:
+        """Returns a slot for one output, of which these tokens are known. None if all are taken."""
+        if not self._free:
+            gc.collect()  # requests that ended, in cycles
+        if not self._free:
+            return None
+        slot = Slot(self, self._free.pop())
+        self._open[slot.index] = slot
+        slot.feed(output, opens=True)
+        return slot
+
+    def queue(self, entry: array[int]) -> None:
+        """Adds an entry for the next `flush`."""
+        self._unsent.append(entry)
+
+    def flush(self) -> None:
+        """Sends what is queued, as much as the socket takes."""
+        while self._unsent and not self.has_ended:
+            message = array("i")
+            count = 0
+            for entry in self._unsent:
+                if (len(message) + len(entry)) * message.itemsize > MESSAGE_BYTES_MAX:
+                    break
+                message += entry
+                count += 1
+            try:
+                self._link.send(message)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                self.receive()
+                return
+            for _ in range(count):
+                self._unsent.popleft()
+
+    def receive(self) -> None:
+        """Takes the answers that have arrived."""
+        while not self.has_ended:
+            try:
+                data = self._link.recv(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._end(memoryview(self._memory)[:4].cast("i")[0])
+            elif self.compiled is None:
+                self.compiled = msgspec.json.decode(data, type=Compiled)
+            else:
+                index, status = array("i", data)
+                self._open[index].answered(status)
+        self._link.close()
+
+    def free(self, index: int) -> None:
+        """Frees a slot whose entries are all answered."""
+        del self._open[index]
+        self._free.append(index)
+
+    def end(self) -> None:
+        """Ends the process. Outputs that wait for it are lost."""
+        self._end(NO_SLOT)
+        self._link.close()
+
+    def _end(self, culprit: int) -> None:
+        """Outputs that wait for an answer have to begin again, except that of the slot `culprit`,
+        whose entry took too much time or memory."""
+        self.has_ended = True
+        self._unsent.clear()
+        if self.compiled is None:
+            limit_s = grammar_process.COMPILE_CPU_S
+            self.compiled = Compiled(error=f"it takes more than {limit_s:g} s, or too much memory")
+        for slot in list(self._open.values()):
+            if slot.is_waiting:
+                slot.status = FAILED if slot.index == culprit else LOST
+
+
+class Slot:
+    """One output in a grammar process."""
+
+    def __init__(self, process: GrammarProcess, index: int) -> None:
+        self.process = process
+        self.index = index
+        self.status = OK
+        self._left: deque[array[int]] = deque()  # entries to queue after the answer to the last
+        self._unanswered = 0
+        self._is_closed = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the mask after the last token is not known yet."""
+        return self.status == OK and bool(self._unanswered or self._left)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.process.masks[self.index]
+
+    def feed(self, tokens: Sequence[int], *, opens: bool = False) -> None:
+        """Has the output go on with these tokens."""
+        if self.process.has_ended and self.status == OK:
+            self.status = LOST
+        if self.status != OK:
+            return
+        for at in range(0, max(len(tokens), 1), ENTRY_TOKENS_MAX):
+            part = array("i", tokens[at : at + ENTRY_TOKENS_MAX])
+            self._left.append(grammar_process.entry(self.index, part, opens=opens and not at))
+        self._go_on()
+
+    def answered(self, status: int) -> None:
+        self._unanswered -= 1
+        if self.status == OK:
+            self.status = status
+        self._go_on()
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        """Gives the slot back, once its last entry is answered."""
+        self._is_closed = True
+        self._left.clear()
+        if not self._unanswered and not self.process.has_ended:
+            self.process.free(self.index)
+
+    def _go_on(self) -> None:
+        """One entry at a time, so that a long output does not keep the others waiting."""
+        if self._left and not self._unanswered and self.status == OK:
+            self._unanswered = 1
+            self.process.queue(self._left.popleft())
+
+
+class GrammarProcesses:
+    """Grammar processes of one model. Thread rule: one thread."""
+
+    def __init__(self, server: socket.socket, directory: str, vocab_size: int) -> None:
+        self._server, self._directory, self._vocab_size = server, directory, vocab_size
+        self._by_key: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
+
+    def get(self, key: tuple[str, str]) -> GrammarProcess | None:
+        """Returns the process of the grammar (kind, text), started if it has none; None while too
+        many others run. Raises EngineError without the server."""
+        process = self._by_key.get(key)
+        if process is not None and process.has_ended and not (process.compiled or Compiled()).error:
+            process = None
+        if process is None:
+            process = self._start(key)
+        if process is not None:
+            self._by_key[key] = process
+            self._by_key.move_to_end(key)
+        return process
+
+    def flush(self) -> None:
+        for process in self._by_key.values():
+            process.flush()
+
+    def wait(self, slots: Collection[Slot], limit_s: float) -> None:
+        """Waits for the masks of these slots. A process that is late is ended."""
+        deadline_s = time.monotonic() + limit_s
+        while waiting := {s.process for s in slots if s.is_waiting}:
+            poll = select.poll()
+            for process in waiting:
+                process.flush()
+                if not process.has_ended:
+                    poll.register(process, select.POLLIN)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                for process in waiting:
+                    process.end()
+                return
+            poll.poll(1000 * left_s)
+            for process in waiting:
+                process.receive()
+
+    def close(self) -> None:
+        for process in self._by_key.values():
+            process.end()
+        self._by_key.clear()
+
+    def _start(self, key: tuple[str, str]) -> GrammarProcess | None:
+        for process in self._by_key.values():
+            if process.is_compiling:
+                process.receive()  # nothing waits for it if its request has gone
+        ended = [k for k, p in self._by_key.items() if p.has_ended]
+        for old in ended[:-IDLE_MAX]:
+            del self._by_key[old]
+        running = [p for p in self._by_key.values() if not p.has_ended]
+        if sum(p.is_compiling for p in running) >= COMPILING_MAX:
+            return None
+        idle = [k for k, p in self._by_key.items() if p.is_idle and not p.has_ended]
+        if len(idle) >= IDLE_MAX or (idle and len(running) >= PROCESSES_MAX):
+            self._by_key.pop(idle[0]).end()
+        elif len(running) >= PROCESSES_MAX:
+            return None
+        with suppress(BlockingIOError):
+            return GrammarProcess(self._server, Order(self._directory, self._vocab_size, *key))
+        return None
