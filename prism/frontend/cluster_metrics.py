@@ -115,10 +115,12 @@ _Labelled = Sequence[tuple[list[str], AgentReport | ModelReport | GpuMemory]]
 
 
 class ClusterCollector(Collector):
-    """Renders the status it was given last; None (nothing published yet) renders as not ready."""
+    """Renders the status it was given last; None (nothing published yet) renders as not ready, and
+    so does a Redis that takes no requests."""
 
     def __init__(self) -> None:
         self.status: ClusterStatus | None = None
+        self.takes_requests = True
         self.registry = CollectorRegistry(support_collectors_without_names=True)
         self.registry.register(self)
 
@@ -127,7 +129,7 @@ class ClusterCollector(Collector):
 
     def _collect(self) -> Iterator[Metric]:
         status = self.status
-        ready = float(status is not None and status.ready)
+        ready = float(status is not None and status.ready and self.takes_requests)
         yield GaugeMetricFamily("prism_cluster_ready", "1 when requests are served", ready)
         if status is None:
             return

@@ -19,6 +19,7 @@ from prism.frontend.metrics import Metrics
 from prism.frontend.parsers import AnswerParsers
 from prism.frontend.repeats import Answering, Key, Repeat, Repeats
 from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.write_check import WriteCheck
 from prism.messages.models import ModelSpec
 from prism.queueing.requests import RequestQueue
 
@@ -38,12 +39,14 @@ class Services:
     draining: bool = False  # the frontend is about to end and refuses new requests
     repeats: Repeats = field(init=False)
     rates: Rates = field(init=False)
+    writes: WriteCheck = field(init=False)
     _grammars: dict[str, GrammarTrials] = field(default_factory=dict)  # by adapter
     _parsers: dict[str, AnswerParsers] = field(default_factory=dict)  # likewise
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.writes = WriteCheck(self.queue)
         self.rates = Rates(self.queue, self.config.frontend.queue_timeout_s)
         self.repeats = Repeats(
             self.queue,
@@ -104,6 +107,7 @@ class Services:
         return self._parsers[adapter]
 
     async def close(self) -> None:
+        await self.writes.close()
         for trials in self._grammars.values():
             await trials.close()
 

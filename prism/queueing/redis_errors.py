@@ -9,8 +9,8 @@ from redis import exceptions
 
 from prism.errors import LeaseLostError, QueueUnavailableError
 
-# A full disk; replicas are missing; it became a replica.
-_OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN")
+# A full disk; replicas are missing; it became a replica; somebody's script or rights.
+_OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN", "BUSY", "NOPERM")
 
 
 @contextmanager
@@ -19,7 +19,11 @@ def named_errors() -> Iterator[None]:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
         raise QueueUnavailableError(f"Redis does not answer: {error}") from error
-    except (exceptions.OutOfMemoryError, exceptions.ReadOnlyError) as error:
+    except (
+        exceptions.OutOfMemoryError,
+        exceptions.ReadOnlyError,
+        exceptions.NoPermissionError,
+    ) as error:
         raise QueueUnavailableError(f"Redis takes no writes: {error}") from error
     except exceptions.ResponseError as error:
         if str(error).startswith("LEASELOST"):

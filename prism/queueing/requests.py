@@ -287,9 +287,13 @@ class RequestQueue:
         if not frontend_ids:
             return set()
         keys = [self._key("frontend", name) for name in frontend_ids]
-        await self._call(self._redis.set(self._prefix + "writable", b"1", px=_ms(_WRITABLE_TTL_S)))
+        await self.check_writable()
         beats = await self._call(self._redis.mget(keys))
         return {name for name, beat in zip(frontend_ids, beats, strict=True) if beat is not None}
+
+    async def check_writable(self) -> None:
+        """Raises QueueUnavailableError while Redis takes no writes. A pause holds it up."""
+        await self._call(self._redis.set(self._prefix + "writable", b"1", px=_ms(_WRITABLE_TTL_S)))
 
     # --- the cluster scheduler --------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ import redis
 from tests.chaos.campaign import DEVICE, MODELS, SEED, Campaign, told
 from tests.chaos.faults import Fault, Striker, parts
 from tests.chaos.load import Load, varied
+from tests.disks import small_disk
 from tests.frontend.tiny_model import make_model
 from tests.serve.conftest import Cluster, serving, until
 
@@ -84,20 +84,6 @@ def _fill_up(fd: int, seconds: float) -> None:
         time.sleep(0.005)
 
 
-@contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    size = f"size={DISK_BYTES},mode=700"
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "none", str(path)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("this user may not mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_full_disk_and_a_death_of_redis(tmp_path: Path) -> None:
@@ -133,7 +119,7 @@ def full_disk_cluster(folder: Path) -> Iterator[Cluster]:
     }
     with (
         TemporaryDirectory(prefix="prism-") as temporary,
-        small_disk(Path(temporary)),
+        small_disk(Path(temporary), DISK_BYTES),
         serving(folder, Path(temporary), **data) as cluster,
     ):
         yield cluster

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
+from redis import Redis, ResponseError
 
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles, write_troubles
+from prism.queueing.server import BundledRedis
 from prism.transport import malformed_total
-from tests.frontend.conftest import Stack
+from tests.disks import small_disk
+from tests.frontend.conftest import Stack, make_config, stack_of
 from tests.frontend.scripted_agent import answering
 
 
@@ -81,6 +90,152 @@ async def test_a_silent_scheduler_or_part_leaves_a_ready_cluster_degraded(stack:
     write_troubles(run_dir, {})
     await queue.publish_status(published())
     assert await degraded() == {}
+
+
+def _deny(client: Redis) -> None:
+    client.acl_setuser("default", enabled=True, commands=["+@all", "-set", "-evalsha", "-eval"])
+
+
+def _allow(client: Redis) -> None:
+    client.acl_setuser("default", enabled=True, commands=["+@all"])
+
+
+def _change_password(client: Redis, password: str) -> None:
+    client.config_set("requirepass", password)
+    client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+Act = Callable[[Redis], object]
+# What an operator, a provider or a failover does to it, and how it ends.
+REFUSALS: dict[str, tuple[Act, Act]] = {
+    "maxmemory": (lambda c: c.config_set("maxmemory", 1), lambda c: c.config_set("maxmemory", 0)),
+    "a replica": (lambda c: c.replicaof("127.0.0.1", 1), lambda c: c.replicaof("NO", "ONE")),
+    "paused writes": (
+        lambda c: c.execute_command("CLIENT", "PAUSE", 60_000, "WRITE"),
+        lambda c: c.execute_command("CLIENT", "UNPAUSE"),
+    ),
+    "too few replicas": (
+        lambda c: c.config_set("min-replicas-to-write", 1),
+        lambda c: c.config_set("min-replicas-to-write", 0),
+    ),
+    "no permission": (_deny, _allow),
+}
+
+
+@asynccontextmanager
+async def ready_stack(
+    namespace: str, folder: Path, directory: Path
+) -> AsyncIterator[tuple[Stack, Redis]]:
+    """Ready, with a Redis of its own whose files are in `directory`."""
+    with BundledRedis(directory) as server, Redis.from_url(server.url) as client:
+        async with stack_of(make_config(server.url, namespace, folder)) as stack:
+            await stack.services.queue.publish_status(published())
+            assert (await stack.client.get("/health")).json() == {"status": "ready"}
+            yield stack, client
+
+
+async def refusal(stack: Stack) -> str:
+    """The reason, after a result that is kept for a second has become stale."""
+    await asyncio.sleep(1.1)
+    began_s = time.monotonic()
+    answer = await stack.client.get("/health")
+    assert time.monotonic() - began_s < 2
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert "prism_cluster_ready 0.0" in (await stack.client.get("/metrics")).text.splitlines()
+    return str(answer.json()["reason"])
+
+
+async def await_ready(stack: Stack) -> None:
+    until_s = time.monotonic() + 20
+    while (await stack.client.get("/health")).status_code != 200:
+        assert time.monotonic() < until_s
+        await asyncio.sleep(0.1)
+    assert "prism_cluster_ready 1.0" in (await stack.client.get("/metrics")).text.splitlines()
+    assert not stack.services.dispatcher.broken.is_set()
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+async def test_a_redis_that_takes_no_requests_is_not_ready(
+    namespace: str, short_dir: Path, name: str
+) -> None:
+    refuse, end = REFUSALS[name]
+    directory = short_dir / "redis"
+    directory.mkdir()
+    async with ready_stack(namespace, short_dir, directory) as (stack, client):
+        refuse(client)
+        assert (await refusal(stack)).startswith("Redis takes no writes: ")
+        await asyncio.sleep(2.5)  # past a heartbeat
+        await refusal(stack)
+        end(client)
+        await await_ready(stack)
+
+
+async def test_a_changed_password_is_not_ready(namespace: str, short_dir: Path) -> None:
+    directory = short_dir / "redis"
+    directory.mkdir()
+    async with ready_stack(namespace, short_dir, directory) as (stack, client):
+        before = str(client.config_get("requirepass")["requirepass"])
+        _change_password(client, "another")
+        assert (await refusal(stack)).startswith("Redis does not answer: ")
+        _change_password(client, before)
+        await await_ready(stack)
+
+
+async def test_a_redis_that_hangs_is_not_ready(namespace: str, short_dir: Path) -> None:
+    directory = short_dir / "redis"
+    directory.mkdir()
+    async with ready_stack(namespace, short_dir, directory) as (stack, client):
+        pid = int(client.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(1.1)
+            assert (await stack.client.get("/health")).status_code == 503
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await await_ready(stack)
+
+
+async def test_a_full_disk_of_redis_is_not_ready(namespace: str, short_dir: Path) -> None:
+    directory = short_dir / "redis"
+    directory.mkdir()
+    with small_disk(directory, 1 << 20):
+        async with ready_stack(namespace, short_dir, directory) as (stack, client):
+            filler = directory / "filler"
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 10))
+            with suppress(ResponseError):
+                client.set("more", bytes(1 << 16))
+            assert "MISCONF" in await refusal(stack)
+            filler.unlink()
+            await await_ready(stack)
+
+
+async def test_many_probes_are_one_write(namespace: str, short_dir: Path) -> None:
+    directory = short_dir / "redis"
+    directory.mkdir()
+    async with ready_stack(namespace, short_dir, directory) as (stack, client):
+        await asyncio.sleep(1.1)
+        client.config_resetstat()
+        began_s = time.monotonic()
+        answers = await asyncio.gather(*(stack.client.get("/health") for _ in range(200)))
+        took_s = time.monotonic() - began_s
+        assert {answer.status_code for answer in answers} == {200}
+        counts = client.info("commandstats")
+        # A heartbeat's script sets two keys.
+        beats = counts.get("cmdstat_evalsha", {"calls": 0})["calls"]
+        assert counts["cmdstat_set"]["calls"] <= 1 + took_s + 2 * beats
+
+
+async def test_a_busy_frontend_is_ready(stack: Stack) -> None:
+    """Time in which its event loop stands still is not Redis's."""
+    await stack.services.queue.publish_status(published())
+    asked = asyncio.create_task(stack.services.writes.failure())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    time.sleep(1.5)  # noqa: ASYNC251
+    assert await asked == ""
 
 
 async def test_status_has_every_field(stack: Stack) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -18,6 +16,7 @@ import redis
 from prism.errors import QueueUnavailableError
 from prism.queueing import server as server_module
 from prism.queueing.server import BundledRedis
+from tests.disks import small_disk
 
 
 @pytest.mark.parametrize("port", [None, 0], ids=["unix", "loopback"])
@@ -246,18 +245,6 @@ def wrapped(monkeypatch: pytest.MonkeyPatch, folder: Path, first: str) -> None:
     monkeypatch.setattr(server_module, "get_binary_path", lambda: path)
 
 
-@contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """`folder` is a file system without room."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this user may not mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_what_is_not_the_datas_fault_leaves_them(
     filled: BundledRedis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -310,7 +297,7 @@ def test_a_full_disk_leaves_the_data(short_dir: Path, tmp_path: Path) -> None:
     directory, log = short_dir / "full", tmp_path / "redis.log"
     directory.mkdir()
     log.touch()
-    with full(directory):
+    with small_disk(directory, 64 << 10):
         server = BundledRedis(directory)
         (directory / "redis.log").symlink_to(log)
         with (directory / "filler").open("wb", buffering=0) as file:

@@ -44,6 +44,8 @@ async def health(request: Request) -> JSONResponse:
     found = services(request)
     if found.draining:
         return _unavailable("shutting down")
+    if refused := await found.writes.failure():
+        return _unavailable(refused)
     try:
         published = await found.queue.status()
     except QueueUnavailableError as error:
@@ -70,6 +72,7 @@ async def status(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """`?name[]=` chooses samples by their names, as Prometheus' own libraries do."""
     found = services(request)
+    found.cluster.takes_requests = not await found.writes.failure()
     names = tuple(sorted(set(request.query_params.getlist("name[]"))))[:_NAMES_MAX]
     try:
         found.cluster.status = await found.queue.status()
@@ -106,7 +109,9 @@ def _degraded(found: Services, published: ClusterStatus, silence: str) -> dict[s
     asked itself: the scheduler's status is old while that is what is in trouble."""
     silent = {"scheduler": silence} if silence else {}
     troubles = read_troubles(Path(found.config.run_dir))
-    return {**found.unreadable, **published.degraded, **silent, **troubles}
+    templates = {name: one.template_error for name, one in found.tokenizers.items()}
+    broken = {name: error for name, error in templates.items() if error}
+    return {**broken, **found.unreadable, **published.degraded, **silent, **troubles}
 
 
 def _progress(found: Services, published: ClusterStatus) -> str:

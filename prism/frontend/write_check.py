@@ -1,0 +1,53 @@
+"""Whether requests can be put into Redis, for probes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prism.errors import QueueUnavailableError
+from prism.queueing.requests import RequestQueue
+
+_FRESH_S = 1.0  # a write that was taken is as good for so long
+_LOOKS, _LOOK_S = 10, 0.1
+
+
+class WriteCheck:
+    """A tiny write: at most one at a time, and one that is taken in _FRESH_S, however many probes
+    ask. For one event loop."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._asked: asyncio.Task[str] | None = None
+        self._asked_s = 0.0
+
+    async def failure(self) -> str:
+        """Why Redis takes no requests; empty where it does. Takes about a second at most."""
+        now_s = time.monotonic()
+        if self._asked is None or self._is_stale(now_s):
+            self._asked, self._asked_s = asyncio.create_task(self._write()), now_s
+        # Not cancelled: a paused server answers when it goes on, a silent one times out. A time in
+        # which this process stood still counts as one look.
+        for _ in range(_LOOKS):
+            await asyncio.wait([self._asked], timeout=_LOOK_S)
+            if self._asked.done():
+                return self._asked.result()
+        return "Redis takes no writes: it does not answer them"
+
+    def _is_stale(self, now_s: float) -> bool:
+        """A failure is stale at once: its end is seen by the next probe."""
+        if self._asked is None or not self._asked.done():
+            return False
+        return bool(self._asked.result()) or now_s - self._asked_s >= _FRESH_S
+
+    async def _write(self) -> str:
+        try:
+            await self._queue.check_writable()
+        except QueueUnavailableError as error:
+            return str(error)
+        return ""
+
+    async def close(self) -> None:
+        if self._asked is not None:
+            self._asked.cancel()
+            await asyncio.wait([self._asked])
