@@ -121,8 +121,11 @@ def check(
     """Check the YAML, models' files, GPUs, addresses: what fits where. Start nothing."""
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
-    load_tokenizers(checked.models)
+    tokenizers = load_tokenizers(checked.models)
     _console().print(report.configuration(checked, gpus))
+    for name, tokenizer in tokenizers.items():
+        if tokenizer.template_error:
+            print(f"warning: {name}: {tokenizer.template_error}", file=sys.stderr)
     _warn(checked)
 
 

@@ -7,20 +7,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prism.errors import ConfigError
 from prism.frontend.errors import bad_request
-from prism.models.special_tokens import token_text
+from prism.models.special_tokens import read_json, token_text
 
 # Of the template, and of what `chat_template_kwargs` may bring it to compute.
 _REFUSALS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# A template that Jinja or Python cannot compile raises one of them.
+_INVALID = (TemplateError, RecursionError, SyntaxError, TypeError, ValueError)
+_SPECIAL_TOKENS = (
+    "bos_token", "cls_token", "eos_token", "mask_token", "pad_token", "sep_token", "unk_token",
+)  # fmt: skip
 
 
 class ChatTemplate:
@@ -39,10 +45,13 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt up to where the assistant's answer begins. Raises BadRequestError where the
         template refuses the conversation (roles in a wrong order, for example)."""
-        values = {"add_generation_prompt": True, **self._special_tokens, **options}
+        # transformers gives every template these.
+        given = {"add_generation_prompt": True, "tools": None, "documents": None}
         template = self._with_tools if options.get("tools") else self._template
         try:
-            return template.render({**values, "messages": messages})
+            return template.render(
+                {**given, **self._special_tokens, **options, "messages": messages}
+            )
         except _REFUSALS as error:
             raise bad_request(
                 f"messages: the model's chat template refuses them: {error}", "messages"
@@ -58,19 +67,21 @@ def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> Cha
     try:
         known = {name: text for name, text in tokens.items() if text}
         return ChatTemplate(source, known, tool_source)
-    except TemplateError as error:
-        raise ConfigError(f"{directory}: the chat template is not valid Jinja: {error}") from error
+    except _INVALID as error:
+        line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+        raise ConfigError(
+            f"{directory}: the chat template is not valid Jinja: {error}{line}; repair it"
+        ) from error
 
 
 def _sources(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str | None, str | None]:
     """The template, and the one for tools where they differ."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(), None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
-    entry = tokenizer_config.get("chat_template")
+    if (file := directory / "chat_template.jinja").is_file():
+        tool_file = directory / "additional_chat_templates" / "tool_use.jinja"
+        return _read(file), _read(tool_file) if tool_file.is_file() else None
+    # Processors of older models have a file of their own.
+    entry = read_json(directory / "chat_template.json").get("chat_template")
+    entry = entry or tokenizer_config.get("chat_template")
     if isinstance(entry, list):
         named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, dict)}
         sources = (named.get("default"), named.get("tool_use"))
@@ -80,10 +91,32 @@ def _sources(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str | N
     return source, tool_source
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`: text that trainers of the model mark. It is rendered as it is, in a scope
+    of its own, as transformers does."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Macro) -> str:
+        return caller()
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment that Hugging Face templates are written for."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

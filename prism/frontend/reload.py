@@ -39,10 +39,13 @@ async def take_over(services: Services, config: ClusterConfig) -> None:
 
 
 async def retry_unreadable(services: Services) -> None:
-    """Load the tokenizers that are missing as soon as they can be, until cancelled."""
+    """Load the tokenizers and chat templates that are missing as soon as they can be, until
+    cancelled."""
     while True:
         await asyncio.sleep(RETRY_S)
-        missing = [model for model in services.config.models if model.name in services.unreadable]
+        broken = {name for name, one in services.tokenizers.items() if one.template_error}
+        retried = services.unreadable.keys() | broken
+        missing = [model for model in services.config.models if model.name in retried]
         still: dict[str, str] = {}
         loaded = await asyncio.to_thread(load_tokenizers, missing, still)
         services.tokenizers |= loaded

@@ -17,7 +17,7 @@ from prism.config.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
 from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody, Conversation
-from prism.frontend.errors import bad_request
+from prism.frontend.errors import UnavailableError, bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
 from prism.frontend.openai_types import CompletionBody, GenerationBody, RequestBody
@@ -85,6 +85,13 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
 
 async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: ModelTokenizer) -> str:
     """The prompt, as the model's template writes it. Raises RequestError of the kind that fits."""
+    if tokenizer.template_error:
+        unavailable = UnavailableError(
+            f"conversations of {model.name} cannot be served now: {tokenizer.template_error};"
+            " /v1/completions takes a prompt"
+        )
+        unavailable.code = "model_unavailable"
+        raise unavailable
     if tokenizer.chat_template is None:
         message = f"model: {model.name} has no chat template; use /v1/completions, with a prompt"
         raise bad_request(message, "model")

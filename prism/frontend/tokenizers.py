@@ -42,6 +42,7 @@ class ModelTokenizer:
     eos_ids: tuple[int, ...]  # end a completion
     chat_eos_ids: tuple[int, ...]  # end a turn of a conversation; they include eos_ids
     chat_template: ChatTemplate | None
+    template_error: str  # what is wrong with the chat template; conversations are refused
     token_chars_max: int  # longest text of one token
     # temperature, top_p, ... of generation_config.json: for requests that say nothing
     sampling_defaults: dict[str, float]
@@ -107,7 +108,9 @@ def load_tokenizers(
     loaded: dict[str, ModelTokenizer] = {}
     for model in models:
         try:
-            loaded[model.name] = _load(Path(model.path), shared)
+            loaded[model.name] = made = _load(Path(model.path), shared)
+            if made.template_error:
+                log.error("conversations of %s are not served: %s", model.name, made.template_error)
         except ConfigError as error:
             if unreadable is None:
                 raise
@@ -123,12 +126,18 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
     settings = read_json(directory / "tokenizer_config.json")
     generation = read_json(directory / "generation_config.json")
     added = tokenizer.get_added_tokens_decoder()
+    template, template_error = None, ""
+    try:
+        template = load_chat_template(directory, settings)
+    except ConfigError as error:  # completions of a text need none
+        template_error = str(error)
     return ModelTokenizer(
         tokenizer=tokenizer,
         vocab_size=max(tokenizer.get_vocab_size(), int(vocab_size)),
         eos_ids=eos_ids,
         chat_eos_ids=chat_eos_ids,
-        chat_template=load_chat_template(directory, settings),
+        chat_template=template,
+        template_error=template_error,
         token_chars_max=max(_TOKEN_CHARS_MIN, *map(len, tokenizer.get_vocab())),
         sampling_defaults=_sampling_defaults(generation),
         special_ids=frozenset(token_id for token_id, token in added.items() if token.special),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from prism.errors import ConfigError
 from prism.frontend import reload
@@ -16,6 +18,11 @@ from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import listening, make_config
 from tests.frontend.scripted_agent import ScriptedAgent, answering
+
+
+@pytest.fixture
+def sound(redis_server: BundledRedis, namespace: str, short_dir: Path) -> Any:
+    return make_config(redis_server.url, namespace, short_dir)
 
 
 @pytest.fixture
@@ -65,6 +72,57 @@ def test_a_template_that_cannot_be_read_is_named(config: Any) -> None:
     (directory / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
     with pytest.raises(ConfigError, match=r"cannot read .*chat_template\.jinja.*repair the file"):
         load_chat_template(directory, {})
+
+
+BROKEN = ["{% unheard %}", "{{ 1 +", "{% for m in messages %}", "{{ x | unheard }}", "{{ f( }}"]
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_a_template_that_is_not_jinja_is_named(config: Any, source: str) -> None:
+    directory = Path(config.model("chat").path)
+    with pytest.raises(ConfigError, match=r"chat template is not valid Jinja: .*; repair it"):
+        load_chat_template(directory, {"chat_template": source})
+
+
+@pytest.mark.parametrize("comes", ["at the start", "by a reload"])
+async def test_a_broken_template_costs_conversations_of_its_model_alone(
+    sound: Any, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only until the file is repaired."""
+    monkeypatch.setattr(reload, "RETRY_S", 0.05)
+    config = sound
+    settings = Path(config.model("chat").path) / "tokenizer_config.json"
+    good = settings.read_text()
+    settings.write_text(json.dumps({**json.loads(good), "chat_template": BROKEN[0]}))
+    first = config if comes == "at the start" else replace(config, models=[config.model("base")])
+    app = create_app(first, "f0")
+    async with (
+        ScriptedAgent(config) as agent,
+        listening(app) as url,
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+        agent.script = answering([7, 8, 0])
+        if comes == "by a reload":
+            await reload.take_over(app.state.services, replace(config, revision=1))
+
+        async def post(path: str, model: str, **body: Any) -> httpx.Response:
+            return await client.post(path, json={"model": model, **body})
+
+        said = [{"role": "user", "content": "x"}]
+        assert (await post("/v1/completions", "base", prompt=[9, 9])).status_code == 200
+        assert (await post("/v1/completions", "chat", prompt=[9, 9])).status_code == 200
+        for path in ("/v1/chat/completions", "/tokenize"):
+            refused = await post(path, "chat", messages=said)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "model_unavailable")
+            assert "chat template is not valid Jinja: Encountered unknown tag" in error["message"]
+        await app.state.services.queue.publish_status(
+            ClusterStatus(2e9, "prism", {}, [], ready=True)
+        )
+        assert set((await client.get("/health")).json()["degraded"]) == {"chat"}
+        settings.write_text(good)
+        while (await post("/v1/chat/completions", "chat", messages=said)).status_code != 200:
+            pass
 
 
 async def test_at_the_first_start_it_is_an_error(config: Any) -> None:
