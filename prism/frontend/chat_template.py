@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prism.errors import ConfigError
 from prism.frontend.errors import bad_request
+from prism.frontend.template_forms import Forms, forms_of, in_forms
 from prism.models.special_tokens import read_json, token_text
 
 # Of the template, and of what `chat_template_kwargs` may bring it to compute.
@@ -41,21 +42,39 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._with_tools = environment.from_string(tool_source or source)
         self._special_tokens = special_tokens
+        self._forms: dict[bool, Forms] = {}
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt up to where the assistant's answer begins. Raises BadRequestError where the
         template refuses the conversation (roles in a wrong order, for example)."""
-        # transformers gives every template these.
-        given = {"add_generation_prompt": True, "tools": None, "documents": None}
         template = self._with_tools if options.get("tools") else self._template
         try:
-            return template.render(
-                {**given, **self._special_tokens, **options, "messages": messages}
-            )
+            return self._rendered(template, in_forms(messages, self._forms_of(template)), options)
         except _REFUSALS as error:
             raise bad_request(
                 f"messages: the model's chat template refuses them: {error}", "messages"
             ) from error
+
+    def _rendered(
+        self, template: Template, messages: list[dict[str, Any]], options: dict[str, Any]
+    ) -> str:
+        # transformers gives every template these.
+        given = {"add_generation_prompt": True, "tools": None, "documents": None}
+        return template.render({**given, **self._special_tokens, **options, "messages": messages})
+
+    def _forms_of(self, template: Template) -> Forms:
+        """Looked for at the first conversation, and kept."""
+
+        def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+            try:
+                return self._rendered(template, messages, {"tools": tools})
+            except _REFUSALS:
+                return ""
+
+        with_tools = template is self._with_tools
+        if with_tools not in self._forms:
+            self._forms[with_tools] = forms_of(render)
+        return self._forms[with_tools]
 
 
 def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from prism.frontend.chat_template import GIVEN
 from prism.frontend.errors import bad_request
@@ -83,6 +91,15 @@ class Message(BaseModel):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    _parts: list[str] | None = PrivateAttr(None)  # texts, where the content came in parts
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_parts(cls, value: Any, handler: ModelWrapValidatorHandler[Message]) -> Message:
+        made = handler(value)
+        content = value.get("content") if isinstance(value, dict) else None
+        made._parts = [part["text"] for part in content] if isinstance(content, list) else None
+        return made
 
     @model_validator(mode="before")
     @classmethod
@@ -98,13 +115,12 @@ class Message(BaseModel):
         return said
 
     def for_template(self) -> dict[str, Any]:
-        """As templates expect it: "developer" is OpenAI's newer word for "system", and arguments of
-        calls are objects."""
+        """With OpenAI's newer "developer" as "system", and content in the parts that it came in."""
         said = self.model_dump(exclude_none=True)
         if self.role == "developer":
             said["role"] = "system"
-        for call in said.get("tool_calls", []):
-            call["function"]["arguments"] = _object(call["function"]["arguments"])
+        if self._parts:
+            said["content"] = [{"type": "text", "text": text} for text in self._parts]
         return said
 
     def texts(self) -> list[str | None]:
@@ -145,14 +161,6 @@ def bounded(value: Any, what: str) -> Any:
     if isinstance(value, list) and len(value) > MESSAGES_MAX:
         raise ValueError(f"has {len(value)} {what}; at most {MESSAGES_MAX} are allowed")
     return value
-
-
-def _object(arguments: str) -> Any:
-    """Templates write arguments as JSON; text that is none stays text."""
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _is_small(values: list[Any], chars: int) -> bool:

@@ -141,7 +141,11 @@ def _rendered(body: Conversation, template: ChatTemplate) -> str:
     """The prompt. An answer that the client begins goes on where its text ends."""
     messages = [message.for_template() for message in body.messages]
     if body.continue_final_message:
-        messages[-1]["content"] += _GOES_ON
+        content = messages[-1]["content"]
+        if isinstance(content, list):
+            content[-1]["text"] += _GOES_ON
+        else:
+            messages[-1]["content"] = content + _GOES_ON
     text = template.render(messages, body.template_values())
     if not body.continue_final_message:
         return text
