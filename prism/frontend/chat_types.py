@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -31,12 +32,17 @@ _SHORT_CHARS = 16 << 10
 
 
 class FunctionCall(BaseModel):
-    """`arguments`: JSON as text."""
+    """`arguments`: JSON as text. An object, as Ollama has it, is written as such."""
 
     model_config = ConfigDict(strict=True)
 
     name: str
     arguments: str = "{}"
+
+    @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any])
+    @classmethod
+    def _arguments_text(cls, value: Any) -> Any:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
 class ToolCall(BaseModel):
@@ -81,7 +87,8 @@ class NamedTool(BaseModel):
 
 
 class Message(BaseModel):
-    """`content` as text: parts of type "text" are joined by newlines."""
+    """`content` as text: parts of type "text" are joined by newlines. The older `function_call` and
+    role "function" of OpenAI's API are a call of a tool and its result."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -110,6 +117,7 @@ class Message(BaseModel):
         said = {k: v for k, v in value.items() if v is not None and v != []}
         if "reasoning" in said:  # newer name
             said.setdefault("reasoning_content", said.pop("reasoning"))
+        _rename_function(said)
         if "content" not in said and said.get("role") == "assistant" and len(said) > 1:
             said["content"] = ""  # it called tools
         return said
@@ -161,6 +169,22 @@ def bounded(value: Any, what: str) -> Any:
     if isinstance(value, list) and len(value) > MESSAGES_MAX:
         raise ValueError(f"has {len(value)} {what}; at most {MESSAGES_MAX} are allowed")
     return value
+
+
+def _rename_function(said: dict[str, Any]) -> None:
+    """Replaces what OpenAI's API had before tools. A call and its result had no id; it is made of
+    the function's name."""
+    if said.get("role") == "assistant" and isinstance(call := said.get("function_call"), dict):
+        del said["function_call"]
+        said.setdefault("tool_calls", [{"id": _call_id(call.get("name")), "function": call}])
+    elif said.get("role") == "function":
+        said["role"] = "tool"
+        said.setdefault("tool_call_id", _call_id(said.get("name")))
+
+
+def _call_id(name: Any) -> str:
+    """Returns one of nine letters and digits, as Mistral's templates want it."""
+    return blake2b(str(name).encode(errors="replace"), digest_size=8).hexdigest()[:9]
 
 
 def _is_small(values: list[Any], chars: int) -> bool:

@@ -182,11 +182,37 @@ def test_what_templates_may_say(theirs: Any, name: str) -> None:
     assert theirs.apply_chat_template(messages, chat_template=source, tokenize=False) == expected
 
 
-@pytest.mark.parametrize("arguments", ["", "not JSON", "[1]"])
+def test_calls_in_openais_older_shape() -> None:
+    """And arguments as an object, as Ollama's clients send them."""
+    function = {"name": "weather", "arguments": '{"city": "Köln"}'}
+    older = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "weather", "content": "Rain."},
+    ]
+    as_object = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    newer = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [as_object]},
+        {"role": "tool", "name": "weather", "content": "Rain."},
+    ]
+    template = ChatTemplate(source_of("qwen25"), TOKENS)
+    bodies = [ChatBody.model_validate({"model": "m", "messages": said}) for said in (older, newer)]
+    prompts = {_rendered(body, template) for body in bodies}
+    assert len(prompts) == 1
+    assert '{"name": "weather", "arguments": {"city": "Köln"}}' in prompts.pop()
+    mistral = _rendered(bodies[0], ChatTemplate(source_of("mistral"), TOKENS))
+    call_id = bodies[0].messages[2].tool_call_id
+    assert call_id is not None
+    assert mistral.count(call_id) == 2
+
+
+@pytest.mark.parametrize("arguments", ["", "not JSON", "[1]", {}, {"a": [{"b": None}]}])
 @pytest.mark.parametrize("family", ["qwen25", "deepseek_r1"])
-def test_any_arguments_are_rendered(family: str, arguments: str) -> None:
+def test_any_arguments_are_rendered(family: str, arguments: Any) -> None:
     called = {"function": {"name": "weather", "arguments": arguments}}
     said = [USER, {"role": "assistant", "tool_calls": [called]}, result(1, "Rain.")]
     body = ChatBody.model_validate({"model": "m", "messages": said})
     prompt = _rendered(body, ChatTemplate(source_of(family), TOKENS))
-    assert (arguments or "weather") in prompt
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    assert (written or "weather") in prompt
