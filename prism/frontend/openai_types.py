@@ -178,7 +178,8 @@ class GenerationBody(RequestBody):
     @classmethod
     def _logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for name, bias in (value or {}).items():
-            if not (name.isascii() and name.isdigit() and int(name[:11]) <= INT32_MAX):
+            digits = name.isascii() and name.isdigit() and len(name) <= len(str(INT32_MAX))
+            if not digits or int(name) > INT32_MAX:
                 raise ValueError(f"{name:.20} is no token id; give ids of the model's vocabulary")
             if not -BIAS_MAX <= bias <= BIAS_MAX:
                 raise ValueError(f"{bias:g} must lie between -{BIAS_MAX} and {BIAS_MAX}")

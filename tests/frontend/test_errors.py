@@ -44,6 +44,7 @@ COMPLETION_ERRORS = [
     ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "101 must lie between -100 and 100"),
     ({"logit_bias": {"the": 1}}, "logit_bias", "the is no token id"),
+    ({"logit_bias": {"0" * 5000 + "5": 1}}, "logit_bias", "is no token id"),
     ({"logit_bias": {"300": 1}}, "logit_bias", "300 is outside the vocabulary of 300 tokens"),
     ({"suffix": "x"}, "suffix", "suffix: 'x' is not supported; remove it"),
     ({"prompt": ["x"] * 128, "n": 128}, "n", "n: makes 16384 choices; at most"),
