@@ -6,13 +6,16 @@ import asyncio
 import importlib.util
 import json
 import math
+import signal
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
 from prism.errors import RequestError
+from prism.frontend import calls
 from prism.frontend.errors import OverloadedError, UnavailableError, bad_request
 from prism.frontend.openai_types import GenerationBody
 from prism.frontend.tokenizers import ModelTokenizer
@@ -22,12 +25,16 @@ from prism.process import child_environment
 from prism.tasks import cancel_all
 
 CHARS_MAX = 64 << 10
-COMPILE_S_MAX = 10.0
+TRIAL_CPU_S_MAX = 10.0
+# On a machine that gives the process no CPU time.
+TRIAL_S_MAX = 60.0
 _START_S_MAX = 60.0
 _KNOWN_MAX = 1024
 TRIALS_MAX = 32  # that wait or run
+TRIALS_OF_A_CLIENT_MAX = 8
 # A loaded machine makes a good grammar take too long.
 _FAILURE_KNOWN_S = 60.0
+_ENDED_S = 1.0  # until the kernel tells of a process whose pipe is closed
 _LINE_BYTES_MAX = 1 << 20
 
 # field -> what it asks for, in SGLang's and vLLM's names
@@ -165,6 +172,47 @@ def _refused(field: str, text: str) -> RequestError:
     return bad_request(f"{field}: {text}", field)
 
 
+class Turns:
+    """Turns at something that one client at a time can use. The client that has used it least is
+    next (start-time fair queueing). For one event loop."""
+
+    def __init__(self) -> None:
+        self._used_s: dict[str, float] = {}
+        self._floor_s = 0.0  # of clients that come anew: what the one in turn had used
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._is_taken = False
+
+    async def take(self, client: str) -> None:
+        """Waits for the client's turn, which lasts until `end`."""
+        self._used_s[client] = max(self._used_s.get(client, 0.0), self._floor_s)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((client, turn))
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.end(client, 0.0)
+            self._waiting = [(c, t) for c, t in self._waiting if t is not turn]
+            raise
+
+    def end(self, client: str, used_s: float) -> None:
+        self._used_s[client] += used_s
+        self._is_taken = False
+        self._next()
+        if not self._is_taken:
+            self._used_s.clear()
+            self._floor_s = 0.0
+
+    def _next(self) -> None:
+        if self._is_taken or not self._waiting:
+            return
+        client, turn = found = min(self._waiting, key=lambda each: self._used_s[each[0]])
+        self._waiting.remove(found)
+        self._floor_s, self._is_taken = self._used_s[client], True
+        turn.set_result(None)
+
+
 class GrammarTrials:
     """Has each grammar compiled in a process that may die of it, before an engine compiles it.
     For one event loop."""
@@ -176,8 +224,10 @@ class GrammarTrials:
         # What is wrong with a grammar ("": nothing), and until when that is known, s (monotonic).
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._trials: dict[bytes, asyncio.Task[str]] = {}
+        self._clients: Counter[str] = Counter()  # of those that wait or run
+        self._turns = Turns()
         self._process: asyncio.subprocess.Process | None = None
-        self._one = asyncio.Lock()
+        self._used_s = 0.0  # CPU time of the trial that ended last
 
     async def check(
         self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, field: str
@@ -203,23 +253,36 @@ class GrammarTrials:
         self, name: bytes, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar
     ) -> asyncio.Task[str]:
         if name not in self._trials:
-            if len(self._trials) >= TRIALS_MAX:
+            client = _client()
+            if len(self._trials) >= TRIALS_MAX or self._clients[client] >= TRIALS_OF_A_CLIENT_MAX:
                 raise OverloadedError("too many new grammars wait to be tried; try again later")
-            trial = asyncio.create_task(self._in_turn(name, model, tokenizer, grammar))
-            trial.add_done_callback(lambda done: self._forget(name, done))
+            trial = asyncio.create_task(self._in_turn(name, client, model, tokenizer, grammar))
+            trial.add_done_callback(lambda done: self._forget(name, client, done))
             self._trials[name] = trial
+            self._clients[client] += 1
         return self._trials[name]
 
-    def _forget(self, name: bytes, trial: asyncio.Task[str]) -> None:
+    def _forget(self, name: bytes, client: str, trial: asyncio.Task[str]) -> None:
         del self._trials[name]
+        self._clients[client] -= 1
+        self._clients += Counter()  # drops what is zero
         if not trial.cancelled():
             trial.exception()  # those who waited have raised it, unless all have gone
 
     async def _in_turn(
-        self, name: bytes, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar
+        self,
+        name: bytes,
+        client: str,
+        model: ModelSpec,
+        tokenizer: ModelTokenizer,
+        grammar: Grammar,
     ) -> str:
-        async with self._one:
+        await self._turns.take(client)
+        self._used_s = 0.0
+        try:
             error, known_s = await self._try(model, tokenizer, grammar)
+        finally:
+            self._turns.end(client, self._used_s)
         self._known[name] = error, time.monotonic() + known_s
         if len(self._known) > _KNOWN_MAX:
             self._known.popitem(last=False)
@@ -231,12 +294,15 @@ class GrammarTrials:
         """What is wrong, and how long that holds, s."""
         fresh = await self._ready(model, tokenizer)
         try:
-            return await self._ask(model, tokenizer, grammar, COMPILE_S_MAX), math.inf
-        except TimeoutError:
+            return await self._ask(model, tokenizer, grammar, TRIAL_S_MAX), math.inf
+        except TimeoutError as error:
             await self._end()
-            return f"it takes longer than {COMPILE_S_MAX:g} s", _FAILURE_KNOWN_S
+            raise UnavailableError("grammars cannot be tried now; try again later") from error
         except EOFError:
-            await self._end()
+            status = await self._end(_ENDED_S)
+            if status == -signal.SIGPROF:
+                self._used_s = TRIAL_CPU_S_MAX
+                return f"it takes longer than {TRIAL_CPU_S_MAX:g} s", _FAILURE_KNOWN_S
             if fresh:
                 return "it ends the compiler", _FAILURE_KNOWN_S
             # What was compiled before may have taken the memory.
@@ -269,11 +335,16 @@ class GrammarTrials:
             raise
         return True
 
-    async def _end(self) -> None:
+    async def _end(self, wait_s: float = 0.0) -> int:
+        """Ends the process, after `wait_s` unless it ends by itself. Returns its status."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-            await process.wait()
+        if process is None:
+            return 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                return await process.wait()
+        process.kill()
+        return await process.wait()
 
     async def _ask(
         self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, limit_s: float
@@ -284,7 +355,8 @@ class GrammarTrials:
         assert process.stdin is not None
         assert process.stdout is not None
         asked = {"directory": model.path, "vocab_size": tokenizer.vocab_size}
-        line = json.dumps({**asked, "kind": grammar.kind, "text": grammar.text})
+        asked |= {"kind": grammar.kind, "text": grammar.text, "cpu_s_max": TRIAL_CPU_S_MAX}
+        line = json.dumps(asked)
         try:
             async with asyncio.timeout(limit_s):
                 process.stdin.write(line.encode() + b"\n")
@@ -296,4 +368,12 @@ class GrammarTrials:
             raise EOFError from error
         if not answer:
             raise EOFError
-        return str(json.loads(answer)["error"])
+        found = json.loads(answer)
+        self._used_s = float(found["cpu_s"])
+        return str(found["error"])
+
+
+def _client() -> str:
+    """Returns the key of the request in hand, or its client's address where there are no keys."""
+    call = calls.current.get()
+    return (call.key or call.client) if call is not None else ""

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend import grammars
-from prism.frontend.errors import OverloadedError
-from prism.frontend.grammars import CHARS_MAX, GrammarTrials, grammar_of
+from prism.frontend import calls, grammars
+from prism.frontend.calls import Call
+from prism.frontend.errors import OverloadedError, UnavailableError
+from prism.frontend.grammars import CHARS_MAX, GrammarTrials, Turns, grammar_of
 from prism.frontend.openai_types import CompletionBody
 from prism.messages.requests import Grammar
 from prism.process import PARENT_VARIABLE
@@ -64,7 +65,7 @@ async def test_a_process_that_died_is_replaced(trials: GrammarTrials) -> None:
 async def test_failures_are_forgotten_and_verdicts_are_not(
     trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "COMPILE_S_MAX", 0.2)
+    monkeypatch.setattr(grammars, "TRIAL_CPU_S_MAX", 0.2)
     ends = "ebnf: cannot be compiled: it ends the compiler"
     late = "ebnf: cannot be compiled: it takes longer than 0.2 s"
     for turn in range(2):
@@ -104,6 +105,58 @@ async def test_a_slow_one_holds_up_neither_known_ones_nor_too_many(
     assert all(isinstance(each, asyncio.CancelledError) for each in done)
 
 
+async def test_a_machine_without_time_refuses_no_grammar(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await error_of(trials, "good") == ""
+    monkeypatch.setattr(grammars, "TRIAL_S_MAX", 0.2)
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="cannot be tried now"):
+            await error_of(trials, "slow")
+    assert len(trials._known) == 1
+
+
+async def test_a_client_with_slow_grammars_keeps_the_others_waiting_for_one_of_them(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await error_of(trials, "good") == ""
+    monkeypatch.setattr(grammars, "TRIAL_CPU_S_MAX", 0.3)
+    monkeypatch.setattr(grammars, "TRIALS_OF_A_CLIENT_MAX", 4)
+    order: list[str] = []
+
+    async def ask(client: str, text: str) -> None:
+        calls.current.set(Call(client, client=client))
+        await error_of(trials, text)
+        order.append(text)
+
+    async with asyncio.TaskGroup() as group:
+        for n in range(4):
+            group.create_task(ask("one", f"slow {n}"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OverloadedError):
+            await ask("one", "slow 4")
+        group.create_task(ask("two", "first"))
+        group.create_task(ask("two", "second"))
+    assert order == ["slow 0", "first", "second", "slow 1", "slow 2", "slow 3"]
+    assert not trials._clients
+    assert not trials._turns._used_s
+
+
+async def test_turns_are_lost_with_who_waits_for_them() -> None:
+    turns = Turns()
+    await turns.take("a")
+    waiting = [asyncio.create_task(turns.take(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.sleep(0)
+    turns.end("a", 1.0)
+    waiting[2].cancel()  # whose turn it is
+    await asyncio.gather(*waiting[1:], return_exceptions=True)
+    await waiting[0]
+    turns.end("a", 1.0)
+    assert not turns._is_taken
+
+
 ORPHAN = f"""
 import os, subprocess, sys, time
 environment = {{**os.environ, {PARENT_VARIABLE!r}: str(os.getpid())}}
@@ -119,6 +172,7 @@ def test_the_process_ends_with_its_frontend() -> None:
         assert frontend.stdin is not None
         assert frontend.stdout is not None
         asked = {"directory": "/nowhere", "vocab_size": 7, "kind": "ebnf", "text": "x"}
+        asked["cpu_s_max"] = 10.0
         frontend.stdin.write(json.dumps(asked).encode() + b"\n")
         frontend.stdin.flush()
         assert b"error" in frontend.stdout.readline()

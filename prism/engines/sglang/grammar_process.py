@@ -159,8 +159,8 @@ def _limit_memory() -> None:
 
 
 @contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Has the kernel end this process at so much CPU time from now on."""
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Has the kernel end this process, with SIGPROF, at so much CPU time from now on."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -170,7 +170,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 def _compiled(order: Order) -> XGrammarGrammar | str:
     """Returns the grammar, or what is wrong with it."""
-    with _cpu_limit(COMPILE_CPU_S):
+    with cpu_limit(COMPILE_CPU_S):
         try:
             backend = _backend(order.directory, order.vocab_size)
             made = backend._init_value_dispatch((order.kind, order.text), False)
@@ -224,12 +224,12 @@ def _advance(matcher: GrammarMatcher, tokens: array[int], masks: Any, slot: int)
     """Returns the entry's status; the mask after its tokens is in `masks` if that is OK."""
     try:
         for token in tokens:
-            with _cpu_limit(MATCH_CPU_S):
+            with cpu_limit(MATCH_CPU_S):
                 accepts = matcher.accept_token(token)
             if not accepts:
                 return REJECTED
         masks[slot] = -1
-        with _cpu_limit(MATCH_CPU_S):
+        with cpu_limit(MATCH_CPU_S):
             is_partial = matcher.fill_next_token_bitmask(masks, slot)
         if is_partial and not masks[slot].any():
             return NOTHING_MATCHES

@@ -1,24 +1,28 @@
-"""A process that compiles grammars as engines do, so that one which crashes or swallows memory does
-it here: python -m prism.engines.sglang.try_grammar.
+"""A process that compiles and matches grammars as engines do, so that one which crashes or takes
+all memory does it here: python -m prism.engines.sglang.try_grammar.
 
-A line of JSON on standard input asks: {"directory", "vocab_size", "kind", "text"}. A line answers:
-{"error": what is wrong with the grammar, or ""}. The frontend that started it kills it when an
-answer takes too long.
+A line of JSON on standard input asks: {"directory", "vocab_size", "kind", "text", "cpu_s_max"}. A
+line answers: {"error": what is wrong with the grammar, or ""; "cpu_s": CPU time of the trial}. The
+kernel ends the process with SIGPROF when a trial takes more than `cpu_s_max`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 import resource
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from xgrammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -28,6 +32,7 @@ from xgrammar import (
 )
 
 from prism.engines.sglang import vocabulary
+from prism.engines.sglang.grammar_process import MATCH_CPU_S, cpu_limit
 from prism.engines.sglang.json_schemas import unkept
 from prism.engines.sglang.known import package_folder
 from prism.engines.sglang.parsers import WHITESPACE_MAX
@@ -37,6 +42,9 @@ from prism.process import die_with_parent
 MEMORY_BYTES_MAX = 2 << 30
 # Half of what a thread of an engine has, which compiles the same.
 STACK_BYTES = 4 << 20
+# An engine ends a request at MATCH_CPU_S. What the model will write is not known here.
+_MATCH_CPU_S = MATCH_CPU_S / 2
+_WALK_TOKENS = 64
 # Where in its sources XGrammar found an error, and when.
 _PLACE = re.compile(r"^\[[0-9:]+\] \S+: ")
 
@@ -55,7 +63,11 @@ def main() -> None:
 
 def _serve() -> None:
     for line in sys.stdin:
-        print(json.dumps({"error": tried(json.loads(line))}), flush=True)
+        asked, began_s = json.loads(line), time.process_time()
+        with cpu_limit(asked["cpu_s_max"]):
+            error = tried(asked)
+        answer = {"error": error, "cpu_s": time.process_time() - began_s}
+        print(json.dumps(answer), flush=True)
 
 
 def tried(asked: dict[str, Any]) -> str:
@@ -66,12 +78,46 @@ def tried(asked: dict[str, Any]) -> str:
         mask = allocate_token_bitmask(1, info.vocab_size)
         if GrammarMatcher(compiled).fill_next_token_bitmask(mask) and not mask.any():
             return "no text matches it"
+        slowest_s = max(
+            max(_walk(compiled, info, repeats), default=0.0) for repeats in (0.0, 0.5, 1.0)
+        )
+        if slowest_s > _MATCH_CPU_S:
+            return f"it takes {1000 * slowest_s:.0f} ms of CPU time to match one token; simplify it"
     except (RuntimeError, ValueError, RecursionError) as error:
         first = _PLACE.sub("", str(error).strip()).partition("\n")[0]
         return first or type(error).__name__
     except MemoryError:
         return "it takes too much memory"
     return ""
+
+
+def _walk(compiled: CompiledGrammar, info: TokenizerInfo, repeats: float) -> Iterator[float]:
+    """Yields the CPU time of each token of an output that is drawn from what the grammar allows, s.
+    With probability `repeats` a token is the one before, where that is allowed. A token that leads
+    to the end is taken back. Ends after the first token that takes too long."""
+    draw, matcher = random.Random(0), GrammarMatcher(compiled)
+    mask = allocate_token_bitmask(1, info.vocab_size)
+    token, before = 0, np.zeros(0, bool)
+    for _ in range(_WALK_TOKENS):
+        began_s = time.process_time()
+        matcher.fill_next_token_bitmask(mask)
+        filled_s = time.process_time()
+        allowed = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little").view(bool)
+        allowed[matcher.stop_token_ids] = False
+        if before.any() and not allowed.any():
+            matcher.rollback(1)
+            allowed, before[token] = before, False
+        if not allowed.any():
+            return
+        if not allowed[token] or draw.random() >= repeats:
+            token = int(draw.choice(np.flatnonzero(allowed)))
+        accepts_s = time.process_time()
+        matcher.accept_token(token)
+        taken_s = time.process_time() - accepts_s + filled_s - began_s
+        before = allowed
+        yield taken_s
+        if taken_s > _MATCH_CPU_S:
+            return
 
 
 @lru_cache(maxsize=4)
