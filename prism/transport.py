@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import stat
 from collections import Counter
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
@@ -236,7 +237,11 @@ class _Decoder:
 
 
 def _is_gone(path: str) -> bool:
-    return not os.path.lexists(path)
+    """Or something else has its name, which a bind removes."""
+    try:
+        return not stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError:
+        return True
 
 
 def _open(socket: Socket, options: dict[str, Any]) -> Socket:

@@ -30,6 +30,7 @@ SLOW = (
     "agent/test_storm.py",
     "bench",
     "chaos/test_faults.py",
+    "chaos/test_junk.py",
     "chaos/test_overload.py",
     "chaos/test_real_engines.py",
     "chaos/test_soak.py",

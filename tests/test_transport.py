@@ -65,6 +65,29 @@ def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/socket"
 
 
+def _replace(endpoint: str) -> None:
+    path = Path(endpoint.removeprefix("ipc://"))
+    path.unlink()
+    path.write_text("junk")
+
+
+def _has_socket(endpoint: str) -> bool:
+    return Path(endpoint.removeprefix("ipc://")).is_socket()
+
+
+async def test_a_file_in_the_place_of_a_socket_goes(sockets: Sockets, endpoint: str) -> None:
+    inbox = sockets.channel(zmq.PULL, Cancel)
+    inbox.bind(endpoint)
+    _replace(endpoint)
+    async with asyncio.timeout(10):
+        while not _has_socket(endpoint):
+            await asyncio.sleep(0.01)
+        sender = sockets.channel(zmq.PUSH)
+        sender.connect(endpoint)
+        sender.send(Cancel(["r"]))
+        assert await inbox.receive() == (b"", Cancel(["r"]))
+
+
 async def test_a_router_names_the_sender_and_answers_it(sockets: Sockets, endpoint: str) -> None:
     router = sockets.channel(zmq.ROUTER, OperatorCommand)
     router.bind(endpoint)

@@ -12,6 +12,7 @@ import msgspec
 
 from prism.config.schema import ClusterConfig
 from prism.config.units import decoded, encoded
+from prism.messages import MALFORMED_ERRORS
 
 LOOK_S = 0.5  # between two looks at the file
 
@@ -23,13 +24,21 @@ def write_resolved(config: ClusterConfig, path: Path) -> None:
     reads it meanwhile reads the whole of the old or of the new one. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-        out.write(msgspec.json.encode(config, enc_hook=encoded))
+        out.write(_written(config))
     partial.replace(path)
+
+
+def _written(config: ClusterConfig) -> bytes:
+    return msgspec.json.encode(config, enc_hook=encoded)
 
 
 def read_resolved(path: Path) -> ClusterConfig:
     """REQUIRES: `path` was written by `write_resolved` of the same version."""
-    return msgspec.json.decode(path.read_bytes(), type=ClusterConfig, dec_hook=_read_back)
+    return _read(path.read_bytes())
+
+
+def _read(body: bytes) -> ClusterConfig:
+    return msgspec.json.decode(body, type=ClusterConfig, dec_hook=_read_back)
 
 
 def _read_back(kind: type[Any], value: object) -> Any:
@@ -44,24 +53,30 @@ class ConfigFile:
         """Without `config` it is read. Raises what `read_resolved` raises."""
         self.config = config or read_resolved(path)
         self._path = path
-        self._seen: tuple[int, int] | None = None  # of no file: it may have changed since
+        self._seen: tuple[int, int, int] | None = None  # of no file: it may have changed since
+        self.damage = ""  # as of the last look: why it does not hold `config`, although it is there
 
     def newer(self) -> ClusterConfig | None:
-        """The configuration of a reload since the last look. A file that was removed is no news:
-        `prism-serve` makes it again."""
+        """The configuration of a reload since the last look. A file that was removed or damaged is
+        no news: `prism-serve` makes it again."""
         try:
             found = self._path.stat()
-            seen = (found.st_ino, found.st_mtime_ns)
+            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
             if seen == self._seen:
                 return None
-            config = read_resolved(self._path)
-        except OSError:
+            body = self._path.read_bytes()
+            config = _read(body)
+        except OSError as error:
+            self.damage = "" if isinstance(error, FileNotFoundError) else str(error)
             return None
-        except msgspec.MsgspecError as error:
+        except MALFORMED_ERRORS as error:
             log.error("%s is not this version's, and is left alone: %s", self._path, error)
-            config = self.config
-        self._seen = seen
-        if config.revision <= self.config.revision:
+            self._seen, self.damage = seen, str(error)
             return None
-        self.config = config
-        return config
+        self._seen, self.damage = seen, ""
+        if config.revision > self.config.revision:
+            self.config = config
+            return config
+        if body != _written(self.config):
+            self.damage = "it is not what was written"
+        return None

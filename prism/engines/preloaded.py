@@ -48,7 +48,7 @@ class Preloaded:
 
     def turn(self) -> None:
         """What has come, after waiting for it for a moment."""
-        if not os.path.lexists(self._path):
+        if not self._path.is_socket():
             self._listen()
         for key, _ in self._selector.select(HEARTBEAT_S):
             if key.data is None:
@@ -63,6 +63,7 @@ class Preloaded:
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
+        self._path.unlink(missing_ok=True)  # something else has its name
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._path))
         self._listener.listen()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from prism.messages import MALFORMED_ERRORS
+
 _FILE = "troubles.json"
 _decoder = msgspec.json.Decoder(dict[str, str])
 
@@ -26,5 +28,5 @@ def read_troubles(run_dir: Path) -> dict[str, str]:
     """Empty where nothing is wrong, or nobody supervises."""
     try:
         return _decoder.decode((run_dir / _FILE).read_bytes())
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, *MALFORMED_ERRORS):
         return {}

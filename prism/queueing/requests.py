@@ -9,10 +9,11 @@ one reached the server. Redis stores and never sorts: order is the agent's (Pris
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,13 +37,17 @@ _SOCKET_TIMEOUT_S = 10.0
 _CONNECTIONS_MAX = 32
 _BLOCK_MAX_S = 5.0
 _LAST_ATTEMPT = 2**31 - 1
+_ATTEMPT_DIGITS_MAX = 9
+_KEYS_AT_ONCE = 100
 _WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside", "bury",
-    "claim", "settle", "take",
+    "claim", "settle", "take", "drop_damaged",
 )  # fmt: skip
 _HERE = Path(__file__).parent
+
+log = logging.getLogger(__name__)
 
 Row = tuple[str, str, dict[bytes, bytes]]
 """The key of a stream, an entry's id and its fields."""
@@ -116,9 +121,12 @@ class RequestQueue:
         """Request id -> attempt, of those that wait or run."""
         if not request_ids:
             return {}
-        found = await self._call(self._redis.hmget(self._prefix + "open", list(request_ids)))
-        pairs = zip(request_ids, found, strict=True)
-        return {i: int(_text(value).partition("|")[0]) for i, value in pairs if value is not None}
+        ids = list(request_ids)
+        found = await self._call(lambda: self._redis.hmget(self._prefix + "open", ids))
+        pairs = zip(
+            ids, (_attempt((value or b"").partition(b"|")[0]) for value in found), strict=True
+        )
+        return {request_id: attempt for request_id, attempt in pairs if attempt}
 
     async def beat(self, frontend_id: str, ttl_s: float, state: FrontendState | None = None) -> str:
         """This frontend lives for another `ttl_s`. Returns the incarnation of the data: another
@@ -136,7 +144,11 @@ class RequestQueue:
         args = (key, frontend_id, fingerprint, _ms(ttl_s))
         whose, known = await self._run("claim", *args)
         if whose == b"answered":
-            return self._answers.decode(known)
+            try:
+                return self._answers.decode(known)
+            except MALFORMED_ERRORS:
+                await self._call(lambda: self._redis.unlink(self._key("answer", key)))
+                return await self.claim(key, frontend_id, fingerprint, ttl_s)
         return _text(known) if whose == b"open" else None
 
     async def settle(
@@ -288,12 +300,13 @@ class RequestQueue:
             return set()
         keys = [self._key("frontend", name) for name in frontend_ids]
         await self.check_writable()
-        beats = await self._call(self._redis.mget(keys))
+        beats = await self._call(lambda: self._redis.mget(keys))
         return {name for name, beat in zip(frontend_ids, beats, strict=True) if beat is not None}
 
     async def check_writable(self) -> None:
         """Raises QueueUnavailableError while Redis takes no writes. A pause holds it up."""
-        await self._call(self._redis.set(self._prefix + "writable", b"1", px=_ms(_WRITABLE_TTL_S)))
+        key, ttl_ms = self._prefix + "writable", _ms(_WRITABLE_TTL_S)
+        await self._call(lambda: self._redis.set(key, b"1", px=ttl_ms))
 
     # --- the cluster scheduler --------------------------------------------------------------
 
@@ -305,13 +318,16 @@ class RequestQueue:
     async def placement(self, *models: str) -> dict[str, tuple[str, ...]]:
         """Model -> the devices of its copies, of these models or of all."""
         key, client = self._prefix + "placement", self._redis
-        found = await self._call(client.hmget(key, models) if models else client.hgetall(key))
+        found = await self._call(
+            lambda: client.hmget(key, models) if models else client.hgetall(key)
+        )
         pairs = zip(models, found, strict=True) if models else found.items()
         return {_text(name): tuple(_text(d).split("|")) for name, d in pairs if d is not None}
 
     async def depth(self, device: str) -> int:
         """Requests waiting in this queue."""
-        return int(await self._call(self._redis.xlen(self._key("queue", device))))
+        key = self._key("queue", device)
+        return int(await self._call(lambda: self._redis.xlen(key)))
 
     async def unplaced_counts(self) -> dict[str, int]:
         """Model -> requests waiting in UNPLACED."""
@@ -324,14 +340,14 @@ class RequestQueue:
         Returns the new cursor and model -> new arrivals.
         """
         entries = await self._read_streams({self._key("queue", UNPLACED): cursor}, block_s, 1024)
-        counts = Counter(_text(fields[b"model"]) for _, _, fields in entries)
+        counts = Counter(_text(fields.get(b"model", b"")) for _, _, fields in entries)
         return (entries[-1][1] if entries else cursor), dict(counts)
 
     async def frontends(self) -> list[FrontendState]:
         """What those that live said last."""
-        names = await self._call(self._redis.smembers(self._prefix + "frontends"))
+        names = await self._call(lambda: self._redis.smembers(self._prefix + "frontends"))
         keys = [self._key("frontend", name) for name in sorted(_texts(names))]
-        beats = await self._call(self._redis.mget(keys)) if keys else []
+        beats = await self._call(lambda: self._redis.mget(keys)) if keys else []
         return [self._state_of(beat) for beat in beats if beat is not None]
 
     def _state_of(self, beat: bytes) -> FrontendState:
@@ -342,28 +358,59 @@ class RequestQueue:
 
     async def publish_status(self, status: ClusterStatus) -> None:
         await self._hear_time()
-        await self._call(self._redis.set(self._prefix + "status", msgspec.msgpack.encode(status)))
+        key, body = self._prefix + "status", msgspec.msgpack.encode(status)
+        await self._call(lambda: self._redis.set(key, body))
 
     async def status(self) -> ClusterStatus | None:
-        """What the scheduler published last."""
-        body = await self._call(self._redis.get(self._prefix + "status"))
-        return None if body is None else self._statuses.decode(body)
+        """What the scheduler published last; None where it is damaged, too."""
+        body = await self._call(lambda: self._redis.get(self._prefix + "status"))
+        try:
+            return None if body is None else self._statuses.decode(body)
+        except MALFORMED_ERRORS as error:
+            log.warning("the cluster's status in Redis is not readable: %s", error)
+            return None
 
     # --- below ------------------------------------------------------------------------------
 
     async def _hear_time(self) -> None:
         """Those that come here every few seconds keep the cluster's clock by it."""
         asked_s = time.monotonic()
-        seconds, micros = await self._call(self._redis.time())
+        seconds, micros = await self._call(self._redis.time)
         clock.heard(seconds + micros / 1e6, asked_s, time.monotonic())
 
     def _key(self, kind: str, name: str) -> str:
         return f"{self._prefix}{kind}:{name}"
 
     async def _run(self, script: str, *args: str | int | bytes) -> Any:
-        return await self._call(self._scripts[script](keys=[self._prefix], args=list(args)))
+        return await self._call(lambda: self._scripts[script](keys=[self._prefix], args=args))
 
-    async def _call(self, answer: Any) -> Any:
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        """Where Redis has an error for it, damaged keys are dropped as if they were lost, and it is
+        called again."""
+        try:
+            return await self._answer(call())
+        except exceptions.ResponseError as error:
+            damaged = await self._drop_damaged()
+            log.error("Redis says: %s; damaged keys were dropped: %s", error, damaged or "none")
+        return await self._answer(call())
+
+    async def _drop_damaged(self) -> list[str]:
+        """Returns their names. What they held comes back as after any loss of data (decision 027),
+        for which frontends and agents have to take the server for another one."""
+        with named_errors():
+            keys = [key async for key in self._redis.scan_iter(f"{self._prefix}*", count=1000)]
+        damaged: list[bytes] = []
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            batch = keys[start : start + _KEYS_AT_ONCE]
+            script = self._scripts["drop_damaged"]
+            damaged += await self._answer(script(keys=[self._prefix], args=batch))
+        if damaged:
+            acquired = [key for key in keys if key.startswith(self._key("acquired", "").encode())]
+            known = [self._prefix + "incarnation", self._prefix + "server", *acquired]
+            await self._answer(self._redis.unlink(*known))
+        return sorted(_texts(damaged))
+
+    async def _answer(self, answer: Any) -> Any:
         # redis-py waits with asyncio.wait_for, which before Python 3.12 swallows a cancellation
         # that comes in the moment it is done: the caller would go on for ever.
         task = asyncio.current_task()
@@ -377,7 +424,7 @@ class RequestQueue:
     async def _read_streams(self, cursors: dict[Any, Any], block_s: float, count: int) -> list[Row]:
         """Of each stream what comes after its cursor."""
         block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
-        answer = await self._call(self._redis.xread(cursors, count=count, block=block_ms))
+        answer = await self._call(lambda: self._redis.xread(cursors, count=count, block=block_ms))
         return [
             (_text(key), _text(entry), fields)
             for key, entries in answer or ()
@@ -387,17 +434,21 @@ class RequestQueue:
 
 def _headline(fields: dict[bytes, bytes]) -> tuple[str, int]:
     """Id and attempt of a malformed entry, as far as it has them."""
-    attempt = fields.get(b"attempt", b"")
-    request_id = fields.get(b"id", b"").decode(errors="replace")
-    return request_id, int(attempt) if attempt.isdigit() else 0
+    return _text(fields.get(b"id", b"")), _attempt(fields.get(b"attempt", b""))
+
+
+def _attempt(text: bytes) -> int:
+    """0 where it is none."""
+    return int(text) if text.isdigit() and len(text) <= _ATTEMPT_DIGITS_MAX else 0
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    """Bytes that are damaged are a name that nothing has."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _texts(values: Sequence[bytes]) -> set[str]:
-    return {value.decode() for value in values}
+    return {_text(value) for value in values}
 
 
 def _ms(seconds: float) -> int:

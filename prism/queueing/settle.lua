@@ -11,8 +11,9 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local function first_goes(unless_later_than_ms)
   local first = redis.call('LINDEX', order, 0)
   local name, size, until_ms = string.match(first or '', '^(.*)|(%d+)|(%d+)$')
-  if not name or tonumber(until_ms) > unless_later_than_ms then return false end
+  if not first or name and tonumber(until_ms) > unless_later_than_ms then return false end
   redis.call('LPOP', order)
+  if not name then return true end
   redis.call('DECRBY', held, size)
   redis.call('DEL', answer_key(name))
   return true
@@ -22,9 +23,10 @@ while first_goes(now_ms) do end
 redis.call('SET', answer_key(key), answer, 'PX', ttl_ms)
 redis.call('RPUSH', order, string.format('%s|%d|%.0f', key, #answer, now_ms + ttl_ms))
 redis.call('INCRBY', held, #answer)
-while redis.call('LLEN', order) > COUNT_MAX or tonumber(redis.call('GET', held)) > BYTES_MAX do
-  first_goes(math.huge)
+local function is_full()
+  return redis.call('LLEN', order) > COUNT_MAX or tonumber(redis.call('GET', held)) > BYTES_MAX
 end
+while is_full() and first_goes(math.huge) do end
 redis.call('PEXPIRE', order, ttl_ms)
 redis.call('PEXPIRE', held, ttl_ms)
 return 0

@@ -194,7 +194,7 @@ def replace_if_asked(
     """An operator made the file `asked`. Call a few times a second."""
     for each in frontends:
         each.watch()
-    if not asked.exists() or any(each.is_replaced for each in frontends):
+    if not asked.is_file() or any(each.is_replaced for each in frontends):
         return
     asked.unlink(missing_ok=True)
     say("frontends are replaced; the present ones finish what is open")

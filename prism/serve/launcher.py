@@ -214,8 +214,13 @@ class Watch:
     def _repair(self) -> None:
         if (newer := self._file.newer()) is not None:
             self._say(f"{newer.source} was read again (revision {newer.revision})")
-        if self._run_dir.repair(self._file.config):
-            self._say(f"something removed files of {self._run_dir.path}; they are there again")
+        damage = self._file.damage
+        if self._run_dir.repair(self._file.config, damaged=bool(damage)):
+            self._say(
+                f"something damaged {self._run_dir.config_file} ({damage}); it is written again"
+                if damage
+                else f"something removed files of {self._run_dir.path}; they are there again"
+            )
 
     def _tell(self) -> None:
         """Compares with the file itself: a write may have failed, or the file been removed."""

@@ -11,6 +11,7 @@ import redis
 
 from prism.config.endpoints import local_name
 from prism.config.schema import ClusterConfig
+from prism.messages import MALFORMED_ERRORS
 from prism.messages.cluster import ClusterStatus
 
 _LOOK_S = 1.0
@@ -39,7 +40,11 @@ def _tell(config: ClusterConfig, say: Callable[[str], None], over: threading.Eve
             except (redis.RedisError, OSError):
                 continue  # the supervisor says so
             if isinstance(body, bytes):
-                for line in news(msgspec.msgpack.decode(body, type=ClusterStatus), known):
+                try:
+                    status = msgspec.msgpack.decode(body, type=ClusterStatus)
+                except MALFORMED_ERRORS:
+                    continue  # the scheduler writes it again
+                for line in news(status, known):
                     say(line)
 
 

@@ -21,7 +21,7 @@ from prism.config.schema import ClusterConfig
 from prism.config.units import encoded
 from prism.curve import public_of
 from prism.errors import ConfigError
-from prism.messages import PROTOCOL
+from prism.messages import MALFORMED_ERRORS, PROTOCOL
 from prism.serve.run_dir import CONFIG_FILE
 
 _TTL_S = 10.0
@@ -98,15 +98,21 @@ def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
-    """The nodes that live, by name. Raises redis.RedisError."""
+    """The nodes that live, by name; without those whose state is not readable. Raises
+    redis.RedisError."""
     names = [node.name for node in config.nodes]
     found = client.mget([_key(config, name) for name in names])
     assert isinstance(found, list)
-    return {
-        name: msgspec.msgpack.decode(body, type=NodeState)
-        for name, body in zip(names, found, strict=True)
-        if isinstance(body, bytes)
-    }
+    states = {name: _read(body) for name, body in zip(names, found, strict=True)}
+    return {name: state for name, state in states.items() if state is not None}
+
+
+def _read(body: object) -> NodeState | None:
+    """None for what is no state. A node that lives writes its own again within seconds."""
+    try:
+        return msgspec.msgpack.decode(body, type=NodeState) if isinstance(body, bytes) else None
+    except MALFORMED_ERRORS:
+        return None
 
 
 def living(config: ClusterConfig, names: Collection[str]) -> set[str]:
@@ -151,7 +157,9 @@ def _check_alike(config: ClusterConfig, state: NodeState, client: redis.Redis) -
 
 
 def _take(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
-    """One that was killed is known for some seconds yet."""
+    """One that was killed is known for some seconds yet; junk in its place is overwritten."""
+    if config.node not in present(config, client):
+        client.delete(_key(config, config.node))
     until_s, mine = time.monotonic() + _TTL_S + 1, msgspec.msgpack.encode(state)
     while not client.set(_key(config, config.node), mine, nx=True, px=round(_TTL_S * 1000)):
         if time.monotonic() > until_s:

@@ -35,6 +35,8 @@ class RedisPart:
         if why := self._server.load_failure():
             self._put_aside(why)
         self._server.kill()
+        if self._server.directory.is_file():  # something else wrote it
+            self._server.directory.unlink()
         self._server.directory.mkdir(exist_ok=True)
         self._server.launch()
 
@@ -60,7 +62,7 @@ class RedisPart:
     def beats(self) -> int:
         """How often it has answered since the start. An error, as while it loads its data, is an
         answer. One whose socket's file was removed is ended: nobody new could connect."""
-        if self._beats and self._server.port is None and not self._server.socket_path.exists():
+        if self._beats and self._server.port is None and not self._server.socket_path.is_socket():
             self.end_at_once()
         try:
             if self._connection is None:

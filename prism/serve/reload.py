@@ -82,7 +82,10 @@ def _check_left(running: ClusterConfig, wanted: ClusterConfig, status: ClusterSt
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
     """One reload of a cluster at a time. Raises ConfigError."""
-    lock_fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        lock_fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: {path / _LOCK_FILE} cannot be opened: {error}") from error
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path

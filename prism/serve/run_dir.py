@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 import kvcached
 from kvcached.trust import distrust
 from kvcached.weights.store import default_store
 from prism.config.resolved import read_resolved, write_resolved
 from prism.config.schema import AUTO_STORE, ClusterConfig
 from prism.errors import ConfigError, PrismError
+from prism.messages import MALFORMED_ERRORS
 from prism.serve import mps
 
 log = logging.getLogger(__name__)
@@ -80,23 +79,28 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
-    def repair(self, config: ClusterConfig) -> bool:
-        """Make again what a cleaner of temporary files removed; whether that was anything. Raises
-        OSError or ConfigError, and RunDirLostError if another user has made it first."""
-        whole = self.config_file.exists() and self.logs.exists() and self._is_locked()
+    def repair(self, config: ClusterConfig, *, damaged: bool = False) -> bool:
+        """Make again what a cleaner of temporary files removed, or what was damaged (`damaged`: the
+        configuration); whether that was anything. Raises OSError or ConfigError, and
+        RunDirLostError if another user has made it first."""
+        has_config = self.config_file.exists() and not damaged
+        whole = has_config and self.logs.is_dir() and self._is_locked()
         if whole:
             return False
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := distrust(self.path):
             raise RunDirLostError(f"{self.path} was removed, and {why} now; the cluster ends")
-        if not self._is_locked() and (lock_fd := lock(self.path)) is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = lock_fd
-        if not self.config_file.exists():
+        if not has_config:
+            _remove_folder(self.config_file)
             write_resolved(config, self.config_file)
-        if not self.logs.exists():
-            self.logs.unlink(missing_ok=True)  # a link into a folder that is gone
+        if not self.logs.is_dir():
+            self.logs.unlink(missing_ok=True)  # a link into a folder that is gone, or a file
             _make_logs(self.path, self._log_dir)
+        if not self._is_locked():
+            _remove_folder(self.path / LOCK_FILE)
+            if (lock_fd := lock(self.path)) is not None:
+                os.close(self._lock_fd)
+                self._lock_fd = lock_fd
         return True
 
     def _is_locked(self) -> bool:
@@ -111,6 +115,12 @@ class RunDir:
         """The directory and everything in it; then the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock_fd)
+
+
+def _remove_folder(path: Path) -> None:
+    """Where a file belongs."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
 
 
 def find(wanted: Path | None) -> ClusterConfig:
@@ -244,7 +254,7 @@ def _read(path: Path) -> ClusterConfig:
     file = path / CONFIG_FILE
     try:
         return read_resolved(file)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, *MALFORMED_ERRORS) as error:
         raise ConfigError(
             f"--run-dir: {file} is not this version's: {error}; choose another directory"
         ) from error

@@ -110,6 +110,12 @@ async def test_nonsense_and_a_removed_socket_keep_nobody_from_it(keeper: Keeper)
             stranger.send(said)
     keeper.socket.unlink()
     assert await forks(await keeper.fork_server(), "e0")
+    keeper.socket.unlink()
+    keeper.socket.write_text("junk")
+    async with asyncio.timeout(30):
+        while not keeper.socket.is_socket():
+            await asyncio.sleep(0.01)
+    assert await forks(await keeper.fork_server(), "e1")
 
 
 async def test_cuda_that_the_imports_initialised_is_not_forked_twice(short_dir: Path) -> None:

@@ -6,14 +6,17 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from uuid import uuid4
 
 import msgspec
 import pytest
+from msgspec import structs
 
 import kvcached
-from prism.config.resolved import write_resolved
+from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.serve import run_dir
@@ -194,6 +197,73 @@ def test_what_a_cleaner_removed_is_made_again(temporary: Path, removed: str) -> 
     (made.logs / "a.log").write_text("can be written")
     run_dir.sweep()
     assert made.config_file.exists(), "its lock still holds it"
+    made.remove()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda body: b"",
+    "a half": lambda body: body[: len(body) // 2],
+    "bytes": lambda body: Random(1).randbytes(len(body)),
+    "NULs": lambda body: bytes(len(body)),
+    "another one": lambda body: body.replace(b"prism", b"prisn", 1),
+    "an empty object": lambda body: b"{}",
+    "a deep list": lambda body: b"[" * 100_000,
+    "no UTF-8": lambda body: body.replace(b"prism", b"pri\xffm", 1),
+    "huge": lambda body: body + b" " * (8 << 20) + b"x",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_configuration_is_written_again(temporary: Path, damage: str) -> None:
+    made = RunDir.create(temporary / "run")
+    config = config_for(made)
+    file = ConfigFile(made.config_file, config)
+    assert (file.newer(), file.damage) == (None, "")
+    made.config_file.write_bytes(DAMAGES[damage](made.config_file.read_bytes()))
+    assert file.newer() is None
+    assert file.damage
+    assert made.repair(file.config, damaged=True)
+    assert (file.newer(), file.damage) == (None, "")
+    assert run_dir.find(made.path) == config
+    made.remove()
+
+
+def test_a_reload_is_no_damage(temporary: Path) -> None:
+    made = RunDir.create(temporary / "run")
+    config = config_for(made)
+    file = ConfigFile(made.config_file, config)
+    newer = structs.replace(config, revision=config.revision + 1)
+    write_resolved(newer, made.config_file)
+    assert (file.newer(), file.damage) == (newer, "")
+    assert (file.newer(), file.damage) == (None, "")
+    write_resolved(config, made.config_file)  # an old one, as from a backup
+    assert file.newer() is None
+    assert file.damage
+    made.remove()
+
+
+@pytest.mark.parametrize("name", ["cluster.json", "lock"])
+def test_a_folder_in_the_place_of_a_file_goes(temporary: Path, name: str) -> None:
+    made = RunDir.create(temporary / "run")
+    config = config_for(made)
+    (made.path / name).unlink()
+    (made.path / name / "more").mkdir(parents=True)
+    file = ConfigFile(made.config_file, config)
+    file.newer()
+    assert made.repair(config, damaged=bool(file.damage))
+    assert (file.newer(), file.damage) == (None, "")
+    assert not made.repair(config)
+    assert run_dir.find(made.path) == config
+    made.remove()
+
+
+def test_a_file_in_the_place_of_the_logs_goes(temporary: Path) -> None:
+    made = RunDir.create(temporary / "run")
+    config = config_for(made)
+    made.logs.rmdir()
+    made.logs.write_text("junk")
+    assert made.repair(config)
+    assert made.logs.is_dir()
     made.remove()
 
 

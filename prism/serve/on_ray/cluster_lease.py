@@ -78,9 +78,11 @@ class ClusterLease:
 
     def _renew(self) -> None:
         while not self._over.wait(_RENEW_S):
+            # Written also where it cannot be read: another type would stay.
             with suppress(redis.RedisError, OSError):
                 if self._client.get(_key(self._namespace)) == STOP:
                     self._value = STOP
+            with suppress(redis.RedisError, OSError):
                 self._write()
 
 
