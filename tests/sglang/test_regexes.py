@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -185,6 +186,10 @@ KEPT: list[tuple[str, str, str]] = [
     ('"', '"', "x"),
     ('a"+', 'a""', "a"),
     (r"\\", "\\", "x"),
+    (r'["\\]+', '"\\', "x"),
+    (r"[\^]*", "^^", "a"),
+    ("[^a]{2}", "é\u2003", "ab"),
+    (r"\S+", "é^", "a b"),
     (r"\n\t", "\n\t", "nt"),
     (r"\x01", "\x01", "1"),
     (r"\x41b[\x43d]", "AbC", "b"),
@@ -265,6 +270,35 @@ def test_plain_expressions_stay_as_they_are() -> None:
     for text in (r"[^a]\d+[\w.-]*(x|y){2,4}", "^a$", "가나"):
         assert kept_regex(text) == text
         assert re.fullmatch("[가-힣]+", "한국")
+
+
+ATOMS = [
+    "a", "é", '"', r"\\", r"\n", ".", r"\d", r"\D", r"\s", r"\S", r"\W", "[가-힣]", "[^한]", "[^a]",
+    '["b]', r"[\\^]", r"[\^]", r"[\s\S]", r"[^\n\W]", "(?:b|é)", "(a|)",
+]  # fmt: skip
+COUNTS = ["", "", "*", "+", "?", "{2}", "{1,2}", "+?"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_pattern_matches_json_of_what_it_matches_in_python(seed: int) -> None:
+    """However the atoms are combined: XGrammar lets some of them match a bare quotation mark."""
+    rng = random.Random(seed)
+    parts = [rng.choice(ATOMS) + rng.choice(COUNTS) for _ in range(rng.randrange(1, 4))]
+    text = "".join(parts) + "|a" * rng.randrange(2)
+    compiled = compiled_of("pattern", text)
+    in_python = re.compile(text, re.ASCII)
+    for _ in range(200):
+        said = '"' + "".join(rng.choices('ab1"\\\n né한漢^', k=rng.randrange(5))) + '"'
+        if takes(compiled, said):
+            assert in_python.fullmatch(json.loads(said)), (text, said)
+
+
+def test_what_has_no_end_is_read_once() -> None:
+    for text in ("[" * 60_000, '"' * 60_001, "(" * 60_000, "Regex(" * 10_000, "[^가" * 20_000):
+        began_s = time.perf_counter()
+        kept_ebnf(text)
+        kept_regex(text)
+        assert time.perf_counter() - began_s < 10
 
 
 def test_names_beside_a_bounded_string_stay() -> None:

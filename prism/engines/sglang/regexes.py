@@ -20,7 +20,7 @@ _STARTS = (0x80, 0x800, 0xD800, 0xE000, 0x10000)
 _ESCAPE = (
     r"\\u\{[0-9A-Fa-f]{1,6}\}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
 )
-_CLASS = r"\[(?:[^\]\\]|\\.)*\]"
+_CLASS = r"\[(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)"  # one without an end is not looked at twice
 _QUANTIFIER = r"(?:[*+?]|\{\d+(?:,\d*)?\})\??"
 _REGEX = re.compile(rf"{_ESCAPE}|{_CLASS}|\(\?(?:<?[=!]|:|P?<\w+>)|{_QUANTIFIER}|.", re.DOTALL)
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
@@ -42,8 +42,12 @@ _SPACES = [
 _SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
 # Letters and digits that XGrammar knows after a backslash, or refuses by itself.
 _KNOWN = frozenset("dDwWsSbBtnvfrae0123456789")
-# XGrammar lets them match more.
-_AS_CLASS = {".": r"[^\n]", r"\S": r"[^\s]"}
+# Characters that JSON escapes in a string.
+_ESCAPED = [*range(1, 0x20), ord('"'), ord("\\")]
+# Classes of their own.
+_AS_CLASS = {
+    ".": r"[^\n]", r"\D": r"[^\d]", r"\S": r"[^\s]", r"\s": r"[\s]", r"\W": r"[^\w]",
+}  # fmt: skip
 _AHEAD = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": "lookbehind"}
 
 
@@ -63,8 +67,10 @@ def kept_ebnf(text: str) -> str:
 
 def class_of(ranges: Ranges) -> str:
     """Returns a class of characters whose ranges XGrammar splits correctly."""
-    pieces = [piece for low, high in ranges for piece in _pieces(max(low, 1), high)]
     # XGrammar prints a class that begins with this character as a negated one.
+    if ranges == [(_CARET, _CARET)]:
+        return r"\^"
+    pieces = [piece for low, high in ranges for piece in _pieces(low, high)]
     if pieces[0][0] == _CARET:
         pieces = [(_CARET + 1, pieces[0][1]), *pieces[1:], (_CARET, _CARET)]
     return f"[{''.join(_written(low, high) for low, high in pieces if low <= high)}]"
@@ -87,7 +93,7 @@ def _unkept(tokens: list[str]) -> str:
 
 
 def _unknown_escape(token: str) -> str:
-    if any(f"[{mark}" in token[1:] and token.endswith(f"{mark}]") for mark in ":=."):
+    if re.search(r"(?<!\\)\[:", token[1:]) and token.endswith(":]"):
         return f"a POSIX class {token}]"
     for item in _ITEM.findall(token) if token.startswith("[") else [token]:
         letter = item[1:]
@@ -112,7 +118,7 @@ def _anchor_inside(tokens: list[str], anchor: str) -> bool:
             starts.append(at_start)
         elif token.startswith(closing):
             at_start = False
-            starts = starts[:-1]
+            del starts[-1:]
         elif token == "|":
             at_start = starts[-1] if starts else True
         else:
@@ -121,18 +127,19 @@ def _anchor_inside(tokens: list[str], anchor: str) -> bool:
 
 
 def _kept_atom(token: str, json_string: bool) -> str:
-    if token.startswith("[") and len(token) > 1:
-        return _kept_class(token)
-    if token in _AS_CLASS and not (token == "." and json_string):
-        return _kept_class(_AS_CLASS[token])
+    token = _AS_CLASS.get(token, token)
+    if token.startswith("["):
+        return _kept_class(token, json_string)
     if token.startswith(r"\U"):
         token = re.escape(chr(_point(token)))
-    if json_string and token != r"\b" and (len(token) == 1 or token.startswith("\\")):
-        character = chr(_point(token))
-        written = json.dumps(character, ensure_ascii=False)[1:-1]
-        # XGrammar lets the character itself stand in the string.
-        return f"(?:{re.escape(written)})" if written != character else _long_escapes(token)
+    is_character = token != r"\b" and (len(token) == 1 or token.startswith("\\"))
+    if json_string and is_character and _point(token) in _ESCAPED:
+        return f"(?:{_in_json(_point(token))})"  # XGrammar lets it stand in the string as it is
     return _long_escapes(token)
+
+
+def _in_json(point: int) -> str:
+    return re.escape(json.dumps(chr(point))[1:-1])
 
 
 def _long_escapes(text: str) -> str:
@@ -146,7 +153,8 @@ def _long_escapes(text: str) -> str:
 
 def _kept_part(found: re.Match[str]) -> str:
     if found["class"]:
-        return _kept_class(found["class"])
+        kept = _kept_class(found["class"])
+        return '"^"' if kept == r"\^" else kept
     if found["string"]:
         return _long_escapes(found["string"])
     if found["regex"]:
@@ -155,21 +163,35 @@ def _kept_part(found: re.Match[str]) -> str:
     return found[0]
 
 
-def _kept_class(text: str) -> str:
-    """Returns the same class; text of one that XGrammar keeps to is left as it is."""
+def _kept_class(text: str, json_string: bool = False) -> str:
+    """Returns the same class; text of one that XGrammar keeps to is left as it is. In a JSON string
+    it has escapes of characters that it names, and no character that has to be escaped."""
+    if not text.endswith("]"):
+        return text  # XGrammar refuses it
     negated = text.startswith("[^")
     ranges = _ranges(text[1 + negated : -1])
-    ascii_alone = all(high < _STARTS[0] for _, high in ranges)
-    all_others = not negated and any(
-        low <= _STARTS[0] and high == _POINT_MAX for low, high in ranges
-    )
-    if (ascii_alone or all_others) and not text.startswith(r"[\^"):
-        return _long_escapes(text)
-    without = [(0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _POINT_MAX)]
-    kept = _complement(_complement(without) + (ranges if negated else _complement(ranges)))
+    kept = _complement([(0, 0), _SURROGATES, *(ranges if negated else _complement(ranges))])
     if not kept:
         raise RuntimeError(f"no character matches {text:.100}")
-    return class_of(kept)
+    escaped = [point for point in _ESCAPED if json_string and _has(kept, point)]
+    if not escaped and _is_kept(ranges, negated) and not text.startswith(r"[\^"):
+        return _long_escapes(text)
+    plain = _complement([*_complement(kept), *((point, point) for point in escaped)])
+    choices = [class_of(plain)] if plain else []
+    choices += [] if negated and plain else [_in_json(point) for point in escaped]
+    return choices[0] if len(choices) == 1 and plain else f"(?:{'|'.join(choices)})"
+
+
+def _is_kept(ranges: Ranges, negated: bool) -> bool:
+    """Returns whether XGrammar keeps to a class with these characters: of ASCII alone, or with all
+    others."""
+    if all(high < _STARTS[0] for _, high in ranges):
+        return True
+    return not negated and any(low <= _STARTS[0] and high == _POINT_MAX for low, high in ranges)
+
+
+def _has(ranges: Ranges, point: int) -> bool:
+    return any(low <= point <= high for low, high in ranges)
 
 
 def _ranges(body: str) -> Ranges:
