@@ -184,6 +184,7 @@ class Lifecycle:
             hosted.not_before_s = self._now_s() + self._timing.memory_retry_s
             self._effects.reclaim(message.missing_bytes, engine.id)
         else:
+            hosted.broken = message.missing_bytes == 0
             self._fail(hosted, message.message)
         self._place_those_waiting()
 

@@ -93,6 +93,7 @@ def _model_report(
         retractions_total=totals.retractions,
         activation_s=hosted.activation_s,
         error=hosted.error,
+        broken=hosted.broken,
         stages_s=hosted.stages_s,
         activations_total=totals.activations,
         stages_total_s=dict(totals.stages_s),

@@ -91,6 +91,7 @@ class HostedModel:
     deactivating: bool = False
     kv_target: str = ""  # a device of another machine, where its requests go on with their KV
     error: str = ""
+    broken: bool = False  # as in ModelReport
 
     @property
     def name(self) -> str:

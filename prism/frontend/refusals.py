@@ -19,13 +19,15 @@ log = logging.getLogger(__name__)
 class RefusalWatch:
     """Breaks off requests that have waited `after_s` for a model which the cluster scheduler has
     refused for as long. The time starts over when the model becomes active, and goes on when it is
-    tried and fails. For one event loop."""
+    tried and fails. A model that engines cannot load is not waited for: two looks that find it so,
+    and nobody who tries it again, are enough. For one event loop."""
 
     def __init__(self, requests: RequestLog, queue: RequestQueue, after_s: float) -> None:
         self._requests = requests
         self._queue = queue
         self.after_s = after_s
         self._since_unix_s: dict[str, float] = {}
+        self._broken: dict[str, str] = {}  # as of the last look
 
     async def run(self) -> None:
         """Look at what the scheduler publishes, until cancelled."""
@@ -47,6 +49,7 @@ class RefusalWatch:
             self._since_unix_s.pop(model, None)
         for model in status.refusals.keys() - active:
             self._since_unix_s.setdefault(model, now_unix_s)
+        before, self._broken = self._broken, _broken(status)
         for entry in self._requests.unended():
             request = entry.request
             reason = status.refusals.get(request.model)
@@ -54,3 +57,16 @@ class RefusalWatch:
             waited_s = now_unix_s - max(since_unix_s, request.arrival_unix_s)
             if reason and entry.waits and waited_s >= self.after_s:
                 entry.break_off("model_unavailable", f"{request.model} has no place now: {reason}")
+                continue
+            # A request makes the scheduler try again: its model may have been repaired.
+            tried = now_unix_s - request.arrival_unix_s >= min(LOOK_S, self.after_s)
+            problem = self._broken.get(request.model) if request.model in before else None
+            if problem and entry.waits and tried:
+                entry.break_off("model_unavailable", f"{request.model} cannot be loaded: {problem}")
+
+
+def _broken(status: ClusterStatus) -> dict[str, str]:
+    """Model -> why engines cannot load it; without those that some device serves or tries."""
+    reports = [model for agent in status.agents for model in agent.models]
+    others = {report.model for report in reports if not report.broken}
+    return {report.model: report.error for report in reports if report.model not in others}

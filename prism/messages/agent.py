@@ -43,6 +43,7 @@ class ModelReport(Wire, frozen=True):
     peers: tuple[str, ...] = ()
     link_bytes: dict[str, int] = {}  # brought over each link by the last activation, all ranks
     oldest_wait_s: float = 0.0  # of its waiting requests
+    broken: bool = False  # an engine that lives could not load it, and not for lack of memory
 
 
 class AgentReport(Wire, frozen=True):

@@ -97,7 +97,7 @@ async def test_failed_activation_says_why_and_frees_the_engine(
     assert "PRISM_FAKE" in result.message
     report = agent_world.scheduler.model("a")
     assert report is not None
-    assert (report.state, report.error) == ("failed", result.message)
+    assert (report.state, report.error, report.broken) == ("failed", result.message, True)
     assert agent_world.scheduler.report.engines_free == 1
     await agent_world.frontend.finish(await agent_world.frontend.send(2, "b"))
 

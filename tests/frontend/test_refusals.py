@@ -97,3 +97,42 @@ async def test_only_long_refusals_count() -> None:
     assert broken(25.9, full) == []
     assert broken(26.0, full) == [0, 1]
     await queue.close()
+
+
+async def test_a_model_that_cannot_be_loaded_is_not_waited_for() -> None:
+    """Two looks find it so; a try of it in between, or on another device, is waited for."""
+    requests, mailbox = RequestLog(9), Mailbox()
+    request = Request("r", "m", [1], Sampling(1), 10.0, 1.0, 1.0, "f")
+    requests.add([OpenRequest(request, 0, mailbox)])
+    queue = RequestQueue.connect("redis://localhost:1", "n")
+    watch = RefusalWatch(requests, queue, 60.0)
+    broken = ModelReport("m", "failed", error="no tensor x", broken=True)
+    no_room = ModelReport("m", "failed", error="1 byte is missing")
+    tried = ModelReport("m", "activating")
+    looks = [broken], [tried], [broken], [broken, tried], [no_room], [no_room], [broken]
+    for number, models in enumerate(looks):
+        watch.take(status(*models), 12.0 + number)
+        assert not mailbox, number
+    watch.take(status(broken), 20.0)
+    [(_, error)] = mailbox
+    assert (error.code, error.message) == (
+        "model_unavailable",
+        "m cannot be loaded: no tensor x",
+    )
+    await queue.close()
+
+
+async def test_a_request_has_a_broken_model_tried_again_first() -> None:
+    requests, mailbox = RequestLog(9), Mailbox()
+    requests.add(
+        [OpenRequest(Request("r", "m", [1], Sampling(1), 10.0, 1.0, 1.0, "f"), 0, mailbox)]
+    )
+    queue = RequestQueue.connect("redis://localhost:1", "n")
+    watch = RefusalWatch(requests, queue, 60.0)
+    broken = ModelReport("m", "failed", error="no tensor x", broken=True)
+    for now_unix_s in (9.0, 9.9, 10.0, 10.9):
+        watch.take(status(broken), now_unix_s)
+        assert not mailbox
+    watch.take(status(broken), 11.0)
+    assert mailbox
+    await queue.close()

@@ -4,6 +4,7 @@ come back."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,3 +54,18 @@ def test_a_request_for_it_is_answered(cluster: Cluster, model: str, why: str) ->
     assert error["code"] == "model_unavailable"
     assert why in error["message"]
     assert cluster.post("a").status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_is_answered_at_once(tmp_path: Path, short_dir: Path) -> None:
+    """Not after `frontend.refused_timeout`, which is a minute here."""
+    fake = json.dumps({"fail_activation": ["b"]})
+    with serving(tmp_path, short_dir, fake) as cluster:
+        for _ in range(3):
+            began_s = time.monotonic()
+            response = cluster.post("b")
+            assert time.monotonic() - began_s < 15
+            assert response.status_code == 503
+            error = response.json()["error"]
+            assert error["code"] == "model_unavailable"
+            assert error["message"].startswith("b cannot be loaded: PRISM_FAKE")
+        assert cluster.post("a").status_code == 200
