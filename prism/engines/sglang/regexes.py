@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from string import hexdigits
 
 Ranges = list[tuple[int, int]]  # of code points, both ends included
 
@@ -48,6 +49,8 @@ _ESCAPED = [*range(1, 0x20), ord('"'), ord("\\")]
 _AS_CLASS = {
     ".": r"[^\n]", r"\D": r"[^\d]", r"\S": r"[^\s]", r"\s": r"[\s]", r"\W": r"[^\w]",
 }  # fmt: skip
+# In a group that is repeated by numbers, XGrammar lets the former match nothing.
+_AS_MARK = {"{0,}": "*", "{0,}?": "*?", "{1,}": "+", "{1,}?": "+?"}
 _AHEAD = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": "lookbehind"}
 
 
@@ -67,10 +70,12 @@ def kept_ebnf(text: str) -> str:
 
 def class_of(ranges: Ranges) -> str:
     """Returns a class of characters whose ranges XGrammar splits correctly."""
-    # XGrammar prints a class that begins with this character as a negated one.
     if ranges == [(_CARET, _CARET)]:
         return r"\^"
     pieces = [piece for low, high in ranges for piece in _pieces(low, high)]
+    # XGrammar prints \x1f before a digit, and reads both as one escape: digits come first.
+    pieces.sort(key=lambda piece: chr(piece[0]) not in hexdigits)
+    # It prints a class that begins with this character as a negated one.
     if pieces[0][0] == _CARET:
         pieces = [(_CARET + 1, pieces[0][1]), *pieces[1:], (_CARET, _CARET)]
     return f"[{''.join(_written(low, high) for low, high in pieces if low <= high)}]"
@@ -127,7 +132,7 @@ def _anchor_inside(tokens: list[str], anchor: str) -> bool:
 
 
 def _kept_atom(token: str, json_string: bool) -> str:
-    token = _AS_CLASS.get(token, token)
+    token = _AS_CLASS.get(token, _AS_MARK.get(token, token))
     if token.startswith("["):
         return _kept_class(token, json_string)
     if token.startswith(r"\U"):
