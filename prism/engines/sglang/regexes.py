@@ -60,7 +60,12 @@ def kept_regex(text: str, json_string: bool = False) -> str:
     tokens = _REGEX.findall(text)
     if error := _unkept(tokens):
         raise RuntimeError(f"{error} is not kept in the regular expression {text!r:.100}")
-    return "".join(_kept_atom(token, json_string) for token in tokens)
+    kept = [_kept_atom(token, json_string) for token in tokens]
+    for at in range(1, len(kept) if json_string else 0):
+        # XGrammar ends an optional group of a pattern within a loop that the group begins with.
+        if kept[at - 1] == ")" and kept[at] in ("?", "??"):
+            kept[at] = "{0,1}"
+    return "".join(kept)
 
 
 def kept_ebnf(text: str) -> str:
