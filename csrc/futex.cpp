@@ -28,8 +28,10 @@ void futex_wait(uint32_t* word, uint32_t seen, int64_t until_ns) {
                 nullptr, FUTEX_BITSET_MATCH_ANY);
 }
 
-void futex_wake_all(uint32_t* word) {
-  (void)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+void futex_wake(uint32_t* word, int count) {
+  (void)syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0);
 }
+
+void futex_wake_all(uint32_t* word) { futex_wake(word, INT_MAX); }
 
 }  // namespace kvcached

@@ -13,6 +13,8 @@ int64_t monotonic_ns();
 // never), or for no reason: look again.
 void futex_wait(uint32_t* word, uint32_t seen, int64_t until_ns);
 
+// Wakes that many sleepers at most.
+void futex_wake(uint32_t* word, int count);
 void futex_wake_all(uint32_t* word);
 
 }  // namespace kvcached

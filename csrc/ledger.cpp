@@ -29,7 +29,7 @@ void append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-// All but `used`, which others read without the mutex.
+// All but `used`, which others read without the lock.
 void clear(ClientRecord* client) {
   constexpr size_t kFirst = offsetof(ClientRecord, pid);
   memset(reinterpret_cast<char*>(client) + kFirst, 0, sizeof(ClientRecord) - kFirst);
@@ -39,13 +39,15 @@ void clear(ClientRecord* client) {
 
 Result<std::shared_ptr<Ledger>> Ledger::open(const LedgerOptions& options) {
   KV_ASSIGN(LedgerFile file, open_ledger_file(options));
-  std::shared_ptr<Ledger> ledger(new Ledger(options.path, file.fd, file.segment));
+  std::shared_ptr<Ledger> ledger(new Ledger(options.path, file.opening, file.segment));
   KV_TRY(ledger->check_segment());
   return ledger;
 }
 
-Ledger::Ledger(std::string path, int fd, LedgerSegment* segment)
-    : path_(std::move(path)), fd_(fd), segment_(segment) {}
+Ledger::Ledger(std::string path, const Opening& opening, LedgerSegment* segment)
+    : path_(std::move(path)), opening_(opening), segment_(segment) {
+  guard_against_fork(this);
+}
 
 Status Ledger::check_segment() {
   const Lock lock(*this);
@@ -54,8 +56,16 @@ Status Ledger::check_segment() {
 }
 
 Ledger::~Ledger() {
+  unguard_against_fork(this);
   munmap(segment_, sizeof(LedgerSegment));
-  ::close(fd_);
+  ::close(opening_.fd);
+}
+
+// What the parent owes is not the child's to pay.
+void Ledger::abandon_in_child() {
+  owed_.clear();
+  held_up_ = false;
+  opening_ = reopen(opening_, segment_);
 }
 
 template <class Change>
@@ -91,7 +101,7 @@ uint64_t Ledger::room(const ClientRecord& client) {
 }
 
 Result<int> Ledger::open_lock_fd() const {
-  const std::string path = "/proc/self/fd/" + std::to_string(fd_);
+  const std::string path = "/proc/self/fd/" + std::to_string(opening_.fd);
   const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return system_failure("open of the ledger's lock", errno);
   return fd;
@@ -219,7 +229,7 @@ Status Ledger::give_back(int slot, uint64_t ClientRecord::* count, uint64_t byte
 }
 
 Status Ledger::owe(int slot, uint64_t ClientRecord::* count, uint64_t bytes) {
-  // Nobody sleeps on it: pay_owed would have to wake him, under the ledger's mutex.
+  // Nobody sleeps on it: pay_owed would have to wake him, under the ledger's lock.
   std::unique_lock guard(owed_mutex_, std::defer_lock);
   while (!guard.try_lock()) std::this_thread::yield();
   owed_.push_back({slot, record(slot).joined, count, bytes});
@@ -228,7 +238,7 @@ Status Ledger::owe(int slot, uint64_t ClientRecord::* count, uint64_t bytes) {
 }
 
 bool Ledger::pay_owed() {
-  // Not waited for under the ledger's mutex: a later call pays.
+  // Not waited for under the ledger's lock: a later call pays.
   const std::unique_lock guard(owed_mutex_, std::try_to_lock);
   if (!guard) held_up_ = true;
   if (!guard || owed_.empty()) return false;
@@ -387,7 +397,7 @@ Status Ledger::destroy(bool force) {
     return marked.code == Code::gone ? Status{} : marked;
   }
   // The path may be gone or hold a newer ledger by now; that one is not ours to remove.
-  if (file_lock.ok() && is_still_at(fd_, path_) && ::unlink(path_.c_str()) != 0 &&
+  if (file_lock.ok() && is_still_at(opening_.fd, path_) && ::unlink(path_.c_str()) != 0 &&
       errno != ENOENT) {
     return system_failure("unlink of the ledger", errno);
   }

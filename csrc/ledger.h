@@ -8,11 +8,11 @@
 // Liveness is a file lock that dies with its process (liveness.h); a dead client's record is freed
 // by the next caller that lacks room, reads usage or calls reap. Looking takes a system call for
 // each client, so refusals of pages look again after kProbeInterval only: that much later at most
-// they find room that a death left. The mutex is robust: if its holder is killed inside, the next
-// one rebuilds the only derived number from the records. A holder that is stopped inside stops all
-// others, so nothing is asked of the system there; who waits for too long is told the holder
-// (ledger_lock.h). Thread rule: any thread. Calls that name a slot come from the process that
-// joined it.
+// they find room that a death left. The lock is its holder's (owned_lock.h): if that is killed
+// inside, the next one rebuilds the only derived number from the records. A holder that is stopped
+// inside stops all others, so nothing is asked of the system there; who waits for too long is told
+// the holder (ledger_lock.h). Thread rule: any thread. Calls that name a slot come from the process
+// that joined it.
 #pragma once
 
 #include <atomic>
@@ -24,9 +24,9 @@
 #include <string>
 #include <vector>
 
+#include "fork_guard.h"
 #include "ledger_segment.h"
 #include "liveness.h"
-#include "non_copyable.h"
 #include "status.h"
 
 namespace kvcached {
@@ -99,12 +99,12 @@ struct BalloonView {
   std::vector<ClientRecord> clients;
 };
 
-class Ledger : private NonCopyable {
+class Ledger final : private ForkGuarded {
  public:
   // Creates or attaches. A ledger that cannot be used any more (of an earlier boot, half made,
   // destroyed) is replaced; one whose contents cannot be right is Code::corrupt.
   static Result<std::shared_ptr<Ledger>> open(const LedgerOptions& options);
-  ~Ledger();
+  ~Ledger() override;
 
   uint64_t capacity_bytes() const { return segment_->capacity_bytes; }
   uint64_t page_bytes() const { return segment_->page_bytes; }
@@ -120,7 +120,7 @@ class Ledger : private NonCopyable {
   Status reserve(int slot, uint64_t bytes);
   Status commit(int slot, uint64_t bytes);  // part of what was reserved now exists
   // Part of what was reserved will not exist; part of what was committed exists no more. Both
-  // succeed, and the count follows, where a stopped process holds the mutex.
+  // succeed, and the count follows, where a stopped process holds the lock.
   Status cancel(int slot, uint64_t bytes);
   Status release(int slot, uint64_t bytes);
   // What reserve would grant now: the limit, others' minimums and unused own minimum counted.
@@ -156,7 +156,7 @@ class Ledger : private NonCopyable {
   Result<std::vector<std::optional<uint32_t>>> ask(std::span<const Ask> plan, uint64_t asks,
                                                    int64_t until_ns);
 
-  // For the asked client. has_request is a read of shared memory without the mutex.
+  // For the asked client. has_request is a read of shared memory without the lock.
   bool has_request(int slot);
   // Nothing if what was asked for is no longer wanted.
   Result<std::optional<ShrinkRequest>> shrink_request(int slot);
@@ -164,7 +164,7 @@ class Ledger : private NonCopyable {
   // The word that changes with each request (a futex), and what it was at the last answer.
   uint32_t* request_word(int slot) { return &record(slot).asked; }
   uint32_t answered_request(int slot) { return std::atomic_ref(record(slot).answered).load(); }
-  // What this client could give back. Without the mutex.
+  // What this client could give back. Without the lock.
   void publish_evictable(int slot, uint64_t bytes);
   void add_spare(int slot, int64_t bytes);
   void touch(int slot);
@@ -185,7 +185,11 @@ class Ledger : private NonCopyable {
  private:
   class Lock;
 
-  Ledger(std::string path, int fd, LedgerSegment* segment);
+  Ledger(std::string path, const Opening& opening, LedgerSegment* segment);
+  void lock_for_fork() override { owed_mutex_.lock(); }
+  void unlock_after_fork() override { owed_mutex_.unlock(); }
+  // The child opens the file again: it holds the lock, and dies, apart from its parent.
+  void abandon_in_child() override;
   Status check_segment();
   ClientRecord& record(int slot) { return segment_->clients[slot]; }
   uint64_t free_bytes() const;
@@ -195,7 +199,7 @@ class Ledger : private NonCopyable {
   uint64_t wanted_before(const ClientRecord& client);
   uint32_t sleep_on_locked();
   uint64_t shared_part(const ClientRecord& client, uint64_t bytes, bool is_static) const;
-  // The client has got so much: with the same hold of the mutex it wants that no more. Else whoever
+  // The client has got so much: with the same hold of the lock it wants that no more. Else whoever
   // plans before its end_wait has others asked for it again.
   static void wait_for_less(ClientRecord& client, uint64_t bytes);
   // What of a reservation that is refused its caller is told.
@@ -206,9 +210,9 @@ class Ledger : private NonCopyable {
   std::optional<Refusal> try_reserve(int slot, uint64_t bytes);
   bool may_have_died(int slot) const;
   // Looks for dead clients unless that was done `at_most_every` ago, and reaps them. Whether there
-  // were any. REQUIRES: the mutex is not held.
+  // were any. REQUIRES: the lock is not held.
   bool free_the_dead(std::chrono::nanoseconds at_most_every = {});
-  // A client that the system has to be asked about, without the mutex.
+  // A client that the system has to be asked about, without the lock.
   struct Suspect {
     int slot;
     uint64_t joined;
@@ -217,10 +221,10 @@ class Ledger : private NonCopyable {
   std::vector<Suspect> find_dead();
   int reap_dead();
   Status check_usable();
-  // `act` under the mutex, once nobody looks at what is resident: for all that grants memory.
+  // `act` under the lock, once nobody looks at what is resident: for all that grants memory.
   template <class Act>
   Status while_nobody_looks(Act act);
-  // REQUIRES: the mutex is held
+  // REQUIRES: the lock is held
   bool look_is_over() const;
   // Copies the records and stops grants until the time that it answers, or until end_look, which
   // says whether that was in time.
@@ -232,28 +236,28 @@ class Ledger : private NonCopyable {
   Status set_limit_locked(Lock& lock, int slot, uint64_t bytes);
   Status set_min_locked(int slot, uint64_t bytes);
   Status reserve_static_locked(int slot, uint64_t bytes);
-  // `attempt` under the mutex, and once more if it found no room and a client had died.
+  // `attempt` under the lock, and once more if it found no room and a client had died.
   template <class Attempt>
   Status without_the_dead(Attempt attempt);
   // Code::busy if it is used. REQUIRES: its byte is locked
   Status claim_record(int slot, const ClientOptions& options, const ProcessId& self, int memory_fd);
-  // Less of one of a record's counts, now or, if the mutex cannot be had, by the next one of this
+  // Less of one of a record's counts, now or, if the lock cannot be had, by the next one of this
   // process who has it.
   Status give_back(int slot, uint64_t ClientRecord::* count, uint64_t bytes, const char* what);
   Status owe(int slot, uint64_t ClientRecord::* count, uint64_t bytes);
-  // Whether anything was owed. REQUIRES: the mutex is held
+  // Whether anything was owed. REQUIRES: the lock is held
   bool pay_owed();
   // Applies `change` to a record and keeps the total of charges right.
   template <class Change>
   void update(ClientRecord& client, Change change);
 
   const std::string path_;
-  const int fd_;
+  Opening opening_;  // its descriptor keeps its number
   LedgerSegment* const segment_;
   std::atomic<int64_t> probed_ns_ = 0;
-  // The last wait for the mutex was in vain, or something is owed.
+  // The last wait for the lock was in vain, or something is owed.
   std::atomic<bool> held_up_ = false;
-  // What was given back while the mutex could not be had; a record of another `joined` is another
+  // What was given back while the lock could not be had; a record of another `joined` is another
   // client's by now.
   struct Owed {
     int slot;

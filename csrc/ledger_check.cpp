@@ -24,7 +24,7 @@ bool is_capacity(uint64_t bytes, uint64_t page_bytes) {
 
 Result<LedgerSegment> read_header(int fd) {
   LedgerSegment header = {};
-  if (pread(fd, static_cast<void*>(&header), offsetof(LedgerSegment, mutex), 0) < 0) {
+  if (pread(fd, static_cast<void*>(&header), offsetof(LedgerSegment, lock), 0) < 0) {
     return system_failure("read of the ledger", errno);
   }
   return header;
@@ -133,29 +133,6 @@ Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options
                    "; open it with the same, or unlink the device first");
   }
   return {};
-}
-
-Status init_mutex(pthread_mutex_t* mutex) {
-  pthread_mutexattr_t attributes;
-  pthread_mutexattr_init(&attributes);
-  pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-  pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-  const int error = pthread_mutex_init(mutex, &attributes);
-  pthread_mutexattr_destroy(&attributes);
-  return error == 0 ? Status{} : system_failure("pthread_mutex_init", error);
-}
-
-bool is_ledger_mutex(const pthread_mutex_t& mutex) {
-#ifdef __GLIBC__
-  // A mutex of another kind makes the C library follow other rules, with other fields.
-  static const int kind = [] {
-    pthread_mutex_t made;
-    return init_mutex(&made).ok() ? made.__data.__kind : -1;
-  }();
-  return mutex.__data.__kind == kind;
-#else
-  return true;
-#endif
 }
 
 Status check_records(const LedgerSegment& segment, const std::string& path) {

@@ -26,14 +26,10 @@ Status check_geometry_values(const LedgerOptions& options);
 // Whether the options agree with the ledger. Code::mismatch
 Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options);
 
-// Whether the mutex is one that init_mutex made; its state aside. Cheap.
-bool is_ledger_mutex(const pthread_mutex_t& mutex);
-Status init_mutex(pthread_mutex_t* mutex);
-
-// That the mutex has been held for too long, by whom, and what to do about that. Code::corrupt
+// That the lock has been held for too long, by whom, and what to do about that. Code::corrupt
 Status held_up_by(const LedgerSegment& segment);
 
-// REQUIRES: the segment's mutex is held. Code::corrupt
+// REQUIRES: the segment's lock is held. Code::corrupt
 Status check_records(const LedgerSegment& segment, const std::string& path);
 
 // Why this library cannot use a ledger, "" if it can: its version, or the size of its records.

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
@@ -78,11 +79,6 @@ Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
   segment.capacity_bytes = *options.capacity_bytes;
   segment.page_bytes = *options.page_bytes;
   step("create: the geometry is written");
-  if (Status status = init_mutex(&segment.mutex); !status.ok()) {
-    munmap(&segment, sizeof(LedgerSegment));
-    return status;
-  }
-  step("create: the mutex is made");
   memcpy(segment.magic, kLedgerMagic, sizeof(kLedgerMagic));
   step("create: done");
   return &segment;
@@ -169,8 +165,30 @@ Result<LedgerFile> open_ledger_file(const LedgerOptions& options) {
     return shared;
   }
   step("open: shown to be in use");
+  Result<Opening> opening = claim_opening(fd, &segment.value()->lock);
+  if (!opening.ok()) {
+    munmap(segment.value(), sizeof(LedgerSegment));
+    ::close(fd);
+    return opening.status();
+  }
   unlock_byte(fd, 0);  // and not by closing: the fd stays
-  return LedgerFile{fd, segment.value()};
+  return LedgerFile{opening.value(), segment.value()};
+}
+
+Opening reopen(const Opening& parents, LedgerSegment* segment) {
+  Opening same = parents;
+  same.pid = getpid();
+  char path[32];
+  snprintf(path, sizeof(path), "/proc/self/fd/%d", parents.fd);
+  const Descriptor file(::open(path, O_RDWR | O_CLOEXEC));
+  if (file.get() < 0 || !share_byte(file.get(), kOpenByte).ok()) return same;
+  Result<Opening> opening = claim_opening(file.get(), &segment->lock);
+  if (!opening.ok() || dup3(file.get(), parents.fd, O_CLOEXEC) < 0) return same;
+  // A mapping keeps what it was made from open.
+  (void)mmap(segment, sizeof(LedgerSegment), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             parents.fd, 0);
+  opening.value().fd = parents.fd;
+  return opening.value();
 }
 
 Result<FileLock> FileLock::take(const std::string& path) {

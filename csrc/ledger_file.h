@@ -7,13 +7,18 @@
 namespace kvcached {
 
 struct LedgerFile {
-  int fd;
+  Opening opening;
   LedgerSegment* segment;
 };
 
 // Creates the file if it is missing and a capacity is given; checks version and geometry.
 // A ledger of an earlier boot is started afresh.
 Result<LedgerFile> open_ledger_file(const LedgerOptions& options);
+
+// The file opened once more, under the same descriptor and at the same address, for a forked child;
+// without a descriptor to spare it stays the parent's opening, and a death of either inside the
+// lock is found once both are over. Async-signal-safe.
+Opening reopen(const Opening& parents, LedgerSegment* segment);
 
 // Whether the file open as `fd` is the one found at `path`.
 bool is_still_at(int fd, const std::string& path);
@@ -40,7 +45,7 @@ Status open_failure(const std::string& path, int error);
 inline off_t liveness_byte(int slot) { return 1 + slot; }
 
 // Byte that everybody who has the ledger open shares a lock on, clients or not.
-inline constexpr off_t kOpenByte = 1 + kMaxClients;
+inline constexpr off_t kOpenByte = 1 + kMaxClients;  // those of openings are above (owned_lock.cpp)
 
 // Sum of the charges of all used records.
 uint64_t total_charge(const LedgerSegment& segment);

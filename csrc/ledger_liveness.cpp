@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstring>
 #include <iterator>
-#include <optional>
 
 #include "ledger_lock.h"
 #include "liveness.h"
@@ -18,32 +17,6 @@ ProcessId owner_of(const ClientRecord& client) {
   return {client.pid, client.pid_namespace, client.start_ticks};
 }
 
-// The thread that holds the mutex, by the number that it has in its own pid namespace; 0: none
-// does by now. Absent where the C library does not tell.
-std::optional<int32_t> holder_of(const pthread_mutex_t& mutex) {
-#ifdef __GLIBC__
-  constexpr int kThreadBits = 0x3fffffff;  // FUTEX_TID_MASK
-  return std::atomic_ref(const_cast<int&>(mutex.__data.__lock)).load() & kThreadBits;
-#else
-  return {};
-#endif
-}
-
-// Whether the process is a client, and not one that has another client's number here.
-bool is_client(const LedgerSegment& segment, int32_t pid) {
-  return std::any_of(std::begin(segment.clients), std::end(segment.clients),
-                     [pid](const ClientRecord& client) {
-                       return client.used != 0 && client.pid == pid && !is_over(owner_of(client));
-                     });
-}
-
-Status held_up_by_unknown(const std::string& thread) {
-  return failure(Code::corrupt, "the ledger is locked by ", thread,
-                 ", perhaps of another container; find it there and let it go on or end it. If "
-                 "there is none the ledger is damaged: stop all engines of the device and unlink "
-                 "it");
-}
-
 Result<uint64_t> sum_of_resident_bytes(std::span<const ClientRecord> clients) {
   uint64_t total = 0;
   for (const ClientRecord& client : clients) {
@@ -56,20 +29,26 @@ Result<uint64_t> sum_of_resident_bytes(std::span<const ClientRecord> clients) {
 }  // namespace
 
 Status held_up_by(const LedgerSegment& segment) {
-  const std::optional<int32_t> thread = holder_of(segment.mutex);
-  if (!thread) return held_up_by_unknown("a thread");
-  if (*thread == 0) {
+  const LockHolder holder = holder_of(segment.lock);
+  if (!holder.held) {
     return failure(Code::corrupt, "the ledger was locked for too long; it is free now: try again");
   }
-  const ThreadOwner holder = owner_of_thread(*thread);
-  if (holder.pid == 0 || !is_client(segment, holder.pid)) {
-    return held_up_by_unknown("thread " + std::to_string(*thread));
+  if (!holder.known) {
+    return failure(Code::corrupt,
+                   "the ledger is locked by a process that has not left its number; find one that "
+                   "is stopped and let it go on or end it. If there is none the ledger is damaged: "
+                   "stop all engines of the device and unlink it");
   }
   const std::string pid = std::to_string(holder.pid);
+  if (holder.pid_namespace != this_pid_namespace()) {
+    return failure(Code::corrupt, "the ledger has been locked for too long by process ", pid,
+                   " of another pid namespace (a container's); let it go on or end it there");
+  }
+  const bool stopped = is_stopped(holder.pid);
   return failure(Code::corrupt, "the ledger has been locked for too long by process ", pid,
-                 holder.stopped ? ", which is stopped inside; let it go on (kill -CONT "
-                                : ", which does not go on; wait for it or end it (kill -9 ",
-                 pid, holder.stopped ? ") or end it (kill -9 " + pid + ")" : std::string(")"));
+                 stopped ? ", which is stopped inside; let it go on (kill -CONT "
+                         : ", which does not go on; wait for it or end it (kill -9 ",
+                 pid, stopped ? ") or end it (kill -9 " + pid + ")" : std::string(")"));
 }
 
 Result<uint64_t> resident_bytes(const ClientRecord& client) {
@@ -81,10 +60,11 @@ std::string name_of(const ClientRecord& client) {
   return {client.name, strnlen(client.name, sizeof(client.name))};
 }
 
-// Read without the mutex: a record that is being made has its byte locked already.
+// Read without the lock: a record that is being made has its byte locked already.
 bool Ledger::may_have_died(int slot) const {
   const std::atomic_ref used(segment_->clients[slot].used);
-  return used.load(std::memory_order_acquire) != 0 && !is_byte_locked(fd_, liveness_byte(slot));
+  return used.load(std::memory_order_acquire) != 0 &&
+         !is_byte_locked(opening_.fd, liveness_byte(slot));
 }
 
 bool Ledger::free_the_dead(std::chrono::nanoseconds at_most_every) {

@@ -1,12 +1,10 @@
-// The mutex of a ledger segment, held for the length of a scope; private to the ledger's files.
+// The lock of a ledger segment, held for the length of a scope; private to the ledger's files.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <ctime>
 #include <thread>
 #include <vector>
 
@@ -15,6 +13,7 @@
 #include "ledger_check.h"
 #include "ledger_file.h"
 #include "non_copyable.h"
+#include "owned_lock.h"
 #include "steps.h"
 
 namespace kvcached {
@@ -31,41 +30,32 @@ inline constexpr int64_t kShortLockPatienceNs = 100'000'000;
 // If the last holder died inside, every record is whole all the same (each change is one store that
 // counts), and only the total has to be summed up again. Sleepers are woken after the unlock; those
 // whose waker dies before that look again by themselves (kLookAgainNs).
-class Ledger::Lock : private NonCopyable {
+class Ledger::Lock : private kvcached::NonCopyable {
  public:
   explicit Lock(Ledger& ledger) : segment_(*ledger.segment_) {
-    error_ = take(ledger);
+    if (!take(ledger)) return;
+    held_ = true;
     step("lock: taken");
+    sign(segment_.lock, ledger.opening_);
     charged_bytes_ = segment_.charged_bytes;
-    if (error_ != EOWNERDEAD) return;
+    if (!from_the_dead_) return;
     segment_.charged_bytes = total_charge(segment_);
     step("lock: repaired");
-    error_ = pthread_mutex_consistent(&segment_.mutex);
-    step("lock: consistent again");
   }
   ~Lock() {
-    if (error_ == 0) {
+    if (held_) {
       if (segment_.charged_bytes < charged_bytes_) announce_room();
       step("lock: before its release");
-      pthread_mutex_unlock(&segment_.mutex);
+      unlock(segment_.lock);
     }
     step("lock: released");
     if (room_) futex_wake_all(&segment_.room);
     for (ClientRecord* client : asked_) futex_wake_all(&client->asked);
   }
 
-  bool timed_out() const { return error_ == ETIMEDOUT; }
-  // Whether the mutex is held at all, be the device destroyed or not.
-  Status held() const {
-    if (error_ == 0) return {};
-    if (timed_out()) return held_up_by(segment_);
-    if (error_ == EINVAL || error_ == ENOTRECOVERABLE) {
-      return failure(Code::corrupt,
-                     "the ledger is damaged: its mutex is none; stop all engines of the device and "
-                     "unlink it");
-    }
-    return system_failure("lock of the ledger", error_);
-  }
+  bool timed_out() const { return !held_; }
+  // Whether the lock is held at all, be the device destroyed or not.
+  Status held() const { return held_ ? Status{} : held_up_by(segment_); }
 
   Status check() const {
     KV_TRY(held());
@@ -76,56 +66,45 @@ class Ledger::Lock : private NonCopyable {
   }
 
   // A client that waits for room may find it now. Not needed when the charges have become less:
-  // the destructor does it. REQUIRES: the mutex is held.
+  // the destructor does it. REQUIRES: the lock is held.
   void announce_room() {
     if ((segment_.room & kSleepers) == 0) return;
     std::atomic_ref(segment_.room).store((segment_.room & ~kSleepers) + 2 * kSleepers);
     room_ = true;
   }
 
-  // The client has a new reason to shrink. REQUIRES: the mutex is held.
+  // The client has a new reason to shrink. REQUIRES: the lock is held.
   void announce_ask(ClientRecord& client) {
     std::atomic_ref(client.asked).fetch_add(1);
     asked_.push_back(&client);
   }
 
  private:
-  int take(Ledger& ledger) {
-    if (!is_ledger_mutex(segment_.mutex)) return EINVAL;
-    const int error = pthread_mutex_trylock(&segment_.mutex);
-    const bool was_held_up = ledger.held_up_.load(std::memory_order_relaxed);
-    if (error != EBUSY && !was_held_up) [[likely]]
-      return error;
-    return take_slowly(ledger, error);
+  bool take(Ledger& ledger) {
+    const bool free = try_take(segment_.lock, ledger.opening_);
+    if (free && !ledger.held_up_.load(std::memory_order_relaxed)) [[likely]]
+      return true;
+    return take_slowly(ledger, free);
   }
 
-  // Out of line, so that a lock which is free costs no more than the mutex does.
-  [[gnu::cold, gnu::noinline]] int take_slowly(Ledger& ledger, int error) {
-    if (error == EBUSY) {
+  // Out of line, so that a lock which is free costs no more than one atomic operation.
+  [[gnu::cold, gnu::noinline]] bool take_slowly(Ledger& ledger, bool free) {
+    Taken taken = Taken::clean;
+    if (!free) {
       const int64_t short_ns = std::min(kShortLockPatienceNs, lock_patience_ns);
-      error = wait_for(segment_.mutex, ledger.held_up_ ? short_ns : lock_patience_ns);
+      taken =
+          wait_for(segment_.lock, ledger.opening_, ledger.held_up_ ? short_ns : lock_patience_ns);
     }
     // A segment that has to be repaired first is paid by the next one who locks.
-    if (error != EOWNERDEAD) ledger.held_up_ = error == ETIMEDOUT;
-    if (error == 0 && ledger.pay_owed()) announce_room();
-    return error;
-  }
-
-  static int wait_for(pthread_mutex_t& mutex, int64_t patience_ns) {
-    // By the wall clock, which every C library offers; one that is set forward counts for nothing.
-    for (const int64_t until_ns = monotonic_ns() + patience_ns;;) {
-      timespec until = {};
-      clock_gettime(CLOCK_REALTIME, &until);
-      const int64_t nanoseconds = until.tv_nsec + patience_ns;
-      until.tv_sec += nanoseconds / 1'000'000'000;
-      until.tv_nsec = nanoseconds % 1'000'000'000;
-      const int error = pthread_mutex_timedlock(&mutex, &until);
-      if (error != ETIMEDOUT || monotonic_ns() >= until_ns) return error;
-    }
+    from_the_dead_ = taken == Taken::from_the_dead;
+    if (!from_the_dead_) ledger.held_up_ = taken == Taken::timed_out;
+    if (taken == Taken::clean && ledger.pay_owed()) announce_room();
+    return taken != Taken::timed_out;
   }
 
   LedgerSegment& segment_;
-  int error_;
+  bool held_ = false;
+  bool from_the_dead_ = false;
   uint64_t charged_bytes_ = 0;
   bool room_ = false;
   std::vector<ClientRecord*> asked_;
@@ -145,8 +124,8 @@ template <class Act>
   }
 }
 
-// A copy; what clients write without the mutex may be of another moment than the rest.
-// REQUIRES: the mutex is held
+// A copy; what clients write without the lock may be of another moment than the rest.
+// REQUIRES: the lock is held
 inline ClientRecord copy_of(ClientRecord& record) {
   ClientRecord copy;
   constexpr size_t begin = offsetof(ClientRecord, spare_bytes);

@@ -2,14 +2,14 @@
 // kLedgerVersion. The first three fields never move: they are what a stranger is told by.
 #pragma once
 
-#include <pthread.h>
-
 #include <cstdint>
+
+#include "owned_lock.h"
 
 namespace kvcached {
 
 inline constexpr char kLedgerMagic[8] = {'K', 'V', 'L', 'E', 'D', 'G', 'E', 'R'};
-inline constexpr uint32_t kLedgerVersion = 3;
+inline constexpr uint32_t kLedgerVersion = 4;
 inline constexpr int kMaxClients = 128;
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
 inline constexpr uint32_t kSleepers = 1;  // bit of LedgerSegment::room: a process sleeps on it
@@ -31,7 +31,7 @@ struct ClientRecord {
   char name[64];
   uint64_t joined;  // tells the clients of one record apart
 
-  // What it could give back when asked; written without the mutex, by its client alone.
+  // What it could give back when asked; written without the lock, by its client alone.
   uint64_t spare_bytes;      // pages without a live block
   uint64_t evictable_bytes;  // pages that only a prefix cache uses
   int64_t active_ns;         // its last allocation, on the monotonic clock
@@ -70,7 +70,7 @@ struct LedgerSegment {
   uint32_t destroyed;
   uint32_t padding;
   uint64_t charged_bytes;  // sum of charge_bytes() over used records; rebuilt after a death
-  pthread_mutex_t mutex;   // process-shared, robust
+  OwnedLock lock;          // of all below, and of what of the records is not said to be without
   uint32_t room;           // a futex: those who wait for room sleep on it; see kSleepers
   uint32_t has_waiters;    // a record may have wanted_since set; 0: none has
   uint64_t tickets;        // the last one given out, for joined and wanted_since
@@ -81,7 +81,7 @@ struct LedgerSegment {
 };
 
 static_assert(sizeof(ClientRecord) == 320);
-static_assert(sizeof(pthread_mutex_t) == 40);
+static_assert(sizeof(OwnedLock) == 40);
 static_assert(sizeof(LedgerSegment) == 192 + 320 * kMaxClients);
 
 }  // namespace kvcached

@@ -43,11 +43,12 @@ struct flock one_byte(off_t byte) {
 
 }  // namespace
 
-ProcessId this_process() {
+uint64_t this_pid_namespace() {
   struct stat name_space = {};
-  if (stat("/proc/self/ns/pid", &name_space) != 0) name_space.st_ino = 0;
-  return {getpid(), name_space.st_ino, read_stat("self").start_ticks};
+  return stat("/proc/self/ns/pid", &name_space) == 0 ? name_space.st_ino : 0;
 }
+
+ProcessId this_process() { return {getpid(), this_pid_namespace(), read_stat("self").start_ticks}; }
 
 bool is_over(const ProcessId& process) {
   if (process.pid_namespace != this_process().pid_namespace) return true;
@@ -56,14 +57,9 @@ bool is_over(const ProcessId& process) {
   return stat.state == 'Z' || stat.state == 'X';
 }
 
-ThreadOwner owner_of_thread(int32_t tid) {
-  std::ifstream file("/proc/" + std::to_string(tid) + "/status");
-  ThreadOwner owner;
-  for (std::string word; file >> word;) {
-    if (word == "State:" && file >> word) owner.stopped = word == "T" || word == "t";
-    if (word == "Tgid:") file >> owner.pid;
-  }
-  return owner;
+bool is_stopped(int32_t pid) {
+  const ProcessStat stat = read_stat(std::to_string(pid));
+  return stat.state == 'T' || stat.state == 't';
 }
 
 Result<uint64_t> resident_bytes(const ProcessId& process, int fd) {

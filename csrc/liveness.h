@@ -17,18 +17,15 @@ struct ProcessId {
 };
 
 ProcessId this_process();
+uint64_t this_pid_namespace();
 
 // Whether the process is over and all it had open is closed. The kernel drops a lock a little
 // before it frees the process's memory files; in that time this still says no. A process of
 // another pid namespace, which cannot be looked at, counts as over.
 bool is_over(const ProcessId& process);
 
-// The process that a thread belongs to; pid 0 if there is no such thread here.
-struct ThreadOwner {
-  int32_t pid = 0;
-  bool stopped = false;
-};
-ThreadOwner owner_of_thread(int32_t tid);
+// Whether a process of this pid namespace is stopped, by a signal or a debugger.
+bool is_stopped(int32_t pid);
 
 // Memory behind a file that the process has open, as the OS counts it; 0 once the process is over
 // or has closed it. Code::permission if this user may not look.

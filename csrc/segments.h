@@ -25,7 +25,7 @@ struct SegmentReport {
   std::string stale_reason;            // empty: it is in use
 };
 
-// Reads without the ledger's mutex, and changes nothing. A client that joins or leaves meanwhile
+// Reads without the ledger's lock, and changes nothing. A client that joins or leaves meanwhile
 // may be shown or not. Code::unknown_device if there is no file, Code::permission.
 Result<SegmentReport> inspect_segment(const std::string& path);
 

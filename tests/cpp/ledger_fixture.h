@@ -1,13 +1,12 @@
 // A ledger of its own for a test, and clients of it.
 #pragma once
 
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "check.h"
 #include "ledger.h"
 #include "ledger_segment.h"
+#include "lock_holder.h"
 #include "segments.h"
 
 namespace kvcached::testing {
@@ -35,13 +34,5 @@ struct Fixture {
   ~Fixture() { CHECK_OK(ledger->destroy(true)); }
   uint64_t charged() { return value_of(ledger->usage()).charged_bytes; }
 };
-
-inline LedgerSegment* map_directly(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDWR);
-  void* memory = mmap(nullptr, sizeof(LedgerSegment), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  ::close(fd);
-  CHECK(memory != MAP_FAILED);
-  return static_cast<LedgerSegment*>(memory);
-}
 
 }  // namespace kvcached::testing

@@ -127,8 +127,7 @@ void a_death_inside_the_mutex_is_repaired() {
     auto ledger = value_of(Ledger::open({f.path, {}, {}}));
     Member victim(ledger);
     CHECK_OK(ledger->reserve(victim.slot, 20 * kPage));
-    LedgerSegment* segment = map_directly(f.path);
-    pthread_mutex_lock(&segment->mutex);
+    LedgerSegment* segment = hold_lock(f.path);
     segment->clients[victim.slot].pending_bytes += 5 * kPage;
     segment->charged_bytes = 12345;
     _exit(0);

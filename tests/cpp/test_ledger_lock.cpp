@@ -22,10 +22,9 @@ pid_t stopped_inside(const std::string& path, bool as_client) {
   if (child == 0) {
     const std::shared_ptr<Ledger> ledger = value_of(Ledger::open({path, {}, {}}));
     if (as_client) (void)new Member(ledger, {.name = "stopped"});
-    LedgerSegment* segment = map_directly(path);
-    pthread_mutex_lock(&segment->mutex);
+    LedgerSegment* segment = hold_lock(path);
     raise(SIGSTOP);
-    pthread_mutex_unlock(&segment->mutex);
+    unlock(segment->lock);
     _exit(0);
   }
   int outcome = 0;
@@ -50,32 +49,38 @@ void let_go_on(pid_t child) {
   CHECK(waitpid(child, &outcome, 0) == child && WEXITSTATUS(outcome) == 0);
 }
 
+// A client, or a process that only has the device open.
 void a_holder_that_is_stopped_is_named() {
-  Fixture f;
-  const Member member(f.ledger);
-  const pid_t child = stopped_inside(f.path, true);
-  const std::string pid = std::to_string(child);
-  check_locked_out(
-      *f.ledger, member.slot,
-      "by process " + pid + ", which is stopped inside; let it go on (kill -CONT " + pid + ")");
-  let_go_on(child);
-  CHECK_OK(f.ledger->reserve(member.slot, kPage));
+  for (const bool as_client : {true, false}) {
+    Fixture f;
+    const Member member(f.ledger);
+    const pid_t child = stopped_inside(f.path, as_client);
+    const std::string pid = std::to_string(child);
+    check_locked_out(
+        *f.ledger, member.slot,
+        "by process " + pid + ", which is stopped inside; let it go on (kill -CONT " + pid + ")");
+    let_go_on(child);
+    CHECK_OK(f.ledger->reserve(member.slot, kPage));
+  }
 }
 
-// The number may be that of another container's thread.
-void a_holder_that_is_no_client_here_is_not_named() {
+// Its number may be that of a process here.
+void a_holder_of_another_container_is_not_taken_for_one_of_this() {
   Fixture f;
   const Member member(f.ledger);
   const pid_t child = stopped_inside(f.path, false);
-  const std::string why = "by thread " + std::to_string(child) + ", perhaps of another container";
-  check_locked_out(*f.ledger, member.slot, why);
-  LedgerSegment* segment = map_directly(f.path);
-  const ClientRecord own = segment->clients[member.slot];
-  segment->clients[member.slot].pid = child;
-  segment->clients[member.slot].start_ticks = own.start_ticks + 1'000'000;
-  check_locked_out(*f.ledger, member.slot, why);
-  segment->clients[member.slot].pid = own.pid;
-  segment->clients[member.slot].start_ticks = own.start_ticks;
+  map_directly(f.path)->lock.holder_namespace += 1;
+  check_locked_out(*f.ledger, member.slot,
+                   "by process " + std::to_string(child) + " of another pid namespace");
+  let_go_on(child);
+}
+
+void a_holder_that_has_not_left_its_number_is_not_named() {
+  Fixture f;
+  const Member member(f.ledger);
+  const pid_t child = stopped_inside(f.path, false);
+  map_directly(f.path)->lock.holder -= 1;
+  check_locked_out(*f.ledger, member.slot, "by a process that has not left its number");
   let_go_on(child);
 }
 
@@ -132,25 +137,76 @@ void a_client_leaves_a_lock_that_is_held_for_long() {
   CHECK(f.charged() == kPage);
 }
 
-void a_lock_word_that_names_nobody_is_an_error() {
+// It is a dead holder's, or damaged, and taken over at the first look.
+void a_lock_word_that_names_nobody_is_taken_over() {
   Fixture f;
   const Member member(f.ledger);
-  auto* word = reinterpret_cast<std::atomic<uint32_t>*>(&map_directly(f.path)->mutex);
-  word->store(0x3ffffffe);
-  check_locked_out(*f.ledger, member.slot, "by thread 1073741822, perhaps of another container");
-  word->store(0);
+  LedgerSegment* segment = map_directly(f.path);
+  for (const uint32_t word : {uint32_t{0x3ffffffe}, kLockSleepers, UINT32_MAX}) {
+    std::atomic_ref(segment->lock.word).store(word);
+    CHECK_OK(f.ledger->reserve(member.slot, kPage));
+    CHECK(f.charged() == kPage);
+    CHECK_OK(f.ledger->cancel(member.slot, kPage));
+  }
+  CHECK(segment->lock.deaths == 2);
+}
+
+// The opening of a forked child is not its parent's: each is found dead without the other.
+void a_forked_child_holds_the_lock_apart_from_its_parent() {
+  Fixture f;
+  const Member member(f.ledger);
+  int ends[2] = {};
+  CHECK(pipe(ends) == 0);
+  const pid_t parent = fork();
+  if (parent == 0) {
+    const std::shared_ptr<Ledger> ledger = value_of(Ledger::open({f.path, {}, {}}));
+    const LedgerSegment* segment = map_directly(f.path);
+    const uint32_t number = segment->lock.openings;
+    const pid_t child = fork();
+    if (child == 0) {
+      CHECK(value_of(ledger->reap()) == 0);
+      pause();
+    }
+    CHECK(write(ends[1], &child, sizeof(child)) == sizeof(child));
+    std::atomic_ref(map_directly(f.path)->lock.word).store(number);
+    _exit(0);
+  }
+  pid_t child = 0;
+  CHECK(read(ends[0], &child, sizeof(child)) == sizeof(child));
+  int outcome = 0;
+  CHECK(waitpid(parent, &outcome, 0) == parent && WEXITSTATUS(outcome) == 0);
+  CHECK_OK(f.ledger->reserve(member.slot, kPage));  // while the child lives
+  CHECK(map_directly(f.path)->lock.deaths == 1);
+  CHECK(kill(child, SIGKILL) == 0);
+}
+
+// An opening that is given a dead holder's number again would make it seem to live.
+void a_dead_holders_number_is_not_given_out() {
+  Fixture f;
+  const Member member(f.ledger);
+  LedgerSegment* segment = map_directly(f.path);
+  segment->lock.openings = 0x3ffffffd;
+  std::atomic_ref(segment->lock.word).store(0x3ffffffe);
+  const int fd = ::open(f.path.c_str(), O_RDWR | O_CLOEXEC);
+  CHECK(value_of(claim_opening(fd, &segment->lock)).number == 0x3fffffff);
   CHECK_OK(f.ledger->reserve(member.slot, kPage));
+  segment->lock.openings = 0;  // those that live keep theirs
+  CHECK(value_of(claim_opening(fd, &segment->lock)).number != 1);
+  ::close(fd);
 }
 
 }  // namespace
 
 void test_ledger_lock() {
   a_holder_that_is_stopped_is_named();
-  a_holder_that_is_no_client_here_is_not_named();
+  a_holder_of_another_container_is_not_taken_for_one_of_this();
+  a_holder_that_has_not_left_its_number_is_not_named();
   a_lock_that_came_free_after_the_wait_names_nobody();
   memory_is_given_back_to_a_lock_that_is_held_for_long();
   a_client_leaves_a_lock_that_is_held_for_long();
-  a_lock_word_that_names_nobody_is_an_error();
+  a_lock_word_that_names_nobody_is_taken_over();
+  a_forked_child_holds_the_lock_apart_from_its_parent();
+  a_dead_holders_number_is_not_given_out();
 }
 
 }  // namespace kvcached::testing

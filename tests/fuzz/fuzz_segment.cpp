@@ -35,7 +35,7 @@ constexpr Field kHeader[] = {
     FIELD(LedgerSegment, segment_bytes),  FIELD(LedgerSegment, boot_id),
     FIELD(LedgerSegment, capacity_bytes), FIELD(LedgerSegment, page_bytes),
     FIELD(LedgerSegment, destroyed),      FIELD(LedgerSegment, charged_bytes),
-    FIELD(LedgerSegment, mutex),          FIELD(LedgerSegment, room),
+    FIELD(LedgerSegment, lock),           FIELD(LedgerSegment, room),
     FIELD(LedgerSegment, has_waiters),    FIELD(LedgerSegment, tickets),
     FIELD(LedgerSegment, asks),
 };

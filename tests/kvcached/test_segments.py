@@ -53,7 +53,7 @@ def test_a_device_in_use_is_described_and_stays(device: Device, namespace: str) 
     with device.client("engine"):
         found = segment_of(namespace)
         assert (found.device, found.path) == ("host:0", segment_path("host:0", namespace))
-        assert (found.version, found.capacity_bytes, found.page_bytes) == (3, CAPACITY, PAGE)
+        assert (found.version, found.capacity_bytes, found.page_bytes) == (4, CAPACITY, PAGE)
         assert [(c.name, c.pid, c.alive) for c in found.clients] == [("engine", os.getpid(), True)]
         assert found.stale_reason is None
         assert not collected(namespace)

@@ -1,0 +1,60 @@
+"""Process 1 of a pid namespace of its own, as a container's first process is.
+
+pid_namespace.py COMMAND NAMESPACE prints its pid outside, or "refused", then "ready". It acts when
+a line comes on stdin. `hold` keeps the lock of the ledger from then on until the next line, and
+`wait` reads the ledger.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import sys
+
+from kvcached import Device, segment_path
+
+CLONE_NEWPID = 0x20000000
+LOCK_OFFSET = 88  # offsetof(LedgerSegment, lock): the word, then the number of the last opening
+
+
+def segment_of(namespace: str) -> mmap.mmap:
+    with segment_path("host:0", namespace).open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def lock_word(segment: mmap.mmap) -> int:
+    (word,) = struct.unpack_from("<I", segment, LOCK_OFFSET)
+    return int(word)
+
+
+def act(command: str, namespace: str) -> None:
+    device = Device.open("host:0", namespace=namespace)
+    segment = segment_of(namespace)
+    (number,) = struct.unpack_from("<I", segment, LOCK_OFFSET + 4)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    if command == "wait":
+        device.usage()
+        return
+    struct.pack_into("<I", segment, LOCK_OFFSET, number)
+    print("holding as", os.getpid(), flush=True)
+    sys.stdin.readline()
+    struct.pack_into("<I", segment, LOCK_OFFSET, 0)
+
+
+def main() -> None:
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID) != 0:
+        print("refused", flush=True)
+        return
+    child = os.fork()
+    if child == 0:
+        act(*sys.argv[1:])
+        return
+    print(child, flush=True)
+    os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
