@@ -191,7 +191,7 @@ void bind_kv(nb::module_& module) {
            [](KvCache& self) {
              const MapCounters counters = without_gil([&] { return self.counters(); });
              return std::tuple(counters.maps, counters.unmaps, counters.pages_mapped,
-                               counters.pages_unmapped);
+                               counters.pages_unmapped, self.failed_looks());
            })
       .def(
           "buffer_view",

@@ -105,6 +105,8 @@ class KvCache final : private SpareHolder {
   // Recounts the books and compares them with the pages that are mapped.
   Status check();
   MapCounters counters();
+  // Of the thread that keeps its client's spares (SpareKeeper).
+  uint64_t failed_looks() const { return client_->spares().failed_looks(); }
 
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t buffer_offset(size_t buffer) const { return buffer_pages_[buffer] * page_bytes_; }

@@ -145,7 +145,12 @@ void SpareKeeper::run() {
   while (!stopping_) {
     awake_ = false;
     Result<Slack> slack = look_();
-    if (!slack.ok()) break;
+    if (!slack.ok()) {
+      ++failed_looks_;
+      back_off(Clock::now());
+      sleep(std::chrono::duration_cast<milliseconds>(pause_));
+      continue;
+    }
     const Tended left = step(slack.value());
     if (left != Tended::more) sleep(left == Tended::waiting ? kPollStreams : kPoll);
   }

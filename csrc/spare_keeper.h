@@ -53,7 +53,7 @@ Slack slack_of(const LedgerUsage& device, const ClientRecord& client, int64_t no
 
 class SpareKeeper : private NonCopyable {
  public:
-  // `look` answers on the keeper's thread; an error ends the thread.
+  // `look` answers on the keeper's thread, which tries again after an error, each time later.
   explicit SpareKeeper(std::function<Result<Slack>()> look) : look_(std::move(look)) {}
   // REQUIRES: stopped, or abandoned
   ~SpareKeeper();
@@ -73,6 +73,8 @@ class SpareKeeper : private NonCopyable {
   bool is_allowed() const { return allowed_; }
   Status start();
   void stop();
+  // Looks that failed so far, for example because another process kept the ledger locked.
+  uint64_t failed_looks() const { return failed_looks_; }
   bool runs() const { return runs_.load(std::memory_order_acquire); }
   // There is a surplus to give back, or something to fill; the second is no news while the thread
   // is waiting for room. Both cost little when it is awake, and nothing when it does not run.
@@ -96,6 +98,7 @@ class SpareKeeper : private NonCopyable {
   const std::function<Result<Slack>()> look_;
   bool allowed_ = false;
   std::atomic<bool> runs_ = false;
+  std::atomic<uint64_t> failed_looks_ = 0;
   std::atomic<bool> stopping_ = false;
   std::atomic<bool> awake_ = false;
   std::atomic<bool> deaf_ = false;     // to wake_to_fill

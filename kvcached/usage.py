@@ -110,12 +110,17 @@ class DriverMemory:
 
 @dataclass(frozen=True)
 class KVCounters:
-    """Calls that changed mappings (one per run of pages and buffer) and the pages they moved."""
+    """Calls that changed mappings (one per run of pages and buffer) and the pages they moved.
+
+    `failed_looks` counts how often the client's background thread could not read the ledger, for
+    example because another process kept it locked. The thread tries again, each time later.
+    """
 
     maps: int
     unmaps: int
     pages_mapped: int
     pages_unmapped: int
+    failed_looks: int = 0
 
 
 @dataclass(frozen=True)

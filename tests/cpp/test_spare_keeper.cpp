@@ -8,6 +8,8 @@
 
 #include "check.h"
 #include "kv_cache.h"
+#include "ledger_lock.h"
+#include "lock_holder.h"
 #include "test_stream.h"
 #include "virtual_tensor.h"
 #include "vmm_fault.h"
@@ -161,7 +163,9 @@ void a_limit_of_another_process_takes_the_spares() {
 void siblings_come_first() {
   Fixture f;
   CHECK_OK(f.cache->set_mapped_spares(8 * kPagesPerSlab, 8 * kPagesPerSlab));
-  eventually([&] { return f.committed_pages() == 32; });
+  // In the books of the cache, which is after they were committed.
+  eventually([&] { return f.cache->free_mapped_blocks() == 32; });
+  CHECK(f.committed_pages() == 32);
   auto sibling = value_of(KvCache::create(f.client, kGeometry));
   CHECK(value_of(sibling->available_blocks()) == 64);
   const auto ids = alloc(*sibling, 64);
@@ -179,6 +183,23 @@ void a_driver_that_fails_is_asked_again() {
   eventually([&] { return f.cache->free_mapped_blocks() == 4; });
   CHECK(f.committed_pages() == kPagesPerSlab);
   CHECK_OK(f.cache->check());
+}
+
+void a_ledger_that_is_locked_for_long_is_looked_at_again() {
+  const int64_t patience_ns = lock_patience_ns;
+  lock_patience_ns = 20'000'000;
+  {
+    Fixture f;
+    CHECK_OK(f.cache->set_mapped_spares(kPagesPerSlab, kPagesPerSlab));
+    eventually([&] { return f.cache->free_mapped_blocks() == 4; });
+    LedgerSegment* segment = hold_lock(f.path);
+    eventually([&] { return f.client->spares().failed_looks() >= 3; });
+    unlock(segment->lock);
+    CHECK(f.client->spares().runs());
+    CHECK_OK(f.cache->set_mapped_spares(2 * kPagesPerSlab, 2 * kPagesPerSlab));
+    eventually([&] { return f.cache->free_mapped_blocks() == 8; });
+  }
+  lock_patience_ns = patience_ns;
 }
 
 // Nobody needs the pages yet, and everybody who does would wait for the thread's locks meanwhile.
@@ -361,6 +382,7 @@ void test_spare_keeper(const std::string& device) {
   a_limit_of_another_process_takes_the_spares();
   siblings_come_first();
   a_driver_that_fails_is_asked_again();
+  a_ledger_that_is_locked_for_long_is_looked_at_again();
   nobody_waits_ahead_of_need();
   what_was_trimmed_stays_away_for_a_while();
   what_is_being_unmapped_is_not_used_up();
