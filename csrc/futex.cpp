@@ -13,13 +13,17 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 
-}  // namespace
-
-int64_t monotonic_ns() {
+int64_t now_ns(clockid_t clock) {
   timespec now = {};
-  clock_gettime(CLOCK_MONOTONIC, &now);
+  clock_gettime(clock, &now);
   return now.tv_sec * kSecond + now.tv_nsec;
 }
+
+}  // namespace
+
+int64_t monotonic_ns() { return now_ns(CLOCK_MONOTONIC); }
+
+int64_t coarse_ns() { return now_ns(CLOCK_MONOTONIC_COARSE); }
 
 void futex_wait(uint32_t* word, uint32_t seen, int64_t until_ns) {
   const timespec until = {until_ns / kSecond, until_ns % kSecond};

@@ -8,6 +8,8 @@ namespace kvcached {
 
 // Nanoseconds of the clock that all processes of the machine share; no wall-clock time.
 int64_t monotonic_ns();
+// The same, behind by up to a tick of the kernel, for a few nanoseconds.
+int64_t coarse_ns();
 
 // Returns when the word is no longer `seen`, when woken, when `until_ns` has passed (INT64_MAX:
 // never), or for no reason: look again.

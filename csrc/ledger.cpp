@@ -384,7 +384,7 @@ Status Ledger::mark_destroyed(bool force) {
   if (in_use && !force) {
     return failure(Code::busy, "clients still hold memory of ", path_, "; close them first");
   }
-  segment_->destroyed = 1;
+  segment_->destroyed = kDestroyed;
   step("destroy: marked");
   lock.announce_room();
   return {};

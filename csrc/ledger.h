@@ -46,6 +46,7 @@ struct ClientOptions {
 // How long a sleeper trusts in being woken: its waker may have died before that.
 inline constexpr int64_t kLookAgainNs = 100'000'000;
 inline constexpr std::chrono::milliseconds kProbeInterval{1};
+inline constexpr std::chrono::milliseconds kFileLookInterval{100};
 
 // Which client an administrator means. An absent part matches every client. `joined` alone tells
 // apart the clients of one name in one process.
@@ -230,6 +231,9 @@ class Ledger final : private ForkGuarded {
   // says whether that was in time.
   Result<int64_t> begin_look(std::vector<ClientRecord>* clients);
   Result<bool> end_look(int64_t until_ns);
+  // Once per kFileLookInterval: whether the file is still there. If it was removed other than by
+  // destroy nothing is granted from then on, to any process.
+  void look_at_file();
   Status mark_destroyed(bool force);
   void vacate(ClientRecord& client);
   Result<int> find_locked(const ClientQuery& query);
@@ -255,6 +259,7 @@ class Ledger final : private ForkGuarded {
   Opening opening_;  // its descriptor keeps its number
   LedgerSegment* const segment_;
   std::atomic<int64_t> probed_ns_ = 0;
+  std::atomic<int64_t> file_look_ns_ = 0;  // of the next look at the file
   // The last wait for the lock was in vain, or something is owed.
   std::atomic<bool> held_up_ = false;
   // What was given back while the lock could not be had; a record of another `joined` is another

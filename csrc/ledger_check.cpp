@@ -135,6 +135,18 @@ Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options
   return {};
 }
 
+Status gone(const LedgerSegment& segment) {
+  if (segment.destroyed != kFileRemoved) {
+    return failure(Code::gone, "the device was destroyed; close the client and open it again");
+  }
+  return failure(
+      Code::gone,
+      "the ledger's file in /dev/shm was removed while processes used it, so that others "
+      "may count the same memory in a new one; restart all clients of the device. Files "
+      "of a user are removed by systemd at the end of the user's last login unless "
+      "RemoveIPC=no is set in logind.conf or the user is a system user");
+}
+
 Status check_records(const LedgerSegment& segment, const std::string& path) {
   for (int slot = 0; slot < kMaxClients; ++slot) {
     const ClientRecord& client = segment.clients[slot];

@@ -26,6 +26,9 @@ Status check_geometry_values(const LedgerOptions& options);
 // Whether the options agree with the ledger. Code::mismatch
 Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options);
 
+// Why nothing is granted any more, and what to do about that. Code::gone
+Status gone(const LedgerSegment& segment);
+
 // That the lock has been held for too long, by whom, and what to do about that. Code::corrupt
 Status held_up_by(const LedgerSegment& segment);
 

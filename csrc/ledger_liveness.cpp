@@ -1,4 +1,6 @@
 // Who of a ledger's clients is still there, and what they hold.
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -67,7 +69,18 @@ bool Ledger::may_have_died(int slot) const {
          !is_byte_locked(opening_.fd, liveness_byte(slot));
 }
 
+void Ledger::look_at_file() {
+  file_look_ns_ = monotonic_ns() + std::chrono::nanoseconds(kFileLookInterval).count();
+  struct stat info = {};
+  if (fstat(opening_.fd, &info) != 0 || info.st_nlink > 0) return;
+  Lock lock(*this);
+  if (!lock.check().ok()) return;
+  segment_->destroyed = kFileRemoved;
+  lock.announce_room();
+}
+
 bool Ledger::free_the_dead(std::chrono::nanoseconds at_most_every) {
+  if (coarse_ns() >= file_look_ns_.load(std::memory_order_relaxed)) look_at_file();
   if (at_most_every.count() > 0) {
     const int64_t now_ns = monotonic_ns();
     if (now_ns - probed_ns_.load(std::memory_order_relaxed) < at_most_every.count()) return false;

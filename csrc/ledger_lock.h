@@ -59,10 +59,7 @@ class Ledger::Lock : private kvcached::NonCopyable {
 
   Status check() const {
     KV_TRY(held());
-    if (segment_.destroyed != 0) {
-      return failure(Code::gone, "the device was destroyed; close the client and open it again");
-    }
-    return {};
+    return segment_.destroyed == 0 ? Status{} : gone(segment_);
   }
 
   // A client that waits for room may find it now. Not needed when the charges have become less:
@@ -116,6 +113,7 @@ inline constexpr int64_t kLookNs = 100'000'000;
 // Inline, and the look at the clock out of line: this is the way of every reservation.
 template <class Act>
 [[gnu::always_inline]] inline Status Ledger::while_nobody_looks(Act act) {
+  if (coarse_ns() >= file_look_ns_.load(std::memory_order_relaxed)) look_at_file();
   for (;; std::this_thread::sleep_for(std::chrono::microseconds(50))) {
     const Lock lock(*this);
     KV_TRY(lock.check());

@@ -12,7 +12,9 @@ inline constexpr char kLedgerMagic[8] = {'K', 'V', 'L', 'E', 'D', 'G', 'E', 'R'}
 inline constexpr uint32_t kLedgerVersion = 4;
 inline constexpr int kMaxClients = 128;
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
-inline constexpr uint32_t kSleepers = 1;  // bit of LedgerSegment::room: a process sleeps on it
+inline constexpr uint32_t kDestroyed = 1;    // of LedgerSegment::destroyed: by Ledger::destroy
+inline constexpr uint32_t kFileRemoved = 2;  // the same: its file is gone, a new one can be made
+inline constexpr uint32_t kSleepers = 1;     // bit of LedgerSegment::room: a process sleeps on it
 
 struct ClientRecord {
   uint32_t used;  // written last when a client joins, first when it leaves

@@ -25,7 +25,7 @@ namespace kvcached {
   code(hidden_device)     /* CUDA_VISIBLE_DEVICES leaves no such GPU */                       \
   code(mismatch)          /* the ledger exists with other capacity or page size */            \
   code(busy)              /* the device still has live clients */                             \
-  code(gone)              /* the ledger was destroyed by another process */                   \
+  code(gone)              /* the ledger was destroyed, or its file was removed */              \
   code(version)           /* the ledger was made by another library version */                \
   code(corrupt)           /* the ledger is not one, or is damaged */                          \
   code(permission)        /* the OS does not let this user open the ledger */                 \

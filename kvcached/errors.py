@@ -14,7 +14,7 @@ KvcachedError
 │   ├── DeviceOccupiedError                  others hold memory that the ledger counts on
 │   ├── DeviceMismatchError                  the ledger exists with other capacity or page size
 │   ├── DeviceBusyError                      live clients keep the device from being destroyed
-│   ├── DeviceGoneError                      another process destroyed the device
+│   ├── DeviceGoneError                      the device was destroyed, or its ledger's file removed
 │   ├── LedgerVersionError                   another library version made the ledger
 │   ├── LedgerCorruptError                   the file is no ledger, or a damaged one
 │   ├── LedgerPermissionError                the OS does not let this user in
@@ -126,7 +126,7 @@ class DeviceBusyError(DeviceError, code="busy"):
 
 
 class DeviceGoneError(DeviceError, code="gone"):
-    """Another process destroyed the device."""
+    """The device was destroyed, or the file of its ledger was removed under its clients."""
 
 
 class LedgerVersionError(DeviceError, code="version"):

@@ -205,6 +205,29 @@ void a_death_is_seen_by_available_and_usage_at_once() {
   }
 }
 
+// By a cleaner of /dev/shm, under clients: the next process makes a second ledger of the device.
+void a_ledger_whose_file_was_removed_grants_nothing() {
+  Fixture f;
+  Member a(f.ledger);
+  const std::shared_ptr<Ledger> other = value_of(Ledger::open({f.path, {}, {}}));
+  Member b(other);
+  CHECK_OK(f.ledger->reserve(a.slot, 2 * kPage));
+  CHECK_OK(other->reserve(b.slot, kPage));
+  CHECK(unlink(f.path.c_str()) == 0);
+  const std::shared_ptr<Ledger> second = value_of(Ledger::open({f.path, kCapacity, kPage}));
+  std::this_thread::sleep_for(2 * kFileLookInterval);
+  const Status refused = f.ledger->reserve(a.slot, kPage);
+  CHECK(refused.code == Code::gone);
+  CHECK(refused.message.find("RemoveIPC") != std::string::npos);
+  CHECK(other->usage().status().message == refused.message);
+  CHECK_CODE(other->join({.name = "late"}, a.lock_fd, -1).status(), Code::gone);
+  CHECK_CODE(f.ledger->commit(a.slot, kPage), Code::gone);
+  CHECK_OK(f.ledger->cancel(a.slot, 2 * kPage));
+  CHECK_OK(f.ledger->destroy(false));  // not of the second one
+  CHECK(value_of(second->usage()).charged_bytes == 0);
+  CHECK_OK(second->destroy(false));
+}
+
 void a_destroyed_ledger_grants_nothing() {
   Fixture f;
   Member a(f.ledger);
@@ -253,6 +276,7 @@ void test_ledger() {
   a_death_is_seen_by_the_first_refusal_after_the_interval();
   room_of_the_dead_is_found_by_one_who_never_stops_asking();
   a_death_is_seen_by_available_and_usage_at_once();
+  a_ledger_whose_file_was_removed_grants_nothing();
   a_destroyed_ledger_grants_nothing();
   threads_never_take_more_than_there_is();
 }
