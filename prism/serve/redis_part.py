@@ -59,6 +59,11 @@ class RedisPart:
     def exit_code(self) -> int | None:
         return self._server.exit_code
 
+    @property
+    def cannot_load(self) -> bool:
+        """It ended because of its data, without which it is started again."""
+        return bool(self._server.load_failure())
+
     def beats(self) -> int:
         """How often it has answered since the start. An error, as while it loads its data, is an
         answer. One whose socket's file was removed is ended: nobody new could connect."""

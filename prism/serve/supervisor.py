@@ -173,6 +173,8 @@ class Supervisor:
         name, each.why = each.part.name, why
         self._on_end(name)
         delay_s = each.backoff.died(now_s, each.well_until_s(now_s))
+        if each.part is self._redis and self._redis.cannot_load:
+            delay_s = 0.0  # the next start has other data: none
         each.due_s = now_s + delay_s
         if not self.settled:
             self._give_up_if_hopeless(each, wrong_input=wrong_input)

@@ -365,7 +365,7 @@ def test_a_redis_that_cannot_load_its_data_starts_empty(redis: BundledRedis) -> 
     )
     assert said == [
         "redis ended (signal SIGKILL); starting it again in 0.5 s",
-        "redis ended (exit code 1); starting it again in 1 s",
+        "redis ended (exit code 1); starting it again in 0 s",
         f"redis {why}",
     ]
     assert (place / manifest.name).exists()
