@@ -8,6 +8,7 @@
 #include "binding_tools.h"
 #include "client.h"
 #include "host_stream.h"
+#include "ledger_lock.h"
 #include "segments.h"
 
 namespace nb = nanobind;
@@ -177,6 +178,9 @@ void bind_segments(nb::module_& module) {
 }  // namespace
 
 void bind_device(nb::module_& module) {
+  // For this process: how long a call waits for a ledger that another one keeps locked.
+  module.def("set_lock_patience",
+             [](double wait_s) { lock_patience_ns = static_cast<int64_t>(wait_s * 1e9); });
   module.def("check_device_name", [](const std::string& name) { check(check_device_name(name)); });
   bind_record(module);
   bind_ledger(module);

@@ -20,8 +20,8 @@ namespace kvcached {
 
 // How long a lock that another holds is waited for: its holder may be stopped, or not exist at all
 // in a damaged segment. Once a wait was in vain, calls wait for a moment only, until a lock is had
-// again. Tests of damaged segments wait less.
-inline int64_t lock_patience_ns = 10'000'000'000;
+// again. Tools that only look wait less (set_lock_patience of the bindings), and so do tests.
+inline std::atomic<int64_t> lock_patience_ns = 10'000'000'000;
 inline constexpr int64_t kShortLockPatienceNs = 100'000'000;
 
 // A process that is stopped inside stops all others, so there is no call to the system between
@@ -88,9 +88,10 @@ class Ledger::Lock : private kvcached::NonCopyable {
   [[gnu::cold, gnu::noinline]] bool take_slowly(Ledger& ledger, bool free) {
     Taken taken = Taken::clean;
     if (!free) {
-      const int64_t short_ns = std::min(kShortLockPatienceNs, lock_patience_ns);
+      const int64_t patience_ns = lock_patience_ns;
+      const int64_t short_ns = std::min(kShortLockPatienceNs, patience_ns);
       taken =
-          wait_for(segment_.lock, ledger.opening_, ledger.held_up_ ? short_ns : lock_patience_ns);
+          wait_for(segment_.lock, ledger.opening_, ledger.held_up_ ? short_ns : patience_ns);
     }
     // A segment that has to be repaired first is paid by the next one who locks.
     from_the_dead_ = taken == Taken::from_the_dead;

@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 def check_device_name(name: str) -> None: ...
+def set_lock_patience(wait_s: float) -> None: ...
 
 class ClientRecord:
     name: str

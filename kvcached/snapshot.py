@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcached.checks import checked, text
-from kvcached.errors import DeviceError, UnknownDeviceError
+from kvcached.errors import DeviceError, LedgerCorruptError, UnknownDeviceError
 from kvcached.segments import Segment, segments
 from kvcached.usage import ClientUsage, DeviceUsage
 
@@ -39,19 +39,39 @@ def used_segments(namespace: str | None = None, device: str | None = None) -> li
     ]
 
 
+@dataclass(frozen=True)
+class UnreadDevice:
+    """A device in use whose ledger could not be read, and why: another process keeps it locked."""
+
+    namespace: str
+    device: str
+    error: LedgerCorruptError
+
+
 @checked(namespace=text, device=text)
 def take_snapshots(namespace: str | None = None, device: str | None = None) -> list[DeviceSnapshot]:
-    """Every device in use, or those of one namespace or name. One that goes meanwhile is left out.
+    """Every device in use, or those of one namespace or name. One that goes meanwhile, or cannot be
+    read, is left out.
 
     Dead clients are freed on the way, as by `Device.usage`.
     """
-    taken = (_snapshot(segment) for segment in used_segments(namespace, device))
-    return [snapshot for snapshot in taken if snapshot]
+    return [read for read in read_devices(namespace, device) if isinstance(read, DeviceSnapshot)]
 
 
-def _snapshot(segment: Segment) -> DeviceSnapshot | None:
+@checked(namespace=text, device=text)
+def read_devices(
+    namespace: str | None = None, device: str | None = None
+) -> list[DeviceSnapshot | UnreadDevice]:
+    """`take_snapshots`, with the devices that cannot be read."""
+    read = (_read(segment) for segment in used_segments(namespace, device))
+    return [each for each in read if each]
+
+
+def _read(segment: Segment) -> DeviceSnapshot | UnreadDevice | None:
     try:
         usage, resident_bytes = segment.open().residency()
+    except LedgerCorruptError as error:
+        return UnreadDevice(segment.namespace, segment.device, error)
     except (UnknownDeviceError, DeviceError):
         return None
     return DeviceSnapshot(segment.namespace, segment.device, usage, resident_bytes)

@@ -7,13 +7,17 @@ import sys
 from kvcached.errors import KvcachedError
 
 _NEEDED = {"typer", "rich"}
+LOCK_PATIENCE_S = 1.0
+"""How long a command waits for a ledger that another process keeps locked."""
 
 
 def main() -> None:
     """Exit code 2 with one line when a call is refused or the extra `tools` is not installed."""
     try:
+        from kvcached import _core
         from kvcached.tools.commands import app
 
+        _core.set_lock_patience(LOCK_PATIENCE_S)
         app(prog_name="kvctl")
     except KvcachedError as error:
         _fail(str(error))

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 import kvcached
 from kvcached import Device, collect_garbage, segments
 from kvcached.errors import InvalidArgumentError, UnknownDeviceError
-from kvcached.snapshot import DeviceSnapshot, take_snapshots, used_segments
+from kvcached.snapshot import DeviceSnapshot, UnreadDevice, read_devices, used_segments
 from kvcached.tools.layouts import Place, layout_table, read_groups, row_record, rows_of
 from kvcached.tools.rates import Rates
 from kvcached.tools.records import Record, device_record, segment_record
@@ -109,19 +109,25 @@ def top(
     """Show every device in use and its clients, again and again until Ctrl-C.
 
     In a bar, # is static memory, | are pages that exist, : is what is promised beyond them.
-    --json prints one line for each read.
+    --json prints one line for each read. A device whose ledger another process keeps locked is
+    named on stderr; with --once the exit code is then 2.
 
     Examples: kvctl top · kvctl top --device cuda:0 --interval 0.5 · kvctl top --once --json
     """
     frames = _frames(namespace, device, interval_s, once)
     try:
         if as_json or once or not Console().is_terminal:
-            for snapshots, rates in frames:
-                _say(
-                    as_json,
-                    [device_record(s, rates) for s in snapshots],
-                    lambda s=snapshots, r=rates: device_view(s, r),  # type: ignore[misc]
-                )
+            for snapshots, unread, rates in frames:
+                if snapshots or not unread:
+                    _say(
+                        as_json,
+                        [device_record(s, rates) for s in snapshots],
+                        lambda s=snapshots, r=rates: device_view(s, r),  # type: ignore[misc]
+                    )
+                for each in unread:
+                    typer.echo(f"kvctl: {_problem(each)}", err=True)
+                if unread and once:
+                    raise typer.Exit(2)
         else:
             _live(frames)
     except KeyboardInterrupt:
@@ -153,7 +159,7 @@ def layout(
     _say(as_json, records, lambda: layout_table(rows, place))
 
 
-Frame = tuple[list[DeviceSnapshot], Rates]
+Frame = tuple[list[DeviceSnapshot], list[UnreadDevice], Rates]
 
 
 def _frames(
@@ -163,10 +169,12 @@ def _frames(
     rates = Rates()
     first = True
     while True:
-        snapshots = take_snapshots(namespace, device)
+        read = read_devices(namespace, device)
+        snapshots = [each for each in read if isinstance(each, DeviceSnapshot)]
+        unread = [each for each in read if isinstance(each, UnreadDevice)]
         rates.update(time.monotonic(), snapshots)
-        if not (once and first):
-            yield snapshots, rates
+        if unread or not (once and first):
+            yield snapshots, unread, rates
             if once:
                 return
         first = False
@@ -175,8 +183,14 @@ def _frames(
 
 def _live(frames: Iterator[Frame]) -> None:
     with Live(screen=True, auto_refresh=False) as live:
-        for snapshots, rates in frames:
-            live.update(device_view(snapshots, rates), refresh=True)
+        for snapshots, unread, rates in frames:
+            problems = [Text(_problem(each), style="red") for each in unread]
+            seen = [device_view(snapshots, rates)] if snapshots or not unread else []
+            live.update(Group(*seen, *problems), refresh=True)
+
+
+def _problem(unread: UnreadDevice) -> str:
+    return f"{unread.namespace}/{unread.device}: {unread.error}"
 
 
 @app.command()

@@ -6,8 +6,10 @@ import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from kvcached.tools.rates import Rates
 from kvcached.tools.sizes import format_size, parse_size
 
 from .conftest import CAPACITY, PAGE, Spawn
+from .pid_namespace import LOCK_OFFSET, segment_of
 from .test_admin import Taker, usage_of
 
 KVCTL = [sys.executable, "-m", "kvcached.tools.cli"]
@@ -59,6 +62,19 @@ def test_list_shows_what_is_used_and_what_is_stale(device: Device, namespace: st
     assert "in use" in shown
     device.close()
     assert "stale: no living process" in kvctl("list", "--namespace", namespace)
+
+
+def test_top_names_the_holder_of_a_locked_ledger(device: Device, namespace: str) -> None:
+    device.usage()  # the last to take the lock, so that it is this process's below
+    segment = segment_of(namespace)
+    struct.pack_into("<I", segment, LOCK_OFFSET, 1)
+    started = time.monotonic()
+    refusal = refused("top", "--once", "--namespace", namespace)
+    assert time.monotonic() - started < 10
+    assert f"kvctl: {namespace}/host:0: the ledger has been locked for too long" in refusal
+    assert f"by process {os.getpid()}, which does not go on" in refusal
+    struct.pack_into("<I", segment, LOCK_OFFSET, 0)
+    assert f"{namespace}/host:0 [" in kvctl("top", "--once", "--namespace", namespace)
 
 
 def test_gc_removes_what_the_dry_run_names(device: Device, namespace: str) -> None:
