@@ -197,6 +197,7 @@ void bind_kv(nb::module_& module) {
           "buffer_view",
           [](const KvCache& self, size_t buffer, uint64_t offset, std::vector<int64_t> shape,
              std::vector<int64_t> strides, std::string dtype) {
+            check(self.check_viewable());
             return take(TensorView::make(self.region(), self.buffer_offset(buffer) + offset,
                                          {std::move(shape), std::move(strides)}, std::move(dtype)));
           })

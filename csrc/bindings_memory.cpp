@@ -91,8 +91,8 @@ void bind_tensor(nb::module_& module) {
       .def_prop_ro("size_bytes", [](const VirtualTensor& self) { return self.region()->bytes(); })
       .def_prop_ro("mapped_bytes", &VirtualTensor::mapped_bytes)
       .def("view",
-           [](const VirtualTensor& self, uint64_t offset, std::vector<int64_t> shape,
-              std::string dtype) {
+           [](VirtualTensor& self, uint64_t offset, std::vector<int64_t> shape, std::string dtype) {
+             check(self.check_viewable());
              return take(TensorView::make(self.region(), offset, dense(std::move(shape)),
                                           std::move(dtype)));
            })

@@ -90,6 +90,11 @@ KvCache::~KvCache() {
   (void)close();
 }
 
+Status KvCache::check_viewable() const {
+  const std::lock_guard lock(books_);
+  return closed_ ? failure(Code::closed, "the KV cache was freed") : Status{};
+}
+
 Status KvCache::check_open() const {
   if (closed_) return failure(Code::closed, "the KV cache was freed");
   return client_->check_open();

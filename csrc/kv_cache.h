@@ -105,6 +105,8 @@ class KvCache final : private SpareHolder {
   // Recounts the books and compares them with the pages that are mapped.
   Status check();
   MapCounters counters();
+  // Code::closed once its addresses are no cache's.
+  Status check_viewable() const;
   // Of the thread that keeps its client's spares (SpareKeeper).
   uint64_t failed_looks() const { return client_->spares().failed_looks(); }
 

@@ -55,6 +55,11 @@ Status VirtualTensor::unmap(uint64_t offset, uint64_t bytes) {
   return pool_.give(pages);
 }
 
+Status VirtualTensor::check_viewable() {
+  const std::lock_guard lock(mutex_);
+  return closed_ ? failure(Code::closed, "the virtual tensor was freed") : Status{};
+}
+
 Status VirtualTensor::close() {
   const std::lock_guard lock(mutex_);
   if (closed_) return {};

@@ -22,6 +22,8 @@ class VirtualTensor : private NonCopyable {
   Status map(uint64_t offset, uint64_t bytes);
   Status unmap(uint64_t offset, uint64_t bytes);
   Status close();
+  // Code::closed once its addresses are no tensor's.
+  Status check_viewable();
 
  private:
   VirtualTensor(std::shared_ptr<Client> client, std::shared_ptr<Region> region);

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvcached.checks import not_negative, optional
+from kvcached.checks import checked, each, instance_of, not_negative, optional
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +71,7 @@ class ShrinkPolicy(Protocol):
     def __call__(self, missing_bytes: int, holders: Sequence[Holder], /) -> Sequence[Demand]: ...
 
 
+@checked(missing_bytes=not_negative, holders=each(instance_of(Holder)))
 def spares_then_idle_caches(missing_bytes: int, holders: Sequence[Holder]) -> list[Demand]:
     """The default policy: first pages without a live block, then prefix cache; idle clients first.
 

@@ -186,7 +186,8 @@ class Device:
         """Raises DeviceOccupiedError if processes outside of the ledger hold memory that its
         capacity counts on, after waiting up to `wait_s` for it to come free.
 
-        Call it after `open`: a process that was killed a moment ago still holds memory.
+        A host device's capacity must not be above the machine's memory. Call it after `open`: a
+        process that was killed a moment ago still holds memory.
         Does nothing where the driver does not tell (`driver_memory`).
         """
         deadline = time.monotonic() + wait_s

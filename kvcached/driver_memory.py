@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -100,8 +101,10 @@ def drift(
 
 def lack(device: str, memory: DriverMemory | None, usage: DeviceUsage) -> str | None:
     """Why the ledger's capacity is not there; None if it is, or the driver does not tell."""
-    if memory is None or memory.source == "host":
+    if memory is None:
         return None
+    if memory.source == "host":
+        return _lack_of_host(device, usage.capacity_bytes)
     outside_bytes = max(0, memory.used_bytes - clients_bytes(memory, usage))
     room_bytes = memory.total_bytes - outside_bytes
     if usage.capacity_bytes <= room_bytes:
@@ -112,6 +115,16 @@ def lack(device: str, memory: DriverMemory | None, usage: DeviceUsage) -> str | 
         f"outside of the ledger ({holders or 'the driver does not say by whom'}): its capacity of "
         f"{mib(usage.capacity_bytes)} is not there. End those processes, or open the device with "
         f"at most {mib(room_bytes)}"
+    )
+
+
+def _lack_of_host(device: str, capacity_bytes: int) -> str | None:
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if capacity_bytes <= machine_bytes:
+        return None
+    return (
+        f"device '{device}' has a capacity of {mib(capacity_bytes)}, and this machine "
+        f"{mib(machine_bytes)} of memory; open the device with at most {mib(machine_bytes)}"
     )
 
 

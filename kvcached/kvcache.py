@@ -8,7 +8,7 @@ from kvcached import _core
 from kvcached.asking import MemoryRequest, Requester, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
 from kvcached.checks import checked, has, not_negative, patience, shown, text
-from kvcached.errors import DoubleFreeError, InvalidArgumentError
+from kvcached.errors import DoubleFreeError, HandoverError, InvalidArgumentError
 from kvcached.handover.plan import LocalCache, Shape
 from kvcached.usage import Fragmentation, KVCounters
 
@@ -170,7 +170,10 @@ class KVCache:
 
     def _all_offers(self) -> Offers:
         # Imports sockets and threads, which most users of kvcached never need.
-        from kvcached.handover.offers import Offers
+        try:
+            from kvcached.handover.offers import Offers
+        except OSError as error:
+            raise HandoverError(f"blocks cannot be offered: {error}") from error
 
         if self._offers is None:
             self._offers = Offers(self._local_cache(), self._core.free)
@@ -201,7 +204,10 @@ class KVCache:
         `timeout_s` at the latest; the blocks hold anything then. Raises UnknownBlockError,
         DoubleFreeError.
         """
-        from kvcached.handover.fetch import fetch
+        try:
+            from kvcached.handover.fetch import fetch
+        except OSError as error:
+            raise HandoverError(f"blocks cannot be fetched: {error}") from error
 
         self.check_free(ids)
         fetch(self._local_cache(), address, ids, skip, timeout_s)

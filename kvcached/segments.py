@@ -68,9 +68,9 @@ def segments(namespace: str | None = None) -> tuple[Segment, ...]:
 
     Changes nothing. A segment is stale when no process has it open: its processes have ended,
     whether of this boot or an earlier one and whatever their library version, or its creator died
-    before it was done.
+    before it was done. Raises SystemCallError where /dev/shm cannot be listed.
     """
-    found = (_inspect(path) for path in devices.SHM_DIR.glob(f"{_PREFIX}*"))
+    found = map(_inspect, _paths())
     wanted = (s for s in found if s and namespace in (None, s.namespace))
     return tuple(sorted(wanted, key=lambda s: (s.namespace, s.device)))
 
@@ -86,6 +86,13 @@ def collect_garbage(dry_run: bool = False, namespace: str | None = None) -> tupl
     if dry_run:
         return tuple(segment for segment in stale if os.access(segment.path, os.W_OK))
     return tuple(segment for segment in stale if _remove(segment.path))
+
+
+def _paths() -> list[Path]:
+    try:
+        return [path for path in devices.SHM_DIR.iterdir() if path.name.startswith(_PREFIX)]
+    except OSError as error:
+        raise SystemCallError(f"cannot list {devices.SHM_DIR}: {error}") from error
 
 
 def _inspect(path: Path) -> Segment | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcached.checks import by_name, checked, instance_of, not_negative, positive, text
 from kvcached.errors import ClosedError, InvalidArgumentError, WeightFileError
-from kvcached.weights.locks import FileLock
+from kvcached.weights.locks import FileLock, descriptor_needed
 from kvcached.weights.paths import MANIFEST
 from kvcached.weights.spec import TensorSpec, WeightLayout, check_specs
 
@@ -128,13 +128,14 @@ class StoredWeights:
         path = self.path(name)
         if self.specs[name].size_bytes == 0:
             return bytearray()
-        with path.open("rb") as file:
+        with descriptor_needed(path), path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def will_need(self) -> None:
         """Tells the system to have the tensors in memory soon; they are if the store is a tmpfs."""
         for name in self.specs:
-            with self.path(name).open("rb") as file:
+            path = self.path(name)
+            with descriptor_needed(path), path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     @checked(specs=by_name(instance_of(TensorSpec)))

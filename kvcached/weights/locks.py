@@ -6,12 +6,30 @@ shares its parent's open files: what is registered here is closed in the child a
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakSet
 
+from kvcached.errors import SystemCallError
+
 _held: WeakSet[FileLock] = WeakSet()
+
+
+@contextlib.contextmanager
+def descriptor_needed(path: Path) -> Iterator[None]:
+    """Raises SystemCallError where the process, or the machine, has no descriptor left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise SystemCallError(
+            f"cannot open {path}: {error.strerror}; close files, or raise the limit (ulimit -n)"
+        ) from error
 
 
 class FileLock:
@@ -27,7 +45,9 @@ class FileLock:
 
         The file may have been renamed or removed before the lock was granted: see `is_at`.
         """
-        lock = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600))
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        with descriptor_needed(path):
+            lock = cls(os.open(path, flags, 0o600))
         try:
             fcntl.flock(lock.fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         except BaseException:
@@ -39,7 +59,8 @@ class FileLock:
     def try_take(cls, path: Path) -> FileLock | None:
         """Locks the file at `path` for itself alone; None if there is none, or it is locked."""
         try:
-            lock = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            with descriptor_needed(path):
+                lock = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except FileNotFoundError:
             return None
         try:

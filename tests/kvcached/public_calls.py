@@ -37,6 +37,9 @@ from .conftest import CAPACITY, PAGE, TINY
 HYBRID = HybridLayout.sliding(TINY, [1], 64)
 KEY = WeightKey("content", "engine", "float32")
 SPECS = {"w": TensorSpec("float32", (4, 4))}
+# With right arguments these end what the others are called on.
+ENDING = {"Device.destroy", "Device.unlink", "Client.free_kvcache", "Client.free_weights"}
+ENDING |= {"Client.free_virtual_tensor"}
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 1.5, float("nan"), float("inf"), 2**70, 10**5000),
     *("no\0name", "\ud800", b"bytes", (), [], {}, object(), np.array([1.5])),
@@ -126,7 +129,14 @@ class World:
             **{"number": None, "limit_bytes": None, "force": False, "dry_run": True},
             **{"background": False, "guard_holes": False, "dtype": "float32", "part": "k"},
             **{"offset_bytes": 0, "layer": 0, "skip": 0, "byte": 1, "share_bytes": 0, "threads": 1},
-            **{"shape": [4], "handles": [], "others": [], "last_used": self.ids, "ids": self.ids},
+            **{
+                "shape": [4],
+                "handles": [],
+                "others": [],
+                "holders": [],
+                "last_used": self.ids,
+                "ids": self.ids,
+            },
             **{"namespace": self.device.namespace, "device": "host:0", "address": "nobody/1"},
             **{"layout": TINY, "kvcache": self.kv, "tensor": self.tensor, "arena": self.arena},
             **{"request": ShrinkRequest(1, None), "shrunk": Shrunk(), "cache": NoCache()},
@@ -177,8 +187,10 @@ class World:
         yield from self._call(WeightLayout, "of", WeightLayout.of)
         functions = (kvcached.segment_path, kvcached.segments, kvcached.collect_garbage)
         others = (kvcached.choose_layout, kvcached.gpu_facts, layout_of_config)
-        reading = (prometheus.families, prometheus.exposition, snapshot.take_snapshots)
-        for function in (*functions, *others, *reading, testing.read_tensor):
+        policies = (kvcached.spares_then_idle_caches,)
+        reading = (prometheus.families, prometheus.exposition)
+        reading += (snapshot.take_snapshots, snapshot.read_devices)
+        for function in (*functions, *others, *policies, *reading, testing.read_tensor):
             yield from self._call(None, function.__name__, function)
 
     def _call(

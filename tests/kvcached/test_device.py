@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,22 @@ def test_full_shared_memory_is_named_and_leaves_nothing(
     )
     assert "no room for the ledger" in done.stdout, done.stderr
     assert done.stdout.strip().endswith("left:")
+
+
+def test_a_host_device_is_no_larger_than_the_machine(namespace: str) -> None:
+    opened = Device.open("host:0", capacity_bytes=16 << 40, namespace=namespace)
+    with pytest.raises(errors.DeviceOccupiedError, match="16777216 MiB, and this machine"):
+        opened.check_capacity()
+    opened.destroy()
+
+
+def test_a_file_that_was_removed_under_clients_is_named(device: Device, namespace: str) -> None:
+    with device.client("engine") as client:
+        segment_path("host:0", namespace).unlink()
+        time.sleep(0.3)
+        for call in (device.usage, lambda: client.reserve_static(PAGE, "weights")):
+            with pytest.raises(errors.DeviceGoneError, match=r"restart all clients.*RemoveIPC"):
+                call()
 
 
 def test_destroy_waits_for_clients(device: Device, namespace: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,10 @@ import pytest
 
 from kvcached import Device, KvcachedError, TensorSpec, WeightBuilder, WeightKey, errors
 
-from .public_calls import WRONG, World, is_wrong
+from .compiling import ROOT
+from .public_calls import ENDING, WRONG, World, is_wrong
 
 ROUNDS = 4000
-# With right arguments these end what the others are called on.
-ENDING = {"Device.destroy", "Device.unlink", "Client.free_kvcache", "Client.free_weights"}
-ENDING |= {"Client.free_virtual_tensor"}
 
 
 @pytest.fixture
@@ -77,6 +77,35 @@ def test_closed_objects_say_so(world: World) -> None:
         except Exception as error:  # noqa: BLE001 (the subject of the test)
             missed.append(f"{name} raised {error!r}")
     assert not missed, "\n".join(missed)
+
+
+def test_freed_objects_say_so(world: World) -> None:
+    """A view made then would be of addresses without memory, and reading it a SIGSEGV."""
+    views = [
+        (world.kv.k_buffer, (0,)),
+        (world.kv.v_blocks, (0,)),
+        (world.group["full"].k_buffer, (0,)),
+        (world.tensor.view, ([4], "float32")),
+        (world.tensor.__dlpack__, ()),
+        (world.arena.view, ("w", "float32")),
+    ]
+    for make, arguments in views:
+        make(*arguments)
+    world.client.free_kvcache(world.kv)
+    world.client.free_kvcache(world.group)
+    world.client.free_virtual_tensor(world.tensor)
+    world.client.free_weights(world.arena)
+    for make, arguments in views:
+        with pytest.raises(errors.ClosedError):
+            make(*arguments)
+
+
+def test_a_process_without_descriptors_raises_nothing_else(namespace: str, tmp_path: Path) -> None:
+    """Not even where a call imports a module."""
+    command = [sys.executable, "-m", "tests.kvcached.no_descriptors", namespace, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    Device.unlink(namespace, "host:0", force=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def test_a_builder_refuses_wrong_tensors(world: World) -> None:
