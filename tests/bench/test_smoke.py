@@ -26,6 +26,7 @@ SMALL = {
     "gpu_weights": [
         *("--gigabytes", "0.002,0.003", "--tensor-mb", "0.5", "--pairs", "1", "--links", "2"),
     ],
+    "grammar_masks": ["--outputs", "2", "--tokens", "8", "--rounds", "2", "--forward-ms", "1"],
     "import_time": ["--pairs", "2"],
     "kv_alloc": ["--rounds", "20", "--pairs", "2"],
     "kv_fit": ["--requests", "80", "--live", "8", "--slab-blocks", "16"],

@@ -35,6 +35,7 @@ BOUNDED: list[dict[str, Any]] = [
     {"maxLength": 3},
     {"minLength": 1},
     {"minLength": 1, "maxLength": 3},
+    {"maxLength": 100},
 ]
 
 

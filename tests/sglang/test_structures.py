@@ -63,7 +63,7 @@ def logprobs_of(stream: Stream) -> Logprobs:
 
 BOUNDED = {
     "type": "object",
-    "properties": {"s": {"type": ["string", "null"], "minLength": 2, "maxLength": 1000}},
+    "properties": {"s": {"type": ["string", "null"], "minLength": 2, "maxLength": 64}},
     "required": ["s"],
     "additionalProperties": False,
 }
@@ -88,12 +88,28 @@ def test_strings_of_bounded_length_are_json(tagged: bool) -> None:
         whole = b"<call>%s</call>" % text if tagged else text
         return matcher.accept_string(whole) and matcher.is_terminated()
 
-    strings = ["ab", "añ\u65e5\U0001f600", '\n"', "\\\t", "\x7f\x80", "x" * 1000]
+    strings = ["ab", "añ\u65e5\U0001f600", '\n"', "\\\t", "\x7f\x80", "x" * 64]
     assert all(takes(json.dumps(value, ensure_ascii=False).encode()) for value in strings)
     assert takes(b"null")
-    wrong = [b"a", b"a\tb", b"a\x01b", b'a"b', b"a\\qb", b"x" * 1001]
+    wrong = [b"a", b"a\tb", b"a\x01b", b'a"b', b"a\\qb", b"x" * 65]
     no_utf8 = [b"ab\xff", b"ab\x80", b"ab\xc0\x80", b"ab\xed\xa0\x80", b"ab\xf5\x80\x80\x80"]
     assert not any(takes(b'"%s"' % value) for value in [*wrong, *no_utf8])
+
+
+def test_strings_of_longer_bounds_hold_nothing_that_is_escaped() -> None:
+    """XGrammar would try every token for each mask."""
+    tokenizer, ends = vocabulary.load(path_of(LLAMA))
+    compiler, _ = vocabulary.compiler(tokenizer, len(tokenizer), ends)
+    compiled = compiler.compile_json_schema('{"type": "string", "minLength": 2, "maxLength": 1000}')
+
+    def takes(value: str) -> bool:
+        matcher = GrammarMatcher(compiled, terminate_without_stop_token=True)
+        return matcher.accept_string(json.dumps(value, ensure_ascii=False)) and bool(
+            matcher.is_terminated()
+        )
+
+    assert all(takes(value) for value in ("ab", "añ\u65e5\U0001f600\ud55c", "x" * 1000))
+    assert not any(takes(value) for value in ("a", "x" * 1001, "a\nb", 'a"b', "a\\b"))
 
 
 def test_outputs_match_their_grammars(served: DeviceUnderTest) -> None:

@@ -30,7 +30,7 @@ from prism.engines.sglang.grammar_client import GrammarProcesses, Slot
 from prism.engines.sglang.grammar_process import FAILED, LOST, NOTHING_MATCHES, OK, REJECTED
 
 # Of a machine without free CPU time. With it, `MATCH_CPU_S` ends the wait.
-STEP_S_MAX = 1.0
+STEP_S_MAX = 0.5
 # SGLang looks whether grammars are ready for so long in each step.
 _POLL_S = 0.001
 _TIMED_OUT = "Grammar preprocessing timed out"
