@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +96,8 @@ def test_masks_are_those_of_the_library(processes: GrammarProcesses) -> None:
 def test_statuses(processes: GrammarProcesses) -> None:
     assert opened(processes, WORD, "aa").status == OK
     assert opened(processes, WORD, "ac").status == REJECTED
-    assert opened(processes, ("ebnf", 'root ::= "a" [] "b"'), "a").status == NOTHING_MATCHES
+    endless = ("ebnf", 'root ::= "a" x\nx ::= x "b"')
+    assert opened(processes, endless, "a").status == NOTHING_MATCHES
     wrong = opened(processes, ("regex", "(a"))
     assert wrong.process.compiled is not None
     assert wrong.process.compiled.error
@@ -128,12 +130,12 @@ def test_a_slow_process_is_ended_in_time(processes: GrammarProcesses) -> None:
     slot = opened(processes, WORD)
     servers = processes_named("prism-grammars", os.getpid())
     [pid] = [p for s in servers for p in processes_named("prism-grammar", s)]
-    os.kill(pid, 19)  # SIGSTOP
+    os.kill(pid, signal.SIGSTOP)
     slot.feed(ids("a"))
     processes.wait([slot], 0.05)
     assert slot.status == LOST
     assert slot.process.has_ended
-    os.kill(pid, 18)
+    os.kill(pid, signal.SIGCONT)
     deadline_s = time.monotonic() + WAIT_S
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < deadline_s
@@ -193,6 +195,29 @@ def test_slots_are_used_again(processes: GrammarProcesses, monkeypatch: pytest.M
     assert all(follows(slot) == set(ids("b")) for slot in again)
 
 
+def test_an_error_is_answered_any_number_of_times(processes: GrammarProcesses) -> None:
+    broken = ("regex", "(a")
+    process = opened(processes, broken).process
+    for _ in range(2 * grammar_process.SLOTS):
+        again = opened(processes, broken)
+        assert again.process is process
+        assert not again.is_waiting
+        again.close()
+
+
+def test_a_signal_to_all_processes_of_a_service_leaves_them_to_the_engine(
+    processes: GrammarProcesses,
+) -> None:
+    slot = opened(processes, WORD)
+    servers = processes_named("prism-grammars", os.getpid())
+    for pid in (*servers, *(p for s in servers for p in processes_named("prism-grammar", s))):
+        os.kill(pid, signal.SIGTERM)
+    slot.feed(ids("a"))
+    processes.wait([slot], WAIT_S)
+    assert slot.status == OK
+    assert opened(processes, ("regex", "d")).status == OK
+
+
 def test_processes_are_few(processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_client, "PROCESSES_MAX", 3)
     monkeypatch.setattr(grammar_client, "IDLE_MAX", 2)
@@ -209,7 +234,7 @@ def test_without_the_server_the_engine_must_end(preloaded: None) -> None:
     processes = processes_of(link)
     slot = opened(processes, WORD)
     pid = max(processes_named("prism-grammars", os.getpid()))
-    os.kill(pid, 9)
+    os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     slot.feed(ids("a"))
     processes.wait([slot], WAIT_S)

@@ -204,7 +204,7 @@ class Slot:
         """Gives the slot back, once its last entry is answered."""
         self._is_closed = True
         self._left.clear()
-        if not self._unanswered and not self.process.has_ended:
+        if not self._unanswered or self.process.has_ended:
             self.process.free(self.index)
 
     def _go_on(self) -> None:

@@ -99,7 +99,8 @@ def _be_server(link: socket.socket, parent_pid: int) -> NoReturn:
         show_as("prism-grammars")
         warnings.simplefilter("ignore")  # SGLang's use of XGrammar
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A signal to all of a service's processes: the engine ends first, or answers what it has.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
         os.dup2(link.detach(), 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))

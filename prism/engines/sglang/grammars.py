@@ -201,9 +201,10 @@ class Beginning(Future[ProcessGrammar]):
         return super().done()
 
     def _is_ready(self) -> bool:
-        processes = self._manager.processes
-        if processes is None:
+        if not self._manager.is_grammar_sync_entry:
             return True
+        processes = self._manager.processes
+        assert processes is not None  # `serve_from`
         if self._grammar is None:
             process = processes.get(self._key)
             slot = process.open(self.output_ids) if process is not None else None
