@@ -205,6 +205,42 @@ def test_an_error_is_answered_any_number_of_times(processes: GrammarProcesses) -
         again.close()
 
 
+def test_a_machine_without_processes_refuses_no_grammar(
+    preloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = iter([True, False])
+    fork = os.fork
+
+    def fork_later() -> int:
+        if os.getpid() != test_pid and next(failing):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    test_pid = os.getpid()
+    monkeypatch.setattr(os, "fork", fork_later)
+    link = grammar_process.start()
+    processes = processes_of(link)
+    slot = opened(processes, WORD)
+    assert slot.status == LOST
+    assert slot.process.compiled is not None
+    assert slot.process.compiled.may_pass
+    assert opened(processes, WORD).status == OK
+    processes.close()
+    link.close()
+
+
+def test_what_nothing_waits_for_is_idle(
+    processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that ends while its mask is made leaves its process to others."""
+    monkeypatch.setattr(grammar_client, "PROCESSES_MAX", 1)
+    slot = opened(processes, WORD)
+    slot.feed(ids("a"))
+    processes.flush()
+    slot.close()
+    assert opened(processes, ("regex", "b")).status == OK
+
+
 def test_a_signal_to_all_processes_of_a_service_leaves_them_to_the_engine(
     processes: GrammarProcesses,
 ) -> None:

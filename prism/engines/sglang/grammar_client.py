@@ -82,6 +82,12 @@ class GrammarProcess:
         return self.compiled is None
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the grammar is at fault, so that another process would find the same."""
+        compiled = self.compiled
+        return compiled is not None and bool(compiled.error) and not compiled.may_pass
+
+    @property
     def is_idle(self) -> bool:
         return not self._open and not self.is_compiling
 
@@ -225,9 +231,7 @@ class GrammarProcesses:
         """Returns the process of the grammar (kind, text), started if it has none; None while too
         many others run. Raises EngineError without the server."""
         process = self._by_key.get(key)
-        if process is not None and process.has_ended and not (process.compiled or Compiled()).error:
-            process = None
-        if process is None:
+        if process is None or (process.has_ended and not process.is_refused):
             process = self._start(key)
         if process is not None:
             self._by_key[key] = process
@@ -242,16 +246,18 @@ class GrammarProcesses:
         """Waits for the masks of these slots. A process that is late is ended."""
         deadline_s = time.monotonic() + limit_s
         while waiting := {s.process for s in slots if s.is_waiting}:
-            poll = select.poll()
-            for process in waiting:
-                process.flush()
-                if not process.has_ended:
-                    poll.register(process, select.POLLIN)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 for process in waiting:
                     process.end()
                 return
+            poll = select.poll()
+            for process in waiting:
+                process.flush()
+                if process.has_ended:
+                    left_s = 0.0
+                else:
+                    poll.register(process, select.POLLIN)
             poll.poll(1000 * left_s)
             for process in waiting:
                 process.receive()
@@ -263,8 +269,7 @@ class GrammarProcesses:
 
     def _start(self, key: tuple[str, str]) -> GrammarProcess | None:
         for process in self._by_key.values():
-            if process.is_compiling:
-                process.receive()  # nothing waits for it if its request has gone
+            process.receive()  # nothing waits for the answers if their requests have gone
         ended = [k for k, p in self._by_key.items() if p.has_ended]
         for old in ended[:-IDLE_MAX]:
             del self._by_key[old]

@@ -45,6 +45,7 @@ MEMORY_BYTES_MAX = 2 << 30  # beyond what the server holds
 SLOTS = 1024  # outputs that a process matches at once
 HEADER_BYTES = 4096  # of the masks' memory: the slot of the entry that is being matched, as int32
 MESSAGE_BYTES_MAX = 64 << 10
+_ERROR_CHARS = 2000
 
 # Statuses of an entry. Those from LOST on are set by the engine, the process being gone.
 OK, REJECTED, NOTHING_MATCHES, FAILED, LOST = range(5)
@@ -67,6 +68,7 @@ class Compiled(msgspec.Struct, frozen=True):
 
     stop_ids: tuple[int, ...] = ()
     error: str = ""
+    may_pass: bool = False  # the machine's error, not the grammar's
 
 
 def entry(slot: int, tokens: array[int], *, opens: bool) -> array[int]:
@@ -123,9 +125,14 @@ def _serve(link: socket.socket) -> None:
             order = msgspec.json.decode(file.read(), type=Order)
         with suppress(Exception):  # the process raises it again, and says so
             _backend(order.directory, order.vocab_size)
-        if os.fork() == 0:
-            link.close()
-            _be_process(order, descriptors, server_pid)
+        try:
+            if os.fork() == 0:
+                link.close()
+                _be_process(order, descriptors, server_pid)
+        except OSError as error:
+            log.error("a process for a grammar cannot be started: %s", error)
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptors[0])) as engine:
+                engine.send(msgspec.json.encode(Compiled(error=str(error), may_pass=True)))
         for descriptor in descriptors[:2]:
             os.close(descriptor)
 
@@ -177,7 +184,7 @@ def _compiled(order: Order) -> XGrammarGrammar | str:
             made = backend._init_value_dispatch((order.kind, order.text), False)
         except Exception as error:  # noqa: BLE001 bad grammars and files cause errors of every kind
             return str(error) or type(error).__name__
-    return str(made.error_message) if hasattr(made, "error_message") else made
+    return str(made.error_message)[:_ERROR_CHARS] if hasattr(made, "error_message") else made
 
 
 @lru_cache(maxsize=1)

@@ -246,7 +246,8 @@ def _outcome(grammar: Any) -> tuple[Fault | None, tuple[int, ...]]:
         return None, ()
     slot, compiled = grammar.slot, grammar.slot.process.compiled
     if compiled is not None and compiled.error:
-        return Fault(f"its grammar: {compiled.error}", HTTPStatus.BAD_REQUEST), ()
+        code = HTTPStatus.SERVICE_UNAVAILABLE if compiled.may_pass else HTTPStatus.BAD_REQUEST
+        return Fault(f"its grammar: {compiled.error}", code), ()
     if slot.status == REJECTED:
         text = "the output so far does not match the grammar"
         return Fault(text, HTTPStatus.BAD_REQUEST), ()
