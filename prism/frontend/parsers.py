@@ -28,17 +28,20 @@ class Parsing:
     tool_parser: str
     reasoning_parser: str
     tools: tuple[dict[str, Any], ...]
+    checked_tools: list[Any]  # the same, of the adapter's type
     tool_choice: Any
     prompt: str  # its end
+    loop: asyncio.AbstractEventLoop  # where the parsers run
 
     def parser(self) -> Any:
         """For one choice: `push` its text, or ask for the `whole`."""
         return self.module.AnswerParser(
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
-            tools=self.tools,
+            tools=self.checked_tools,
             tool_choice=self.tool_choice,
             prompt=self.prompt,
+            loop=self.loop,
         )
 
 
@@ -69,7 +72,9 @@ class AnswerParsers:
         if body.continue_final_message and names[1]:
             prompt = module.through_mark(names[1], body.messages[-1].content)
         tail = prompt[-_KEPT_PROMPT_CHARS:]
-        return Parsing(module, tool_parser, names[1], tools, _choice(body), tail)
+        loop, checked_tools = asyncio.get_running_loop(), module.checked_tools(tools)
+        chosen = (tools, checked_tools, _choice(body))
+        return Parsing(module, tool_parser, names[1], *chosen, tail, loop)
 
     def _may_reason(self, model: ModelSpec, tokenizer: ModelTokenizer) -> bool:
         if not self._can or model.reasoning_parser == "none":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ Event = dict[str, Any]  # in OpenAI's shape
 Events = AsyncGenerator[Event, None]
 # Tokens and log probabilities that take less time than handing them to a thread.
 _INLINE_TOKENS_MAX = 4096
+_PARSED_TOKENS_MAX = 256  # that are parsed
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -63,12 +65,18 @@ async def reply_whole(
 async def beside(make: Callable[[], Made], spec: GenerationSpec, tokens: int) -> Made:
     """What shows so many tokens; made in a thread where that is not quick: the event loop's
     heartbeat keeps all requests alive."""
-    return make() if _is_quick(spec, tokens) else await asyncio.to_thread(make)
+    if not _is_quick(spec, tokens):
+        return await asyncio.to_thread(make)
+    if spec.parsing is not None:
+        await asyncio.sleep(0)  # others have their turn between two choices
+    return make()
 
 
 def _is_quick(spec: GenerationSpec, tokens: int) -> bool:
     """Not many are parsed, have log probabilities or are values of vectors."""
-    if spec.logprobs is None and spec.parsing is None and not spec.embeds:
+    if spec.parsing is not None and tokens > _PARSED_TOKENS_MAX:
+        return False
+    if spec.logprobs is None and not spec.embeds:
         return True
     return tokens * (1 + (spec.logprobs or 0)) <= _INLINE_TOKENS_MAX
 
@@ -204,8 +212,7 @@ async def openai_events(
         yield {**head, "choices": [choice], **usage}
     echoed = max(len(request.prompt_ids) for request in spec.requests) if spec.echoes else 0
     async for update in generation.updates():
-        quick = _is_quick(spec, echoed + len(update.token_ids))
-        new = shown.show(update) if quick else await asyncio.to_thread(shown.show, update)
+        new = await beside(partial(shown.show, update), spec, echoed + len(update.token_ids))
         if usage and asked.continuous_usage_stats:
             usage = {"usage": generation.usage()}
         for choice in new:

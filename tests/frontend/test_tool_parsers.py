@@ -64,7 +64,7 @@ def sglangs(name: str, pieces: list[str], tool: Any = WEATHER) -> tuple[str, lis
     """What its own parser says of these."""
     from prism.engines.sglang import parsers
 
-    parser = parsers.library().calls.FunctionCallParser(parsers._tools([tool]), name)
+    parser = parsers.library().calls.FunctionCallParser(parsers.checked_tools([tool]), name)
     found = [*map(parser.parse_stream_chunk, pieces), parser.parse_stream_end()]
     calls = list[tuple[str, str]]()
     for item in (item for _, items in found for item in items):

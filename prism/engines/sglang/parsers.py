@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prism.cpu_budget import CpuBudget
 from prism.engines.sglang.parser_library import library
 
 # Characters in a row between two parts of JSON. Without a bound small models write nothing else.
@@ -21,6 +23,11 @@ _BUFFER_PIECES = 16
 _SPECIAL_TOKEN = r"<[|\uff5c][^<>|\uff5c]{1,64}[|\uff5c]>"
 _MARKS = ("bot_token", "eot_token", "tool_call_start_token", "tool_call_end_token")
 _TOKEN_CHARS_MAX = 80
+# CPU time of one answer's parsers: at the begin, for each character, and of one call at most. Calls
+# of 128 tools take a quarter of it for a character; expressions that backtrack take hours.
+_BEGIN_S = 0.05
+_CHAR_S = 100e-6
+_CALL_S_MAX = 0.1
 
 
 @dataclass(slots=True)
@@ -34,23 +41,34 @@ class Piece:
 
 
 class AnswerParser:
-    """One answer, as its text comes. `tools`: as OpenAI defines them, with the choice among them;
-    "" for a parser that is not wanted."""
+    """One answer, as its text comes. A parser that fails, or takes too much CPU time for the text
+    that it was given, is dropped: from there on all is text.
+
+    Args:
+        tool_parser: its name; "" for none.
+        reasoning_parser: its name; "" for none.
+        tools: as `checked_tools` returns them.
+        tool_choice: the choice among them, as OpenAI defines it.
+        prompt: its end.
+        loop: the event loop of the main thread, where the parsers run.
+    """
 
     def __init__(
         self,
         *,
         tool_parser: str,
         reasoning_parser: str,
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[Any],
         tool_choice: Any,
         prompt: str,
+        loop: AbstractEventLoop | None = None,
     ) -> None:
+        self._budget = CpuBudget(_BEGIN_S, _CALL_S_MAX, loop)
         self._reasoning = _reasoner(reasoning_parser, prompt) if reasoning_parser else None
         self._calls: Any = None
         self._tools: list[Any] = []
         if tools and tool_parser:
-            self._tools = _tools(tools)
+            self._tools = checked_tools(tools)
             self._calls = _call_parser(tool_parser, self._tools, tool_choice)
         self._array = isinstance(self._calls, library().array_parser.JsonArrayParser)
         marks = (getattr(self._detector, name, None) for name in _MARKS) if self._calls else ()
@@ -61,7 +79,8 @@ class AnswerParser:
         self._names: list[str] = []
         self._held = ""
         # Until the first call: what the parser of calls was given, and the text that it gave.
-        self._heard = self._said = ""
+        self._heard: list[str] = []
+        self._said: list[str] = []
 
     def push(self, text: str, *, last: bool = False) -> Piece:
         """`last`: no more text comes. A piece has each call once: some clients read no more."""
@@ -74,6 +93,7 @@ class AnswerParser:
                 size = min(size, begin) or end
             if not last and _PIECE_CHARS < size > len(text) - start:
                 break
+            self._budget.add(size * _CHAR_S)
             self._push(text[start : start + size], False, piece)
             if size > _PIECE_CHARS and self._calls is not None:
                 self._drain(piece)
@@ -98,7 +118,7 @@ class AnswerParser:
         while told:
             said, items = self._parse("", False)
             piece.text += said
-            self._said += said
+            self._said.append(said)
             piece.calls += self._numbered(items)
             told = any(item.name or item.parameters for item in items)
 
@@ -108,9 +128,9 @@ class AnswerParser:
         if cut and self._calls is not None:
             return self.push(text, last=True)
         piece = Piece()
+        self._budget.add(len(text) * _CHAR_S)
         if self._reasoning is not None:
-            reasoning, rest = self._reasoning.parse_non_stream(text)
-            piece.reasoning, text = reasoning or "", rest or ""
+            piece.reasoning, text = self._reasoned(self._reasoning.parse_non_stream, text)
         rest, calls = self._whole_calls(text)
         piece.text = rest if calls else text
         piece.calls = [(number, *call) for number, call in enumerate(calls)]
@@ -122,8 +142,8 @@ class AnswerParser:
         try:
             if self._array:
                 return "", [(c["name"], json.dumps(c["parameters"])) for c in json.loads(text)]
-            if self._calls is not None and self._calls.has_tool_call(text):
-                rest, items = self._calls.parse_non_stream(text)
+            if self._calls is not None and self._budget.call(self._calls.has_tool_call, text):
+                rest, items = self._budget.call(self._calls.parse_non_stream, text)
                 return rest, [(item.name or "", item.parameters) for item in items]
         except Exception:  # noqa: BLE001 - a model may have written anything
             return text, []
@@ -131,26 +151,37 @@ class AnswerParser:
 
     def _push(self, text: str, last: bool, piece: Piece) -> None:
         if self._reasoning is not None:
-            reasoning, rest = self._reasoning.parse_stream_chunk(text)
-            piece.reasoning, text = piece.reasoning + (reasoning or ""), rest or ""
-            if last:
-                reasoning, rest = self._reasoning.parse_stream_end()
-                piece.reasoning, text = piece.reasoning + (reasoning or ""), text + (rest or "")
+            reasoning, text = self._reasoned(self._reasoning.parse_stream_chunk, text)
+            piece.reasoning += reasoning
+        if last and self._reasoning is not None:
+            reasoning, rest = self._reasoned(self._reasoning.parse_stream_end)
+            piece.reasoning, text = piece.reasoning + reasoning, text + rest
         if self._calls is not None:
-            self._heard += text
+            self._heard.append(text)
             text, items = self._parse(text, last)
             piece.calls += self._numbered(items)
             if self._names or self._array:
-                self._heard = self._said = ""
+                self._heard, self._said = [], []
             else:
-                self._said += text
+                self._said.append(text)
                 text += self._unsaid() if last and self._calls is not None else ""
         piece.text += text
+
+    def _reasoned(self, parse: Callable[..., Any], *text: str) -> tuple[str, str]:
+        """Reasoning, and what is none."""
+        detector = getattr(self._reasoning, "detector", None)
+        held = str(getattr(detector, "_buffer", ""))
+        try:
+            reasoning, rest = self._budget.call(parse, *text)
+        except Exception:  # noqa: BLE001 - a model may have written anything
+            self._reasoning = None
+            return "", held + "".join(text)
+        return reasoning or "", rest or ""
 
     def _unsaid(self) -> str:
         """Behind an answer without a call: what could have become a call's begin. Some parsers keep
         in their buffer what they have said."""
-        heard, said = self._heard, self._said
+        heard, said = "".join(self._heard), "".join(self._said)
         unsaid = heard[len(said) :] if heard.startswith(said) else heard
         return min(unsaid, str(getattr(self._detector, "_buffer", "")), key=len)
 
@@ -162,7 +193,7 @@ class AnswerParser:
         """What it says, and the calls. From where the parser fails on, all is text."""
         held = str(getattr(self._detector, "_buffer", ""))
         try:
-            return self._parsed(text, last)
+            return self._budget.call(self._parsed, text, last)
         except Exception:  # noqa: BLE001 - a model may have written anything, for any tool
             self._calls = None
             return held + text, []
@@ -211,7 +242,7 @@ def constraint(
     is called once."""
     parallel = parallel and not isinstance(tool_choice, dict)
     parser = library().calls.FunctionCallParser(
-        _tools(tools), tool_parser, tool_choice=_choice(tool_choice)
+        checked_tools(tools), tool_parser, tool_choice=_choice(tool_choice)
     )
     found = parser.get_structure_constraint(_choice(tool_choice), parallel)
     if found is None:
@@ -327,7 +358,8 @@ def _call_parser(name: str, tools: list[Any], tool_choice: Any) -> Any:
     return found.array_parser.JsonArrayParser()
 
 
-def _tools(tools: Sequence[dict[str, Any]]) -> list[Any]:
+def checked_tools(tools: Sequence[Any]) -> list[Any]:
+    """Returns tools of SGLang's type; those that are stay as they are."""
     return [library().protocol.Tool.model_validate(tool) for tool in tools]
 
 

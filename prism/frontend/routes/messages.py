@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from prism.frontend.bodies import read_body
 from prism.frontend.errors import anthropic_error
 from prism.frontend.message_types import CountBody, MessagesBody, renamed
 from prism.frontend.repeats import Answering, read_key
-from prism.frontend.replies import Event, Events, reply_stream, reply_whole
+from prism.frontend.replies import Event, Events, beside, reply_stream, reply_whole
 from prism.frontend.routes.chat import Told, calls_of
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
@@ -83,7 +84,10 @@ class _Answer:
                     # What was found in the prefix cache is known from the first token on.
                     blocks.began = True
                     yield {"type": "message_start", "message": self._begun()}
-                for event in blocks.take(told.delta(update)):
+                said = await beside(
+                    partial(told.delta, update), self.generation.spec, len(update.token_ids)
+                )
+                for event in blocks.take(said):
                     yield event
                 reason = told.finish_reason(update)
         except RequestError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -72,7 +73,10 @@ class _Answer:
             yield _event(f"response.{kind}", number, response=self._response("in_progress", []))
         try:
             async for update in self._generation.updates():
-                for event in items.take(told.delta(update)):
+                said = await beside(
+                    partial(told.delta, update), self._generation.spec, len(update.token_ids)
+                )
+                for event in items.take(said):
                     yield event | {"sequence_number": next(number)}
         except RequestError as error:
             yield _event("response.failed", number, response=self._failed(items, error))
