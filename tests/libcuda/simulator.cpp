@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <utility>
 
 #include "identity.h"
 
@@ -57,7 +58,7 @@ void Simulator::abandon_in_child() {
   Simulator& self = instance();
   self.dead_ = true;
   self.book_.abandon();
-  for (const Device& device : self.devices_) close(device.fd);
+  for (Device& device : self.devices_) close(std::exchange(device.fd, -1));  // it may fork as well
 }
 
 Error Simulator::check_usable() const {
