@@ -10,6 +10,8 @@ from tokenizers.decoders import DecodeStream
 # Tokens before the first generated one that decide whether its leading space is kept.
 _CONTEXT_TOKENS = 5
 _INCOMPLETE = "\ufffd"
+# Tokens without text, after which none of them is read again. A character has four at most.
+_WAITING_MAX = 16
 
 
 class Detokenizer:
@@ -23,11 +25,9 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
-        if self._decode(self._ids).endswith(_INCOMPLETE):
-            self._ids = []
-        self._stream = DecodeStream(ids=self._ids, skip_special_tokens=self._skip)
-        self._shown = len(self._ids)  # the text of so many is out
+        self._ids: list[int]
+        self._shown: int  # the text of so many of them is out
+        self._begin(list(prompt_ids[-_CONTEXT_TOKENS:]))
 
     def push(self, token_id: int) -> str:
         """Text that `token_id` completes; empty while a character is incomplete."""
@@ -42,17 +42,40 @@ class Detokenizer:
             self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip)
             piece = self._stream.step(self._tokenizer, token_id)
         if piece is None:
-            return ""
+            return self._overdue() if len(self._ids) - self._shown >= _WAITING_MAX else ""
+        self._ids = self._ids[-_CONTEXT_TOKENS:]
         self._shown = len(self._ids)
         return piece
 
     def flush(self) -> str:
         """Text of what still waits, incomplete characters as U+FFFD. Call once, at the end."""
-        if self._shown == len(self._ids):
+        return self._text(self._ids)
+
+    def _begin(self, context: list[int]) -> None:
+        """Starts behind the text of these ids."""
+        self._ids = [] if self._decode(context).endswith(_INCOMPLETE) else context
+        self._stream = DecodeStream(ids=self._ids, skip_special_tokens=self._skip)
+        self._shown = len(self._ids)
+
+    def _overdue(self) -> str:
+        """Text of what no later token completes: the stream would read all of it again with each
+        one. What may be the begin of a character goes on waiting."""
+        ids, whole = self._ids, self._text(self._ids)
+        if not whole:
+            self._begin(ids[: self._shown])
             return ""
-        start = max(0, self._shown - _CONTEXT_TOKENS)
-        before = self._decode(self._ids[start : self._shown])
-        return self._decode(self._ids[start:])[len(before) :]
+        # Within a character, both parts of a cut have an incomplete one.
+        cuts = range(len(ids) - 3, len(ids))
+        exact = (at for at in cuts if self._text(ids[:at]) + self._decode(ids[at:]) == whole)
+        cut = next(exact, len(ids))
+        text = self._text(ids[:cut])
+        self._begin(ids[max(0, cut - _CONTEXT_TOKENS) : cut])
+        return text + "".join(self.push(token_id) for token_id in ids[cut:])
+
+    def _text(self, ids: list[int]) -> str:
+        """Of these without those whose text is out."""
+        before = self._decode(self._ids[: self._shown])
+        return self._decode(ids)[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip))

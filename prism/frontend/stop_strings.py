@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -10,13 +11,16 @@ class StopMatcher:
 
     The first stop string to be completed wins, the longer one where two end together, so the
     result does not depend on how the text was cut into pieces. Text that may be the beginning
-    of a stop string is held back.
+    of a stop string is held back. Each character takes a time that does not depend on the strings'
+    length (Knuth, Morris, Pratt).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self.wanted = bool(stops)  # without any, text may go out as it is
         self._held = ""
+        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self._borders = [_borders(stop) for stop in self._stops]
         self.stopped = False
         self.found: str | None = None  # the one that was completed
 
@@ -24,15 +28,14 @@ class StopMatcher:
         """Text that may go out now. REQUIRES: not stopped."""
         if not self._stops:
             return text
+        for end, letter in enumerate(text, start=len(self._held) + 1):
+            self._take(letter)
+            if self.found is not None:
+                text, self._held = self._held + text, ""
+                self.stopped = True
+                return text[: end - len(self.found)]
         text = self._held + text
-        found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            end, begin = min(found)
-            self.found = text[begin:end]
-            return text[:begin]
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        cut = len(text) - keep
+        cut = len(text) - max(self._matched)
         self._held = text[cut:]
         return text[:cut]
 
@@ -41,8 +44,24 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
+    def _take(self, letter: str) -> None:
+        for number, stop in enumerate(self._stops):
+            matched = self._matched[number]
+            while matched and stop[matched] != letter:
+                matched = self._borders[number][matched - 1]
+            matched += stop[matched] == letter
+            self._matched[number] = matched
+            if matched == len(stop) and len(stop) > len(self.found or ""):
+                self.found = stop
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+@lru_cache(maxsize=1024)
+def _borders(stop: str) -> list[int]:
+    """Of each beginning of `stop`: the length of its longest proper beginning that it ends with."""
+    borders, length = [0], 0
+    for letter in stop[1:]:
+        while length and stop[length] != letter:
+            length = borders[length - 1]
+        length += stop[length] == letter
+        borders.append(length)
+    return borders

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.decoders import DecodeStream
 
+from prism.frontend import detokenizer
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.stop_strings import StopMatcher
 from tests.frontend.tiny_model import VOCAB_SIZE, tokenizer
@@ -35,6 +37,65 @@ def test_a_character_cut_by_the_prompts_end_is_completed(text: str, data: st.Dat
     cut = data.draw(st.integers(0, len(ids)))
     whole = TOKENIZER.decode(ids[cut:], skip_special_tokens=True)
     assert text_of(ids[cut:], ids[:cut]) == whole
+
+
+BYTES = [TOKENIZER.get_vocab()[letter] for letter in "ÿâĤð¬A"]
+
+
+@given(st.lists(st.sampled_from([*BYTES, 0]), max_size=120), st.booleans())
+def test_long_runs_of_incomplete_characters_decode_as_a_whole(ids: list[int], skip: bool) -> None:
+    shown = Detokenizer(TOKENIZER, [], skip)
+    text = "".join(shown.push(i) for i in ids) + shown.flush()
+    assert text == TOKENIZER.decode(ids, skip_special_tokens=skip)
+
+
+class Counting:
+    """A tokenizer that counts the ids that it decodes."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.decoded += len(ids)
+        return str(TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+@pytest.mark.parametrize("token_id", [0, *BYTES])
+def test_tokens_without_text_are_not_read_again_with_each_one(
+    token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output with `ignore_eos` may be nothing else: 8,000 took 1.2 s, 16,000 four times that."""
+    counting = Counting()
+
+    class Stream:
+        """As that of the library, whose work it counts."""
+
+        def __init__(self, ids: list[int], skip_special_tokens: bool) -> None:
+            self._real = DecodeStream(ids=ids, skip_special_tokens=skip_special_tokens)
+            self._waiting = len(ids)
+
+        def step(self, _: object, token_id: int) -> str | None:
+            self._waiting += 1
+            counting.decoded += self._waiting
+            piece: str | None = self._real.step(TOKENIZER, token_id)
+            self._waiting = self._waiting if piece is None else 1
+            return piece
+
+    monkeypatch.setattr(detokenizer, "DecodeStream", Stream)
+    made = Detokenizer(counting, [5, 6])  # type: ignore[arg-type]
+    for _ in range(4000):
+        made.push(token_id)
+    made.flush()
+    assert counting.decoded < 4000 * 24
+
+
+def test_a_space_behind_many_special_tokens_is_kept() -> None:
+    words = {"▁the": 0, "▁end": 1, "<unk>": 2, "<eos>": 3}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.add_special_tokens(["<eos>"])
+    made.decoder = decoders.Metaspace()
+    shown = Detokenizer(made, [0])
+    assert "".join(shown.push(i) for i in [*[3] * 100, 1, *[3] * 33, 0]) == " end the"
 
 
 def test_incomplete_characters_wait() -> None:
@@ -86,3 +147,35 @@ def test_stops_do_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list
 @pytest.mark.parametrize(("text", "sent"), [("abc", ""), ("abcx", "abcx"), ("xab", "x")])
 def test_a_possible_beginning_of_a_stop_is_held_back(text: str, sent: str) -> None:
     assert StopMatcher(["abcd"]).push(text) == sent
+
+
+class Letter:
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __init__(self, letter: str) -> None:
+        self._letter = letter
+
+    def __eq__(self, other: object) -> bool:
+        Letter.compared += 1
+        return other == self._letter
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ["x" * 1023 + "y"] * 16,
+        ["x" * (1023 - n) + "y" for n in range(16)],
+        ["y" * n + "x" * 1000 + "z" for n in range(16)],
+        [("x" * (500 + n) + "y") * 2 for n in range(16)],
+    ],
+)
+def test_characters_are_compared_a_few_times_however_long_the_stops_are(stops: list[str]) -> None:
+    """A millisecond a token, otherwise: of the event loop, for each of 128 choices."""
+    matcher, Letter.compared = StopMatcher(stops), 0
+    for number in range(8000):
+        matcher._take(Letter("xw"[number % 511 == 510]))  # type: ignore[arg-type]
+    assert Letter.compared < 3 * 8000 * len(stops)
