@@ -7,13 +7,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
 import msgspec
 import yaml
 
 from prism.config.access import AccessYaml, ApiKey, KeysFile, hashed
-from prism.config.reader import convert
+from prism.config.reader import convert, parse
 from prism.errors import ConfigError
 
 KEY_PREFIX = "sk-prism-"
@@ -74,12 +73,12 @@ def _with(text: str, keys: list[ApiKey]) -> str:
 
 def _of_file(path: Path) -> list[ApiKey]:
     try:
-        data: Any = yaml.safe_load(path.read_text())
+        data = parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"access.keys: cannot read {path}: {why}; correct the path") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"access.keys: {path} is no YAML; correct it") from error
+    except ConfigError as error:
+        raise ConfigError(f"access.keys: {path}: {error}") from error
     return convert(data, KeysFile, "access.keys").keys
 
 

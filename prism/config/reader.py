@@ -20,8 +20,17 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
+# Values, each counted as often as aliases repeat it.
+_VALUES_MAX = 1_000_000
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML lets a later key overwrite an earlier one silently; here that is an error."""
+    """YAML lets a later key overwrite an earlier one silently, and a few aliases of aliases repeat
+    a value a billion times. Both are errors here."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _count(node, {})
+        return super().construct_document(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -33,6 +42,22 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(name)
         return super().construct_mapping(node, deep)
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """Returns the number of values that `node` stands for. known: those of nodes by their id, where
+    a node that is being counted is without an end."""
+    if id(node) not in known:
+        known[id(node)] = _VALUES_MAX
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_count(part, known) for part in parts)
+    if known[id(node)] > _VALUES_MAX:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"aliases make more than {_VALUES_MAX} values of it", node.start_mark
+        )
+    return known[id(node)]
 
 
 T = TypeVar("T", bound=msgspec.Struct)
