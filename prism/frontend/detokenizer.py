@@ -27,6 +27,7 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._ids: list[int]
         self._shown: int  # the text of so many of them is out
+        self._stream: DecodeStream
         self._begin(list(prompt_ids[-_CONTEXT_TOKENS:]))
 
     def push(self, token_id: int) -> str:
