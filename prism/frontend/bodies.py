@@ -6,12 +6,13 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from prism.frontend.errors import (
     BodyTimeoutError,
@@ -29,6 +30,10 @@ _INLINE_BYTES_MAX = 64 << 10
 # Of all bodies that are being received or parsed, beyond the first part of each.
 BODIES_BYTES_MAX = 128 << 20
 BODY_TIMEOUT_S = 60.0
+# What is read of a body that is refused: a connection that is closed with bytes unread is reset,
+# and the client may not read the answer.
+_DISCARDED_BYTES_MAX = 128 << 20
+_DISCARD_TIMEOUT_S = 10.0
 # Objects and lists together. Making millions of them takes seconds, and nothing else runs.
 _CONTAINERS_MAX = 32 << 10
 # A string without an end goes to the end of the body, so that no part is searched twice.
@@ -73,6 +78,15 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     Raises BadRequestError naming the first wrong field, BodyTooLargeError, BodyTimeoutError, or
     OverloadedError while many large bodies are being received.
     """
+    try:
+        return await _read(request, kind)
+    except BodyTooLargeError:
+        await _discard_rest(request)
+        raise
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    _check_length(int(request.headers.get("content-length", 0)))
     with memory.share() as grow:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -91,10 +105,27 @@ async def _receive(request: Request, grow: Callable[[int], None]) -> bytes:
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > _BODY_BYTES_MAX:
-            raise BodyTooLargeError(f"the body exceeds {_BODY_BYTES_MAX >> 20} MiB; shorten it")
+        _check_length(len(data))
         grow(len(data) - _INLINE_BYTES_MAX)
     return bytes(data)
+
+
+def _check_length(length_bytes: int) -> None:
+    if length_bytes > _BODY_BYTES_MAX:
+        raise BodyTooLargeError(f"the body exceeds {_BODY_BYTES_MAX >> 20} MiB; shorten it")
+
+
+async def _discard_rest(request: Request) -> None:
+    """Reads what the client goes on sending. One that waits for `100 Continue` sends nothing."""
+    if request.headers.get("expect", "").lower() == "100-continue":
+        return
+    left_bytes = _DISCARDED_BYTES_MAX
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+            async for part in request.stream():
+                left_bytes -= len(part)
+                if left_bytes < 0:
+                    return
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:

@@ -299,3 +299,39 @@ async def test_a_client_that_does_not_read_has_a_deadline(reads: bool) -> None:
         writer.close()
         server.should_exit = True
         await task
+
+
+@pytest.mark.parametrize("how", ["Content-Length: %d", "Transfer-Encoding: chunked"])
+async def test_a_client_reads_that_its_body_is_too_large(
+    app_config: ClusterConfig, how: str
+) -> None:
+    """One that sends all of it first, as most do: it met a reset connection instead."""
+    size = 24 << 20
+    head = HEAD.replace(b"Content-Length: %d", how.replace("%d", str(size)).encode())
+    begin, end = (b"%x\r\n" % size, b"\r\n0\r\n\r\n") if "chunked" in how else (b"", b"")
+    async with guarded(app_config, 100, PATIENCE_S) as this:
+        connection = await this.connect(head + begin + b" " * size + end)
+        assert b" 413 " in await connection.answer()
+        assert b"the body exceeds 8 MiB" in await connection.rest()
+        assert await this.serves()
+
+
+async def test_a_client_that_asks_first_sends_no_body_that_is_too_large(
+    app_config: ClusterConfig,
+) -> None:
+    head = HEAD[:-2] % (24 << 20) + b"Expect: 100-continue\r\n\r\n"
+    async with guarded(app_config, 100, PATIENCE_S) as this:
+        connection = await this.connect(head)
+        assert (await connection.answer()).startswith(b"HTTP/1.1 413")
+        assert b"the body exceeds 8 MiB" in await connection.rest()
+
+
+async def test_a_body_without_an_end_is_discarded_for_some_time_alone(
+    app_config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_DISCARD_TIMEOUT_S", 0.2)
+    async with guarded(app_config, 100, PATIENCE_S) as this:
+        connection = await this.connect(HEAD % (24 << 20) + b" " * 1000)
+        assert b" 413 " in await connection.answer()
+        assert b"the body exceeds 8 MiB" in await connection.rest()
+        assert bodies.memory.used_bytes == 0
