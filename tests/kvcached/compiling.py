@@ -129,6 +129,7 @@ def main() -> None:
     for make in (build_libcuda, build_libnvml, build_front, build_kills, build_race, build_fuzz):
         make()
     build_tests("address,undefined")
+    build_tests("thread")
 
 
 if __name__ == "__main__":

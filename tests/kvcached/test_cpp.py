@@ -10,10 +10,9 @@ from .compiling import build_tests
 
 
 @pytest.mark.timeout(900)  # most of it is compiling
-@pytest.mark.parametrize(
-    "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_cpp_layers(sanitizers: str, libcuda: object) -> None:
+    """In every run of all tests: a fresh clone cannot tell whether csrc changed since the last."""
     program = build_tests(sanitizers)
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
