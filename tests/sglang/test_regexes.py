@@ -308,6 +308,12 @@ def test_what_has_no_end_is_read_once() -> None:
         assert time.perf_counter() - began_s < 10
 
 
+@pytest.mark.parametrize("text", [r"\"" * 500_000, '"' + r"\"" * 500_000, r'Regex("\"' * 100_000])
+def test_a_string_without_an_end_is_read_once(text: str) -> None:
+    """Read from each of its quotes, it takes longer than a test may."""
+    assert kept_ebnf(text) == text
+
+
 def test_names_beside_a_bounded_string_stay() -> None:
     r"""XGrammar prints "éa" as "\xe9a", and reads that as one character."""
     schema = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from string import hexdigits
 
 Ranges = list[tuple[int, int]]  # of code points, both ends included
@@ -24,7 +25,7 @@ _ESCAPE = (
 _CLASS = r"\[(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)"  # one without an end is not looked at twice
 _QUANTIFIER = r"(?:[*+?]|\{\d+(?:,\d*)?\})\??"
 _REGEX = re.compile(rf"{_ESCAPE}|{_CLASS}|\(\?(?:<?[=!]|:|P?<\w+>)|{_QUANTIFIER}|.", re.DOTALL)
-_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_STRING = r'"(?:[^"\\\n]|\\.)*+"?'  # likewise
 _EBNF = re.compile(
     rf"(?P<regex>(?<![\w-])Regex\s*\(\s*)(?P<text>{_STRING})|(?P<string>{_STRING})|\#[^\n]*|"
     rf"(?P<class>{_CLASS})",
@@ -173,6 +174,7 @@ def _kept_part(found: re.Match[str]) -> str:
     return found[0]
 
 
+@lru_cache(maxsize=1024)
 def _kept_class(text: str, json_string: bool = False) -> str:
     """Returns the same class; text of one that XGrammar keeps to is left as it is. In a JSON string
     it has escapes of characters that it names, and no character that has to be escaped."""
