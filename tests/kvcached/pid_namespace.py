@@ -1,7 +1,7 @@
 """Process 1 of a pid namespace of its own, as a container's first process is.
 
-pid_namespace.py COMMAND NAMESPACE prints its pid outside, or "refused", then "ready". It acts when
-a line comes on stdin. `hold` keeps the lock of the ledger from then on until the next line, and
+pid_namespace.py COMMAND NAMESPACE prints "ready" and its pid outside, or "refused". It acts when a
+line comes on stdin. `hold` keeps the lock of the ledger from then on until the next line, and
 `wait` reads the ledger.
 """
 
@@ -29,11 +29,11 @@ def lock_word(segment: mmap.mmap) -> int:
     return int(word)
 
 
-def act(command: str, namespace: str) -> None:
+def act(command: str, namespace: str, pid_outside: str) -> None:
     device = Device.open("host:0", namespace=namespace)
     segment = segment_of(namespace)
     (number,) = struct.unpack_from("<I", segment, LOCK_OFFSET + 4)
-    print("ready", flush=True)
+    print("ready", pid_outside, flush=True)
     sys.stdin.readline()
     if command == "wait":
         device.usage()
@@ -48,11 +48,12 @@ def main() -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID) != 0:
         print("refused", flush=True)
         return
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        act(*sys.argv[1:])
+        act(*sys.argv[1:], os.read(told, 64).decode())
         return
-    print(child, flush=True)
+    os.write(tell, str(child).encode())
     os.waitpid(child, 0)
 
 
