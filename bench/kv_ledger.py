@@ -3,7 +3,7 @@
     python bench/kv_ledger.py [--leases 200000] [--pairs 15] [--processes 8] [--hammer 300000]
 
 Builds bench/kv_ledger.cpp with the layers of csrc/ and runs it; both loops are C++, no Python is
-timed. First in one process: CPU time of a lease, which takes the ledger's mutex three times,
+timed. First in one process: CPU time of a lease, which takes the ledger's lock three times,
 against one lock and unlock. Then `processes` of them at once on one ledger, each leasing a random
 number of pages, against as many that lock and unlock one mutex as often as the leases did: wall
 time from their common start to the end of the last. Medians over the pairs. While they hammer, one
@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
+    "fork_guard",
     "futex",
     "ledger",
     "ledger_balloon",
@@ -27,6 +28,7 @@ LAYERS = (
     "ledger_file",
     "ledger_liveness",
     "liveness",
+    "owned_lock",
 )
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-D_GNU_SOURCE", "-pthread"]
 
