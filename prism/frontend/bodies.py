@@ -34,10 +34,14 @@ BODY_TIMEOUT_S = 60.0
 # and the client may not read the answer.
 _DISCARDED_BYTES_MAX = 128 << 20
 _DISCARD_TIMEOUT_S = 10.0
-# Objects and lists together. Making millions of them takes seconds, and nothing else runs.
-_CONTAINERS_MAX = 32 << 10
+# What is made of a body, by what JSON has for each. Millions take seconds, and nothing else runs.
+_MOST = {
+    "objects and lists": (b"[{", 32 << 10),
+    "members of objects": (b":", 128 << 10),
+    "values": (b",", 1 << 20),
+}
 # A string without an end goes to the end of the body, so that no part is searched twice.
-_STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{]', re.DOTALL)
+_STRING_OR_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{:,]', re.DOTALL)
 # One large body at a time: the event loop gets its turn between two steps of the parser.
 _parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
@@ -130,8 +134,9 @@ async def _discard_rest(request: Request) -> None:
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
     """Raises BadRequestError naming the first wrong field."""
-    if _has_too_many_containers(data):
-        raise bad_request(f"the body has more than {_CONTAINERS_MAX} objects and lists; send fewer")
+    for what, (marks, most) in _MOST.items():
+        if _has_more(data, marks, most):
+            raise bad_request(f"the body has more than {most} {what}; send fewer")
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -141,9 +146,9 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     return body
 
 
-def _has_too_many_containers(data: bytes) -> bool:
-    if data.count(b"{") + data.count(b"[") <= _CONTAINERS_MAX:
+def _has_more(data: bytes, marks: bytes, most: int) -> bool:
+    """Returns whether there are more than `most` of these characters outside of strings."""
+    if sum(data.count(mark) for mark in marks) <= most:
         return False
-    found = _STRING_OR_CONTAINER.finditer(data)
-    containers = (each for each in found if data[each.start()] != ord('"'))
-    return next(islice(containers, _CONTAINERS_MAX, None), None) is not None
+    found = (each for each in _STRING_OR_MARK.finditer(data) if data[each.start()] in marks)
+    return next(islice(found, most, None), None) is not None

@@ -55,6 +55,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Structure = Annotated[dict[str, Any], Field(max_length=64)]  # each name is looked at
 Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
 Milliseconds = Annotated[float, Field(gt=0, le=3.6e6)]
 
@@ -134,8 +135,8 @@ class GenerationBody(RequestBody):
     logit_bias: Annotated[dict[str, float], Field(max_length=BIASES_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     n: Choices | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: Structure | None = None
+    structured_outputs: Structure | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None

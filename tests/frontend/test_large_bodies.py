@@ -92,6 +92,35 @@ def test_a_string_without_an_end_is_searched_once() -> None:
         parse_body(CompletionBody, body)
 
 
+@pytest.mark.parametrize(
+    ("flood", "what"),
+    [
+        (b'"m": {' + b'"x":0,' * 131_073 + b'"y":0}', "131072 members of objects"),
+        (b'"stop_token_ids": [' + b"1," * 1_048_577 + b"1]", "1048576 values"),
+        (b'"stop": [' + b'"",' * 1_048_577 + b'""]', "1048576 values"),
+    ],
+)
+def test_floods_of_values_are_never_parsed(
+    flood: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser lets nothing else run: half a second for 8 MB."""
+    monkeypatch.setattr(CompletionBody, "model_validate_json", None)
+    with pytest.raises(BadRequestError, match=f"the body has more than {what}; send fewer"):
+        parse_body(CompletionBody, b'{"model": "base", "prompt": "x",' + flood + b"}")
+
+
+def test_marks_in_a_text_are_no_values() -> None:
+    text = '{"a": [1, 2], ' * 300_000
+    assert parse_body(CompletionBody, json.dumps({"model": "base", "prompt": text}).encode())
+
+
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_a_structure_has_few_names(field: str) -> None:
+    body = {"model": "base", "prompt": "x", field: {f"x{n}": None for n in range(65)}}
+    with pytest.raises(BadRequestError, match=f"{field}: .*at most 64"):
+        parse_body(CompletionBody, json.dumps(body).encode())
+
+
 def test_the_bound_counts_objects_and_lists() -> None:
     lists: list[Any] = [[]] * (32 * 1024 - 2)  # with the body itself and the list of them
     for extra, message in (([], "x: unknown field"), ([[]], "more than 32768 objects")):
