@@ -20,7 +20,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import uvicorn
 import uvloop
@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig, FrontendConfig
 from prism.errors import ConfigError
+from prism.frontend.accepting import Acceptor
 from prism.frontend.app import create_admin, create_app
 from prism.frontend.connections import guarded_protocol
 from prism.frontend.listener import open_admin, open_listener
@@ -52,13 +53,13 @@ class Admin(NamedTuple):
     listener: socket.socket
 
 
-class ImpatientLoop(uvloop.Loop):
-    """A TLS handshake has HANDSHAKE_TIMEOUT_S, which uvicorn has no option for."""
+class AcceptingLoop(uvloop.Loop):
+    """uvloop whose servers, which need `sock`, accept many connections in a turn and give a TLS
+    handshake HANDSHAKE_TIMEOUT_S: what uvicorn has no options for."""
 
-    async def create_server(self, *args: Any, **more: Any) -> asyncio.Server:
-        if more.get("ssl") is not None:
-            more["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
-        return cast("asyncio.Server", await super().create_server(*args, **more))
+    async def create_server(self, *args: Any, **more: Any) -> Any:
+        (protocols,) = args
+        return Acceptor(protocols, more["sock"], more["ssl"], HANDSHAKE_TIMEOUT_S)
 
 
 class UvicornServer(uvicorn.Server):
@@ -81,7 +82,7 @@ def main() -> int:
         app = create_app(config, arguments.frontend_id, arguments.without_unreadable, file)
         admin = _admin(app, config, arguments.admin_fd)
         serving = serve(app, listener, config.frontend, admin)
-        ended_in_order = uvloop.run(serving, loop_factory=ImpatientLoop)
+        ended_in_order = uvloop.run(serving, loop_factory=AcceptingLoop)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -198,7 +199,9 @@ async def _unused(servers: Sequence[UvicornServer], services: Services) -> None:
 
 
 def _connected(servers: Sequence[UvicornServer]) -> bool:
-    return any(server.server_state.connections for server in servers)
+    """Also by what is accepted and not yet known to its server: a TLS handshake takes a while."""
+    beginning = (getattr(each, "is_beginning", False) for s in servers for each in s.servers)
+    return any(server.server_state.connections for server in servers) or any(beginning)
 
 
 def _connections_max() -> int:

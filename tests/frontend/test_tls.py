@@ -46,7 +46,7 @@ def test_a_handshake_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await task
         return said
 
-    assert uvloop.run(connect_and_say_nothing(), loop_factory=frontend.ImpatientLoop) == b""
+    assert uvloop.run(connect_and_say_nothing(), loop_factory=frontend.AcceptingLoop) == b""
 
 
 def test_a_key_with_a_passphrase_is_refused(tmp_path: Path) -> None:
