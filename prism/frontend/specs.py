@@ -28,6 +28,7 @@ from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar, Request, Sampling
 
+T = TypeVar("T")
 _SLO_MIN_S = 1e-6
 # Marks the end of a text that is to go on: what templates write behind it may look like the text.
 _GOES_ON = "ThisTextGoesOnHere"
@@ -50,11 +51,12 @@ async def completion_spec(services: Services, body: CompletionBody) -> Generatio
     spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.eos_ids, grammar))
     if not body.echo:
         return spec
-    return replace(spec, echoes=_echoes(body, tokenizer), hides_output=body.hides_output)
+    echoes = await asyncio.to_thread(_echoes, body, tokenizer)
+    return replace(spec, echoes=echoes, hides_output=body.hides_output)
 
 
 def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
-    """The prompt's text for each choice."""
+    """The prompt's text for each choice. A million tokens take a tenth of a second."""
     texts = (p if isinstance(p, str) else tokenizer.tokenizer.decode(p) for p in body.prompt)
     return tuple(text for text in texts for _ in range(body.choices_made))
 
@@ -96,13 +98,15 @@ async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: Mod
         message = f"model: {model.name} has no chat template; use /v1/completions, with a prompt"
         raise bad_request(message, "model")
     refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
-    # What takes long must not hold up the event loop, whose heartbeat keeps all requests alive.
-    if body.is_short:
-        text = _rendered(body, tokenizer.chat_template)
-    else:
-        text = await asyncio.to_thread(_rendered, body, tokenizer.chat_template)
+    text = await _made(body, partial(_rendered, body, tokenizer.chat_template))
     refuse_hopeless(model, body, tokenizer, len(text))
     return text
+
+
+async def _made(body: Conversation, make: Callable[[], T]) -> T:
+    """What is made of a conversation. What takes long must not hold up the event loop, whose
+    heartbeat keeps all requests alive."""
+    return make() if body.is_short else await asyncio.to_thread(make)
 
 
 async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -> Grammar | None:
@@ -122,10 +126,10 @@ async def _call_grammar(
     tokenizer = services.tokenizer(model.name)
     if body.must_call:
         with suppress(BadRequestError):
-            if grammar := tool_grammar(parsing, body, all_strict=True):
+            if grammar := await _made(body, partial(tool_grammar, parsing, body, all_strict=True)):
                 await services.grammars(model).check(model, tokenizer, grammar, "tools")
                 return grammar
-    grammar = tool_grammar(parsing, body)
+    grammar = await _made(body, partial(tool_grammar, parsing, body))
     if grammar is not None:
         await services.grammars(model).check(model, tokenizer, grammar, "tools")
     return grammar

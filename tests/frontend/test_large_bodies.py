@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from prism.errors import BadRequestError, RequestError
+from prism.frontend import specs
 from prism.frontend.bodies import parse_body
 from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import MESSAGES_MAX, PARTS_MAX, ChatBody
@@ -170,3 +171,37 @@ async def test_no_template_option_is_a_bug_of_ours(stack: Stack, options: dict[s
     stack.agent.script = answering([7])
     body = chat([{"role": "tool", "content": "x"}], chat_template_kwargs=options)
     assert (await stack.client.post(PATH, json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(("chars", "beside"), [(10, False), (20_000, True)])
+async def test_the_grammar_of_large_tools_is_made_beside_the_event_loop(
+    stack: Stack, chars: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes of strict tools took 0.2 s."""
+    threads: list[threading.Thread] = []
+
+    def made(*_: Any, **__: Any) -> None:
+        threads.append(threading.current_thread())
+
+    monkeypatch.setattr(specs, "tool_grammar", made)
+    body = ChatBody.model_validate(
+        chat([EMPTY], tools=[tool({"enum": ["x" * chars]})], tool_choice="required")
+    )
+    model = stack.services.config.models[0]
+    assert await specs._call_grammar(stack.services, body, model, cast("Any", None)) is None
+    assert [thread is not threading.main_thread() for thread in threads] == [beside] * 2
+
+
+async def test_prompts_are_echoed_beside_the_event_loop(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def echoes(*_: Any) -> tuple[str, ...]:
+        threads.append(threading.current_thread())
+        return ("x",)
+
+    monkeypatch.setattr(specs, "_echoes", echoes)
+    body = CompletionBody(model="base", prompt=[[5, 6]], echo=True)
+    assert (await specs.completion_spec(stack.services, body)).echoes == ("x",)
+    assert threads[0] is not threading.main_thread()
