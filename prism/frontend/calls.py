@@ -7,13 +7,14 @@ import logging
 import re
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prism import clock
 from prism.config.access import ApiKey
 
 ID_HEADER = "x-request-id"
@@ -43,12 +44,19 @@ class Call:
     output_tokens: int = 0
     api_key: ApiKey | None = None
     traceparent: str = ""  # the header: the client's span that it belongs to
+    arrived_s: float = field(default_factory=time.monotonic)  # see `GuardedProtocol`
 
 
-_UNLOGGED = ("api_key", "traceparent")
+_UNLOGGED = ("api_key", "traceparent", "arrived_s")
 _LOGGED = tuple(f.name for f in dataclasses.fields(Call) if f.name not in _UNLOGGED)
 
 current: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def arrival() -> tuple[float, float]:
+    """Arrival of the present request, by the monotonic and by the cluster's clock."""
+    arrived_s = (current.get() or Call("")).arrived_s
+    return arrived_s, arrived_s + clock.ahead_s()
 
 
 class Calls:
@@ -62,7 +70,7 @@ class Calls:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s, call, status = time.monotonic(), _call_of(scope), 0
+        call, status = _call_of(scope), 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -81,7 +89,7 @@ class Calls:
         finally:
             current.reset(token)
             if self._logs:
-                _write(call, status, time.monotonic() - began_s)
+                _write(call, status, time.monotonic() - call.arrived_s)
 
 
 def _call_of(scope: Scope) -> Call:
@@ -93,6 +101,7 @@ def _call_of(scope: Scope) -> Call:
         path=scope["path"][:_PATH_CHARS_MAX],
         client=(scope.get("client") or ("",))[0],
         traceparent=headers.get("traceparent", ""),
+        arrived_s=scope.get("state", {}).get("arrived_s") or time.monotonic(),
     )
 
 

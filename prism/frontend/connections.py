@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+import time
+from typing import Any, cast
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -16,6 +17,8 @@ WRITE_TIMEOUT_S = 60.0
 HEAD_BYTES_MAX = 1 << 16
 # Requests behind the one that is being served. One read may have thousands.
 PIPELINED_MAX = 16
+# Turns of the event loop in which it reads what a client sent right after its connect.
+_TURNS_TO_READ = 2
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
     b"Connection: close\r\n\r\n"
@@ -34,6 +37,10 @@ class GuardedProtocol(HttpToolsProtocol):
     what waits for it within `write_timeout_s`, it is disconnected, and its request cancelled. Of
     more than `connections_max` connections the one is closed that has been without a whole request
     for longest; where all of them are being served, the new one gets a 503.
+
+    `arrived_s` in the state of a request's scope is when its first byte was read, by the monotonic
+    clock. Of a connection's first request it is the accept, unless the loop was waiting for the
+    client in between: what a busy loop takes to come to a connection is part of its answer's time.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -47,10 +54,15 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_bytes = 0  # since the end of headers, or a piece of a body: also of trailers
     _served: RequestResponseCycle | None = None  # `cycle` is the last one that has come
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._accepted_s: float | None = time.monotonic()  # until it is known to say nothing
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
         self.incomplete[self] = None
         self._note_progress(began=True)
+        self.loop.call_soon(self._note_silence, _TURNS_TO_READ)
         if len(self.connections) > self.connections_max:
             self._make_room()
 
@@ -80,6 +92,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_write_timer()
         super().resume_writing()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        arrived_s, self._accepted_s = self._accepted_s or time.monotonic(), None
+        self.scope["state"]["arrived_s"] = arrived_s
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
@@ -118,6 +135,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.incomplete.pop(self, None)
         else:
             self.incomplete.setdefault(self, None)
+
+    def _note_silence(self, turns: int) -> None:
+        """A connection that is opened ahead of need has no request that waits."""
+        if turns > 0:
+            self.loop.call_soon(self._note_silence, turns - 1)
+        else:
+            self._accepted_s = None
 
     def _make_room(self) -> None:
         oldest = next(iter(self.incomplete))

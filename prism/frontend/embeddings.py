@@ -6,15 +6,14 @@ the answer, shedding, rates and retries are those of all requests.
 
 from __future__ import annotations
 
-import time
 from base64 import b64encode
 from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
 
-from prism import clock
 from prism.errors import BadRequestError
+from prism.frontend import calls
 from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.openai_types import EmbeddingsBody
@@ -34,7 +33,7 @@ class NoEmbeddingsError(BadRequestError):
 
 async def embedding_spec(services: Services, body: EmbeddingsBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
-    began_s, arrival_unix_s = time.monotonic(), clock.unix_s()
+    began_s, arrival_unix_s = calls.arrival()
     model, _ = services.resolve(body.model)
     _check_able(model, body.dimensions)
     prompts = await encoded(model, body, body.input, services.tokenizer(model.name))

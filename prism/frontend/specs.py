@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +12,9 @@ from uuid import uuid4
 
 from msgspec import structs
 
-from prism import clock
 from prism.config.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
+from prism.frontend import calls
 from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody, Conversation
 from prism.frontend.errors import UnavailableError, bad_request
@@ -44,12 +43,11 @@ class _Ends(NamedTuple):
 
 async def completion_spec(services: Services, body: CompletionBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
-    clocks = (time.monotonic(), clock.unix_s())
     model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     prompts = await encoded(model, body, body.prompt, tokenizer)
     grammar = await _grammar(services, body, model)
-    spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.eos_ids, grammar))
+    spec = _spec(services, body, prompts, _Ends(tokenizer.eos_ids, grammar))
     if not body.echo:
         return spec
     echoes = await asyncio.to_thread(_echoes, body, tokenizer)
@@ -64,7 +62,6 @@ def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
 
 async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     """Raises RequestError of the kind that fits."""
-    clocks = (time.monotonic(), clock.unix_s())
     model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     text = await conversation_text(model, body, tokenizer)
@@ -81,7 +78,7 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
         await services.grammars(model).check(model, tokenizer, grammar, "response_format")
     elif parsing is not None:
         grammar = await _call_grammar(services, body, model, parsing)
-    spec = _spec(services, body, clocks, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
+    spec = _spec(services, body, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
     # Tokens that begin a call or end the reasoning may be special.
     return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
 
@@ -238,11 +235,10 @@ def _too_long(
 def _spec(
     services: Services,
     body: GenerationBody,
-    clocks: tuple[float, float],
     prompts: list[list[int]],
     ends: _Ends,
 ) -> GenerationSpec:
-    """`clocks`: the time of arrival, by the monotonic and by the cluster's clock."""
+    began_s, arrival_unix_s = calls.arrival()
     model, adapter = services.resolve(body.model)
     room = min(room_behind(model, prompt, body) for prompt in prompts)
     ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
@@ -260,7 +256,7 @@ def _spec(
             model=model.name,
             prompt_ids=prompt,
             sampling=each,
-            arrival_unix_s=clocks[1],
+            arrival_unix_s=arrival_unix_s,
             slo_ttft_s=ttft_s,
             slo_tpot_s=tpot_s,
             frontend_id=services.dispatcher.frontend_id,
@@ -275,7 +271,7 @@ def _spec(
         asked_model=body.model,
         stops=tuple(body.stop or ()),
         show_token_ids=bool(body.return_token_ids),
-        began_s=clocks[0],
+        began_s=began_s,
         skip_special_tokens=body.skip_special_tokens,
         logprobs=body.logprobs_asked,
         shown=(body.choices_asked, body.choices_made),
