@@ -1,15 +1,19 @@
-"""Log probabilities in OpenAI's two shapes."""
+"""Log probabilities in OpenAI's two shapes. The part of each token is JSON text already: for a long
+answer, millions of dicts would be encoded and freed in one go, which lets nothing else run."""
 
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from typing import Any
 
+import msgspec
+
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
 # What OpenAI shows for a token that cannot come.
 _LEAST = -9999.0
+_encode = msgspec.json.Encoder().encode
 
 
 def chat_logprobs(
@@ -20,7 +24,8 @@ def chat_logprobs(
     for place, (token_id, value) in enumerate(zip(token_ids, logprobs.values, strict=False)):
         top = _top(logprobs, place)
         likeliest = [_entry(tokenizer, other, chance) for other, chance in top]
-        content.append({**_entry(tokenizer, token_id, value), "top_logprobs": likeliest})
+        entry = {**_entry(tokenizer, token_id, value), "top_logprobs": likeliest}
+        content.append(msgspec.Raw(_encode(entry)))
     return {"content": content, "refusal": None}
 
 
@@ -46,7 +51,7 @@ class CompletionLogprobs:
         shown = self._named(token_ids, text)
         shown["token_logprobs"] = [max(value, _LEAST) for value in logprobs.values]
         shown["top_logprobs"] = [
-            {self._name(i): max(v, _LEAST) for i, v in (*_top(logprobs, place), (token_id, value))}
+            msgspec.Raw(_encode(self._by_name([*_top(logprobs, place), (token_id, value)])))
             for place, (token_id, value) in enumerate(zip(token_ids, logprobs.values, strict=False))
         ]
         return shown
@@ -71,6 +76,9 @@ class CompletionLogprobs:
         if shown:
             self._offset += len(self._characters.decode(said))
         return place
+
+    def _by_name(self, values: list[tuple[int, float]]) -> dict[str, float]:
+        return {self._name(token_id): max(value, _LEAST) for token_id, value in values}
 
     def _name(self, token_id: int) -> str:
         text = self._tokenizer.token_bytes(token_id)

@@ -7,6 +7,7 @@ import json
 import threading
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from prism.errors import BadRequestError, RequestError
@@ -14,7 +15,9 @@ from prism.frontend import specs
 from prism.frontend.bodies import parse_body
 from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import MESSAGES_MAX, PARTS_MAX, ChatBody
+from prism.frontend.logprobs import CompletionLogprobs, chat_logprobs
 from prism.frontend.openai_types import CompletionBody
+from prism.messages.requests import Logprobs
 from tests.frontend.conftest import Stack
 from tests.frontend.scripted_agent import answering
 
@@ -205,3 +208,17 @@ async def test_prompts_are_echoed_beside_the_event_loop(
     body = CompletionBody(model="base", prompt=[[5, 6]], echo=True)
     assert (await specs.completion_spec(stack.services, body)).echoes == ("x",)
     assert threads[0] is not threading.main_thread()
+
+
+async def test_log_probabilities_are_made_into_text_token_by_token(stack: Stack) -> None:
+    """Those of 32,000 tokens were encoded in one go, for 0.3 s with 20 for each."""
+    tokenizer = stack.services.tokenizers["base"]
+    top = Logprobs([-0.5] * 3, [[5, 6]] * 3, [[-0.5, -1e9]] * 3)
+    chat = chat_logprobs(tokenizer, [5, 6, 5], top)["content"]
+    completion = CompletionLogprobs(tokenizer, shows_special=True).part([5, 6, 5], top)
+    for parts in (chat, completion["top_logprobs"]):
+        assert [type(part) for part in parts] == [msgspec.Raw] * 3
+    first, second = (tokenizer.token_bytes(each).decode() for each in (5, 6))
+    assert msgspec.json.decode(chat[0])["top_logprobs"][1]["token"] == second
+    told = msgspec.json.decode(msgspec.json.encode(completion))["top_logprobs"]
+    assert told[0] == {first: -0.5, second: -9999.0}
