@@ -37,7 +37,7 @@ _DISCARD_TIMEOUT_S = 10.0
 # What is made of a body, by what JSON has for each. Millions take seconds, and nothing else runs.
 _MOST = {
     "objects and lists": (b"[{", 32 << 10),
-    "members of objects": (b":", 128 << 10),
+    "members of objects": (b":", 64 << 10),
     "values": (b",", 1 << 20),
 }
 # A string without an end goes to the end of the body, so that no part is searched twice.
