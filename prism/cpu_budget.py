@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 # A call that catches the interruption, or code that cannot raise, is interrupted again after this.
 _AGAIN_S = 0.02
 _TICK_S = 0.01
+_LEAST_S = 0.001  # less than a microsecond would be no timer
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ def _interrupted_after(
     try:
         try:
             _ends_s.append(time.thread_time() + cpu_s)
-            signal.setitimer(signal.ITIMER_PROF, cpu_s, _TICK_S)
+            signal.setitimer(signal.ITIMER_PROF, max(cpu_s, _LEAST_S), _TICK_S)
             return function(*args, **kwargs)
         finally:
             _disarm()

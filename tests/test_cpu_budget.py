@@ -51,6 +51,11 @@ def test_what_was_added_is_bounded() -> None:
         budget.call(spin)
 
 
+def test_the_rest_of_a_budget_ends_a_call_too() -> None:
+    with pytest.raises(TimeoutError):
+        CpuBudget(1e-9, 1.0).call(spin)
+
+
 def test_errors_of_the_call_come_through_and_nothing_stays_armed() -> None:
     with pytest.raises(ZeroDivisionError):
         CpuBudget(1.0, 1.0).call(lambda: 1 // 0)
