@@ -111,7 +111,8 @@ class Channel(Generic[M]):
         """The next message, and who sent it."""
         while True:
             self._taken += 1
-            if self._taken % _MESSAGES_PER_TURN == 0:
+            if self._taken > _MESSAGES_PER_TURN:
+                self._taken = 0
                 await asyncio.sleep(0)
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -122,9 +123,19 @@ class Channel(Generic[M]):
             if (message := self._decode(frames, sender)) is not None:
                 return sender, message
 
-    def has_more(self) -> bool:
-        """Whether `receive` would return at once, unless what is there is malformed."""
-        return bool(self._socket.poll(0))
+    def arrived(self) -> list[M]:
+        """Messages that are there, at most _MESSAGES_PER_TURN. Never blocks."""
+        found = []
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            sender = frames.pop(0) if self._routes else b""
+            self._taken += 1
+            if (message := self._decode(frames, sender)) is not None:
+                found.append(message)
+        return found
 
     def send(self, message: msgspec.Struct, to: bytes = b"") -> None:
         """Never blocks. Raises zmq.ZMQError if the message is not taken: the peer is not

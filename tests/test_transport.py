@@ -100,6 +100,22 @@ async def test_a_router_names_the_sender_and_answers_it(sockets: Sockets, endpoi
     assert await dealer.receive() == (b"", ActionResult(3, True))
 
 
+async def test_what_is_there_comes_without_waiting(sockets: Sockets, endpoint: str) -> None:
+    """And what is malformed is dropped."""
+    inbox, sender = sockets.channel(zmq.PULL, Cancel), sockets.plain(zmq.PUSH)
+    inbox.bind(endpoint)
+    assert inbox.arrived() == []
+    sender.connect(endpoint)
+    for each in (Cancel(["a"]), "junk", Cancel(["b"])):
+        sender.send(msgspec.msgpack.encode(each))
+    found: list[Cancel] = []
+    async with asyncio.timeout(10):
+        while len(found) < 2:
+            await asyncio.sleep(0.01)
+            found += inbox.arrived()
+    assert found == [Cancel(["a"]), Cancel(["b"])]
+
+
 async def test_bytes_on_the_wire_are_messagepack_in_one_frame(
     sockets: Sockets, endpoint: str
 ) -> None:

@@ -39,8 +39,9 @@ _UNKNOWN_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _LINGER_MS = 200
-# From so many on, what a step costs here is worth sharing between steps.
+# From so many on it is worth looking whether the loop keeps up with the steps.
 _MANY_CHUNKS = 100
+_LATE_IN_A_ROW = 3  # a single late step is made up for without a rest
 _TURNS_TO_WRITE = 2  # of the event loop: streams make their events, then the loop writes them
 _REST_MAX_S = 0.02
 
@@ -182,17 +183,31 @@ class Dispatcher:
     # --- output -----------------------------------------------------------------------------
 
     async def _receive(self) -> None:
-        chunks = 0  # that clients have not seen
+        waiting: list[ToFrontend] = []
+        chunks = late = 0  # that clients have not seen; in a row
         while True:
-            _, message = await self._inbox.receive()
+            messages = waiting or [(await self._inbox.receive())[1]]
+            chunks += self._deliver([*messages, *self._inbox.arrived()])
+            waiting = []
+            if chunks < _MANY_CHUNKS:
+                continue
+            chunks, began_s = 0, time.monotonic()
+            for _ in range(_TURNS_TO_WRITE):
+                await asyncio.sleep(0)
+            waiting = self._inbox.arrived()
+            late = late + 1 if _are_late(waiting) else 0
+            if late >= _LATE_IN_A_ROW:
+                await _rest(time.monotonic() - began_s)
+
+    def _deliver(self, messages: Sequence[ToFrontend]) -> int:
+        """How many chunks they had."""
+        outputs = [each for each in messages if isinstance(each, EngineOutput)]
+        for message in messages:
             if isinstance(message, EngineOutput):
                 self._take(message)
-                chunks += len(message.chunks)
             else:
                 self.siblings.take(message)
-            if chunks >= _MANY_CHUNKS and not self._inbox.has_more():
-                await _shown_and_rested()
-                chunks = 0
+        return sum(len(each.chunks) for each in outputs)
 
     def _take(self, output: EngineOutput) -> None:
         unknown = []
@@ -322,13 +337,22 @@ class Dispatcher:
                 self.broken.set()
 
 
-async def _shown_and_rested() -> None:
-    """Until the streams have written what came, and as long again, for other work. Meanwhile the
-    next steps' tokens come, which then cost one event and one write together."""
-    began_s = time.monotonic()
-    for _ in range(_TURNS_TO_WRITE):
-        await asyncio.sleep(0)
-    await asyncio.sleep(min(time.monotonic() - began_s, _REST_MAX_S))
+def _are_late(waiting: Sequence[ToFrontend]) -> bool:
+    """Whether a stream has two tokens in them: both steps came while the last one was written."""
+    seen: set[str] = set()
+    for message in waiting:
+        if isinstance(message, EngineOutput):
+            ids = {chunk.request_id for chunk in message.chunks}
+            if not seen.isdisjoint(ids):
+                return True
+            seen |= ids
+    return False
+
+
+async def _rest(wrote_s: float) -> None:
+    """As long as the writing took, for other work. Meanwhile the next steps' tokens come, which
+    then cost one event and one write together."""
+    await asyncio.sleep(min(wrote_s, _REST_MAX_S))
 
 
 def _bounds(config: ClusterConfig) -> tuple[int, int]:

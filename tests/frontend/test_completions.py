@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from prism.frontend import dispatcher
-from prism.messages.requests import Chunk, Failure, Request
+from prism.messages.requests import Chunk, EngineOutput, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering, tokens
 
@@ -86,9 +86,10 @@ async def test_a_stream_joins_to_the_same_text(stack: Stack, step: int) -> None:
 async def test_steps_of_many_streams_share_events(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a step of many tokens the frontend rests, here until the test has sent two more."""
+    """Where a frontend is late it rests, here until the test has sent two steps more."""
     rested, ids, agent = asyncio.Event(), ids_of(TEXT)[:3], stack.agent
-    monkeypatch.setattr(dispatcher, "_shown_and_rested", rested.wait)
+    monkeypatch.setattr(dispatcher, "_rest", lambda _: rested.wait())
+    monkeypatch.setattr(dispatcher, "_LATE_IN_A_ROW", 0)
     choices = dispatcher._MANY_CHUNKS // 4
     body: dict[str, Any] = {"model": "base", "prompt": "p", "n": choices, "return_token_ids": True}
     streams = asyncio.gather(*(stream(stack, "/v1/completions", **body) for _ in range(4)))
@@ -104,6 +105,59 @@ async def test_steps_of_many_streams_share_events(
     for got in await streams:
         shown = [event["choices"][0]["token_ids"] for event in got]
         assert shown == [ids[:1]] * choices + [ids[1:]] * choices
+
+
+class ScriptedInbox:
+    """Steps of 256 streams: `on_time` of them come after the step before was written, and then
+    `behind` more come during each of `late` writings."""
+
+    def __init__(self, on_time: int, late: int, behind: int) -> None:
+        self._numbers = count()
+        self._on_time, self._late, self._behind = on_time, late, behind
+        self._asked = 0
+        self.is_empty = asyncio.Event()
+
+    async def receive(self) -> tuple[bytes, EngineOutput]:
+        if not self._on_time:
+            self.is_empty.set()
+            await asyncio.Event().wait()
+        self._on_time -= 1
+        return b"", self._step()
+
+    def arrived(self) -> list[EngineOutput]:
+        """The dispatcher asks before and after each writing."""
+        self._asked += 1
+        if self._on_time or self._asked % 2 or not self._late:
+            return []
+        self._late -= 1
+        return [self._step() for _ in range(self._behind)]
+
+    def _step(self) -> EngineOutput:
+        number = next(self._numbers)
+        return EngineOutput([Chunk(f"r{n}", 1, number, [5], None) for n in range(256)])
+
+
+@pytest.mark.parametrize(
+    ("steps", "rests"),
+    [((9, 0, 0), 0), ((1, 9, 1), 0), ((1, 2, 2), 0), ((1, 3, 2), 1), ((1, 5, 2), 3)],
+)
+async def test_a_frontend_rests_only_where_it_is_late(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int, int], rests: int
+) -> None:
+    """However many tokens a step has: two steps more after each of three writings are late."""
+    rested: list[float] = []
+
+    async def rest(wrote_s: float) -> None:
+        rested.append(wrote_s)
+
+    inbox = ScriptedInbox(*steps)
+    monkeypatch.setattr(dispatcher, "_rest", rest)
+    monkeypatch.setattr(stack.services.dispatcher, "_inbox", inbox)
+    receiving = asyncio.create_task(stack.services.dispatcher._receive())
+    async with asyncio.timeout(30):
+        await inbox.is_empty.wait()
+    receiving.cancel()
+    assert len(rested) == rests
 
 
 async def test_what_came_while_nobody_took_it_comes_as_one_event_per_choice(stack: Stack) -> None:
