@@ -7,6 +7,8 @@ interpreter's lock and ends for no other thread. Python lets the main thread alo
 from __future__ import annotations
 
 import asyncio
+import atexit
+import math
 import signal
 import threading
 import time
@@ -17,15 +19,40 @@ from typing import ParamSpec, TypeVar
 # A call that catches the interruption, or code that cannot raise, is interrupted again after this.
 _AGAIN_S = 0.02
 _TICK_S = 0.01
-_LEAST_S = 0.001  # less than a microsecond would be no timer
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_ends_s: list[float] = []  # of the call in progress, by the main thread's CPU clock
 
 
 class _InterruptionError(BaseException):
     """Raised in the call, past what handles its own errors."""
+
+
+class _Watch:
+    """The main thread's call in progress, and the timer that looks at it. The timer ticks on behind
+    a call: one for each of the many short ones would take longer than they do."""
+
+    end_s = math.inf  # of the call, by the thread's CPU clock
+    ticks = False
+
+    def start(self) -> None:
+        self.ticks = True
+        if signal.getsignal(signal.SIGPROF) != self._look:
+            signal.signal(signal.SIGPROF, self._look)
+            # Python puts back the signal's default when it ends, which is the process's death.
+            atexit.register(signal.setitimer, signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)
+
+    def _look(self, _signal: int, _frame: FrameType | None) -> None:
+        """The timer counts the CPU time of all threads."""
+        if self.end_s == math.inf:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            self.ticks = False
+        elif time.thread_time() >= self.end_s:
+            self.end_s += _AGAIN_S
+            raise _InterruptionError
+
+
+_watch = _Watch()
 
 
 class CpuBudget:
@@ -69,7 +96,16 @@ class CpuBudget:
             raise TimeoutError("no CPU time is left for this call")
         began_s = time.thread_time()
         try:
-            return _interrupted_after(self._left_s, function, *args, **kwargs)
+            try:
+                _watch.end_s = began_s + self._left_s
+                if not _watch.ticks:
+                    _watch.start()
+                return function(*args, **kwargs)
+            finally:
+                _watch.end_s = math.inf
+        except _InterruptionError:  # perhaps before the line above
+            _watch.end_s = math.inf
+            raise TimeoutError(f"the call took {self._left_s:g} s of CPU time") from None
         finally:
             self._left_s -= time.thread_time() - began_s
 
@@ -80,33 +116,3 @@ def _runs_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _interrupted_after(
-    cpu_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """REQUIRES: the main thread, and no other such call around it."""
-    if signal.getsignal(signal.SIGPROF) is not _check:
-        signal.signal(signal.SIGPROF, _check)
-    try:
-        try:
-            _ends_s.append(time.thread_time() + cpu_s)
-            signal.setitimer(signal.ITIMER_PROF, max(cpu_s, _LEAST_S), _TICK_S)
-            return function(*args, **kwargs)
-        finally:
-            _disarm()
-    except _InterruptionError:
-        _disarm()  # the interruption may have come before the same call above
-        raise TimeoutError(f"the call took {cpu_s:g} s of CPU time") from None
-
-
-def _disarm() -> None:
-    _ends_s.clear()
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _check(_signal: int, _frame: FrameType | None) -> None:
-    """The timer counts the CPU time of all threads."""
-    if _ends_s and time.thread_time() >= _ends_s[-1]:
-        _ends_s[-1] += _AGAIN_S
-        raise _InterruptionError

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from prism import cpu_budget
 from prism.cpu_budget import CpuBudget
 
 # Without an interruption this takes longer than any test may.
@@ -56,10 +59,29 @@ def test_the_rest_of_a_budget_ends_a_call_too() -> None:
         CpuBudget(1e-9, 1.0).call(spin)
 
 
-def test_errors_of_the_call_come_through_and_nothing_stays_armed() -> None:
+def test_errors_of_the_call_come_through_and_the_timer_stops() -> None:
     with pytest.raises(ZeroDivisionError):
         CpuBudget(1.0, 1.0).call(lambda: 1 // 0)
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    while signal.getitimer(signal.ITIMER_PROF) != (0.0, 0.0):
+        pass
+    assert CpuBudget(1.0, 1.0).call(len, "abc") == 3
+
+
+def test_calls_share_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser is called for each character of an answer."""
+    started: list[int] = []
+    start = cpu_budget._Watch.start
+
+    def counted(self: cpu_budget._Watch) -> None:
+        started.append(1)
+        start(self)
+
+    monkeypatch.setattr(cpu_budget._Watch, "start", counted)
+    budget = CpuBudget(1.0, 1.0)
+    began_s = time.process_time()
+    for _ in range(10_000):
+        budget.call(len, "abc")
+    assert len(started) <= 2 + (time.process_time() - began_s) / 0.005
 
 
 def test_other_threads_take_none_of_it() -> None:
@@ -94,3 +116,10 @@ async def test_calls_of_a_thread_are_made_and_ended_on_the_loop() -> None:
     counting = asyncio.create_task(count())
     await asyncio.to_thread(work)
     counting.cancel()
+
+
+def test_a_timer_that_ticks_does_not_kill_a_process_that_ends() -> None:
+    made = "from prism.cpu_budget import CpuBudget; CpuBudget(9.0, 9.0).call(len, '')"
+    ends = "import atexit; atexit.register(lambda: [None for _ in range(3_000_000)])"
+    for code in (f"{made}; {ends}", f"{ends}; {made}"):
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
