@@ -21,7 +21,7 @@ from prism.frontend.errors import (
     bad_request,
     from_validation,
 )
-from prism.frontend.openai_types import RequestBody
+from prism.frontend.openai_types import TOKENS_MAX, RequestBody
 
 # A million tokens as text or ids; a larger body would hold up every other request.
 _BODY_BYTES_MAX = 8 << 20
@@ -38,7 +38,7 @@ _DISCARD_TIMEOUT_S = 10.0
 _MOST = {
     "objects and lists": (b"[{", 32 << 10),
     "members of objects": (b":", 64 << 10),
-    "values": (b",", 1 << 20),
+    "values": (b",", TOKENS_MAX + (64 << 10)),
 }
 # A string without an end goes to the end of the body, so that no part is searched twice.
 _STRING_OR_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{:,]', re.DOTALL)
