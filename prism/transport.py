@@ -111,7 +111,7 @@ class Channel(Generic[M]):
         """The next message, and who sent it."""
         while True:
             self._taken += 1
-            if self._taken > _MESSAGES_PER_TURN:
+            if self._taken >= _MESSAGES_PER_TURN:
                 self._taken = 0
                 await asyncio.sleep(0)
             try:
