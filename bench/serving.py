@@ -99,6 +99,9 @@ asked = asyncio.Event()
 
 async def answer(reader, writer):
     head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
+    if not head.startswith(b"post"):  # a router asks for its health
+        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\n{}")
+        return writer.close()
     length = int(head.split(b"content-length:")[1].split(b"\\r\\n")[0])
     body = json.loads(await reader.readexactly(length))
     writer.write(HEAD)
@@ -218,7 +221,7 @@ def process(command: list[str], **environment: str) -> Iterator[subprocess.Popen
 
 
 @contextmanager
-def cluster(model: Path, streams: int) -> Iterator[tuple[str, dict[str, int]]]:
+def cluster(model: Path, streams: int, **environment: str) -> Iterator[tuple[str, dict[str, int]]]:
     """Of the fake engine. Its URL, and the pids of the processes on a request's way."""
     settings = {
         "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
@@ -226,7 +229,8 @@ def cluster(model: Path, streams: int) -> Iterator[tuple[str, dict[str, int]]]:
         "engine": {"adapter": "fake", "static": "1MiB", "max_running": streams},
         "frontend": {"port": 0},
     }
-    with served(settings, PRISM_FAKE=json.dumps({"decode_step_ms": STEP_MS})) as found:
+    fake = json.dumps({"decode_step_ms": STEP_MS})
+    with served(settings, PRISM_FAKE=fake, **environment) as found:
         yield found
 
 

@@ -68,8 +68,10 @@ def test_all_benchmarks_are_run_here() -> None:
         "sglang_throughput",
         "sglang_elastic",
         "activation",
+        "routers",
         "served_sglang",
         "serving",
+        "stream_load",
         "stock_servers",
         "cluster_load",
         "stub_agents",
@@ -97,6 +99,13 @@ def test_serving_is_compared_with_a_pass_through(tmp_path: Path) -> None:
     small = ["--streams", "2", "--tokens", "20", "--requests", "4", "--rounds", "1"]
     said = run("serving", "--model", str(tmp_path / "tiny"), *small)
     assert len([line for line in said.splitlines() if "ratio" in line]) == 4
+
+
+def test_bursts_and_paces_are_measured(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny")
+    small = ["--bursts", "4", "--paced", "2", "--rounds", "1"]
+    said = run("routers", "--model", str(tmp_path / "tiny"), *small)
+    assert said.count("prism-serve") == said.count("upstream alone") == 2
 
 
 @pytest.mark.long
