@@ -90,8 +90,7 @@ class Ledger::Lock : private kvcached::NonCopyable {
     if (!free) {
       const int64_t patience_ns = lock_patience_ns;
       const int64_t short_ns = std::min(kShortLockPatienceNs, patience_ns);
-      taken =
-          wait_for(segment_.lock, ledger.opening_, ledger.held_up_ ? short_ns : patience_ns);
+      taken = wait_for(segment_.lock, ledger.opening_, ledger.held_up_ ? short_ns : patience_ns);
     }
     // A segment that has to be repaired first is paid by the next one who locks.
     from_the_dead_ = taken == Taken::from_the_dead;
