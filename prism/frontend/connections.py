@@ -33,10 +33,11 @@ class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with five bounds. Take a class of `guarded_protocol` for each server.
 
     A client has `head_timeout_s` and HEAD_BYTES_MAX bytes for the headers of a request. It may send
-    PIPELINED_MAX requests before their turn; one more closes the connection. If it does not read
-    what waits for it within `write_timeout_s`, it is disconnected, and its request cancelled. Of
-    more than `connections_max` connections the one is closed that has been without a whole request
-    for longest; where all of them are being served, the new one gets a 503.
+    PIPELINED_MAX requests before their turn; what comes after them is dropped, and the connection
+    closes after their answers. If it does not read what waits for it within `write_timeout_s`, it
+    is disconnected, and its request cancelled. Of more than `connections_max` connections the one
+    is closed that has been without a whole request for longest; where all of them are being served,
+    the new one gets a 503.
 
     `arrived_s` in the state of a request's scope is when its first byte was read, by the monotonic
     clock. Of a connection's first request it is the accept, unless the loop was waiting for the
@@ -51,6 +52,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _is_full = False  # PIPELINED_MAX requests wait, and one more came
     _head_bytes = 0  # since the end of headers, or a piece of a body: also of trailers
     _served: RequestResponseCycle | None = None  # `cycle` is the last one that has come
 
@@ -77,6 +79,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_full:
+            return
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > HEAD_BYTES_MAX:
@@ -102,13 +106,23 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self.transport.is_closing():
             return
-        super().on_headers_complete()
-        if len(self.pipeline) > PIPELINED_MAX:
-            self._end()
+        if len(self.pipeline) >= PIPELINED_MAX:
+            self._is_full = True
+            last, _ = self.pipeline[0]
+            last.keep_alive = False
+        if not self._is_full:
+            super().on_headers_complete()
+            # A client that leaves is to be noticed. What it sends more is dropped.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
-        super().on_body(body)
+        if not self._is_full:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_full:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
