@@ -56,7 +56,7 @@ Place = tuple[str, dict[str, int]]  # a URL, and the pids of the processes on a 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one load, in ms; `cpu_s` is for 1,000 tokens."""
+    """Times of one load in ms; `cpu_s` is CPU time for 1,000 tokens."""
 
     ttft_p50: float
     ttft_p99: float

@@ -41,7 +41,7 @@ def used_segments(namespace: str | None = None, device: str | None = None) -> li
 
 @dataclass(frozen=True)
 class UnreadDevice:
-    """A device in use whose ledger could not be read, and why: another process keeps it locked."""
+    """Device in use whose ledger could not be read, since another process keeps it locked."""
 
     namespace: str
     device: str

@@ -28,8 +28,8 @@ class _InterruptionError(BaseException):
 
 
 class _Watch:
-    """The main thread's call in progress, and the timer that looks at it. The timer ticks on behind
-    a call: one for each of the many short ones would take longer than they do."""
+    """Call in progress of the main thread, and the timer that looks at it. The timer goes on after
+    a call, since starting it for each of the many short calls would take longer than they do."""
 
     end_s = math.inf  # of the call, by the thread's CPU clock
     ticks = False
@@ -43,7 +43,7 @@ class _Watch:
         signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)
 
     def _look(self, _signal: int, _frame: FrameType | None) -> None:
-        """The timer counts the CPU time of all threads."""
+        """Interrupts the call once it has used its time; the timer counts that of all threads."""
         if self.end_s == math.inf:
             signal.setitimer(signal.ITIMER_PROF, 0)
             self.ticks = False

@@ -57,8 +57,8 @@ class ConfigFile:
         self.damage = ""  # as of the last look: why it does not hold `config`, although it is there
 
     def newer(self) -> ClusterConfig | None:
-        """The configuration of a reload since the last look. A file that was removed or damaged is
-        no news: `prism-serve` makes it again."""
+        """Returns the configuration of a reload since the last look. None for a file that was
+        removed or damaged, which `prism-serve` makes again."""
         try:
             found = self._path.stat()
             seen = (found.st_ino, found.st_mtime_ns, found.st_size)

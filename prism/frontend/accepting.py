@@ -46,7 +46,7 @@ class Acceptor:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether it has accepted a connection that its protocol does not know yet."""
+        """Returns whether a connection was accepted that its protocol does not know yet."""
         return bool(self._beginning)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Acceptor:
             task.add_done_callback(self._beginning.discard)
 
     def _pause(self, error: OSError) -> None:
-        """The listener stays readable: without a pause each turn would fail in the same way."""
+        """Stops listening for a moment: the listener stays readable, and each turn would fail."""
         if not self._lacking:
             log.warning("cannot accept connections, which wait: %s", error)
         self._lacking = True

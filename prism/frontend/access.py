@@ -60,9 +60,9 @@ class OtherSites:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Whether a browser sends this for a page of another site. Browsers before 2023 do not say so
-    in Sec-Fetch-Site, nor does any to a server without TLS on another machine: then the page's
-    host in Origin has to be the server's own. Clients that are not browsers send neither."""
+    """Returns whether a browser sends this for a page of another site. Browsers before 2023 do not
+    send Sec-Fetch-Site, nor does any to a server without TLS on another machine. The page's host in
+    Origin then has to be the server's own. Clients that are not browsers send neither header."""
     if (site := headers.get("sec-fetch-site")) is not None:
         return site == "cross-site"
     if (origin := headers.get("origin")) is None:

@@ -123,7 +123,8 @@ class Message(BaseModel):
         return said
 
     def for_template(self) -> dict[str, Any]:
-        """With OpenAI's newer "developer" as "system", and content in the parts that it came in."""
+        """Returns the message with OpenAI's newer role "developer" as "system", and with the parts
+        in which its content came."""
         said = self.model_dump(exclude_none=True)
         if self.role == "developer":
             said["role"] = "system"

@@ -151,7 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.incomplete.setdefault(self, None)
 
     def _note_silence(self, turns: int) -> None:
-        """A connection that is opened ahead of need has no request that waits."""
+        """Forgets the accept of a connection that was opened ahead of need and sent nothing."""
         if turns > 0:
             self.loop.call_soon(self._note_silence, turns - 1)
         else:

@@ -74,7 +74,7 @@ class Detokenizer:
         return text + "".join(self.push(token_id) for token_id in ids[cut:])
 
     def _text(self, ids: list[int]) -> str:
-        """Of these without those whose text is out."""
+        """Returns the text of `ids` after the tokens that are shown already."""
         before = self._decode(self._ids[: self._shown])
         return self._decode(ids)[len(before) :]
 

@@ -200,7 +200,7 @@ class Dispatcher:
                 await _rest(time.monotonic() - began_s)
 
     def _deliver(self, messages: Sequence[ToFrontend]) -> int:
-        """How many chunks they had."""
+        """Delivers the messages. Returns the number of their chunks."""
         outputs = [each for each in messages if isinstance(each, EngineOutput)]
         for message in messages:
             if isinstance(message, EngineOutput):
@@ -338,7 +338,7 @@ class Dispatcher:
 
 
 def _are_late(waiting: Sequence[ToFrontend]) -> bool:
-    """Whether a stream has two tokens in them: both steps came while the last one was written."""
+    """Returns whether a stream has two tokens in them, so that two steps came during one write."""
     seen: set[str] = set()
     for message in waiting:
         if isinstance(message, EngineOutput):
@@ -350,8 +350,8 @@ def _are_late(waiting: Sequence[ToFrontend]) -> bool:
 
 
 async def _rest(wrote_s: float) -> None:
-    """As long as the writing took, for other work. Meanwhile the next steps' tokens come, which
-    then cost one event and one write together."""
+    """Leaves the loop to other work for as long as the writing took. The tokens of the steps that
+    come meanwhile cost one event and one write together."""
     await asyncio.sleep(min(wrote_s, _REST_MAX_S))
 
 

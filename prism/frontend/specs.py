@@ -55,7 +55,7 @@ async def completion_spec(services: Services, body: CompletionBody) -> Generatio
 
 
 def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
-    """The prompt's text for each choice. A million tokens take a tenth of a second."""
+    """Returns the prompt's text for each choice. A million tokens take a tenth of a second."""
     texts = (p if isinstance(p, str) else tokenizer.tokenizer.decode(p) for p in body.prompt)
     return tuple(text for text in texts for _ in range(body.choices_made))
 
@@ -102,8 +102,8 @@ async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: Mod
 
 
 async def _made(body: Conversation, make: Callable[[], T]) -> T:
-    """What is made of a conversation. What takes long must not hold up the event loop, whose
-    heartbeat keeps all requests alive."""
+    """Returns the result of `make`, which runs in a thread for a long conversation. It must not
+    hold up the event loop, whose heartbeat keeps all requests alive."""
     return make() if body.is_short else await asyncio.to_thread(make)
 
 

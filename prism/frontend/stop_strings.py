@@ -57,7 +57,7 @@ class StopMatcher:
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> list[int]:
-    """Of each beginning of `stop`: the length of its longest proper beginning that it ends with."""
+    """Returns, for each prefix of `stop`, the length of its longest proper prefix that ends it."""
     borders, length = [0], 0
     for letter in stop[1:]:
         while length and stop[length] != letter:

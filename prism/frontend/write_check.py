@@ -13,8 +13,8 @@ _LOOKS, _LOOK_S = 10, 0.1
 
 
 class WriteCheck:
-    """A tiny write: at most one at a time, and one that is taken in _FRESH_S, however many probes
-    ask. For one event loop."""
+    """Check of Redis by a small write. However many probes ask, one write is under way at a time,
+    and a success holds for _FRESH_S. For one event loop."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
@@ -22,7 +22,7 @@ class WriteCheck:
         self._asked_s = 0.0
 
     async def failure(self) -> str:
-        """Why Redis takes no requests; empty where it does. Takes about a second at most."""
+        """Returns why Redis takes no requests, empty if it does. Takes about a second at most."""
         now_s = time.monotonic()
         if self._asked is None or self._is_stale(now_s):
             self._asked, self._asked_s = asyncio.create_task(self._write()), now_s
@@ -35,7 +35,8 @@ class WriteCheck:
         return "Redis takes no writes: it does not answer them"
 
     def _is_stale(self, now_s: float) -> bool:
-        """A failure is stale at once: its end is seen by the next probe."""
+        """Returns whether to write again. A failure is stale at once, so that the next probe sees
+        its end."""
         if self._asked is None or not self._asked.done():
             return False
         return bool(self._asked.result()) or now_s - self._asked_s >= _FRESH_S

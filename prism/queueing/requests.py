@@ -362,7 +362,7 @@ class RequestQueue:
         await self._call(lambda: self._redis.set(key, body))
 
     async def status(self) -> ClusterStatus | None:
-        """What the scheduler published last; None where it is damaged, too."""
+        """Returns what the scheduler published last, None if that is damaged or missing."""
         body = await self._call(lambda: self._redis.get(self._prefix + "status"))
         try:
             return None if body is None else self._statuses.decode(body)
@@ -385,8 +385,8 @@ class RequestQueue:
         return await self._call(lambda: self._scripts[script](keys=[self._prefix], args=args))
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """Where Redis has an error for it, damaged keys are dropped as if they were lost, and it is
-        called again."""
+        """Calls Redis. After an error of Redis, damaged keys are dropped as if they were lost, and
+        the call is repeated."""
         try:
             return await self._answer(call())
         except exceptions.ResponseError as error:

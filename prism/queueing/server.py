@@ -120,7 +120,7 @@ class BundledRedis:
         self._tell_settings(self._process)
 
     def load_failure(self) -> str:
-        """Why the server ended while it loaded its data; empty where it did not, or where the
+        """Returns why the server ended while it loaded its data. Empty if it did not, or if the
         machine was the reason (a full disk, no memory), so that the data may be whole."""
         if self.exit_code not in _FAILURES:
             return ""
@@ -232,8 +232,8 @@ class BundledRedis:
 
 
 def _names_machine(said: str) -> bool:
-    """Whether the log's end names a failure of the machine. A wish for more memory than it has
-    comes of damaged data."""
+    """Returns whether the log's end names a failure of the machine. A request for more memory than
+    the machine has comes from damaged data."""
     if (wish := _NO_MEMORY.search(said)) is not None:
         return int(wish[1] or wish[2]) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return any(each in said for each in _PASSING)

@@ -98,7 +98,7 @@ def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
-    """The nodes that live, by name; without those whose state is not readable. Raises
+    """Returns the nodes that live, by name, without those whose state cannot be read. Raises
     redis.RedisError."""
     names = [node.name for node in config.nodes]
     found = client.mget([_key(config, name) for name in names])
@@ -108,7 +108,7 @@ def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
 
 
 def _read(body: object) -> NodeState | None:
-    """None for what is no state. A node that lives writes its own again within seconds."""
+    """Returns None for damaged state. A node that lives writes its own again within seconds."""
     try:
         return msgspec.msgpack.decode(body, type=NodeState) if isinstance(body, bytes) else None
     except MALFORMED_ERRORS:

@@ -52,7 +52,7 @@ class RedisPart:
         self._say(f"redis {self._damage}")
 
     def trouble(self) -> str:
-        """What the status says although the server runs; empty: nothing."""
+        """Returns what the status says although the server runs, empty for nothing."""
         recent = self._damage and time.monotonic() - self._damaged_s < _DAMAGE_REPORTED_S
         return self._damage if recent else ""
 
@@ -61,7 +61,7 @@ class RedisPart:
 
     @property
     def cannot_load(self) -> bool:
-        """It ended because of its data, without which it is started again."""
+        """Handles an end because of the data, without which the server is started again."""
         return bool(self._server.load_failure())
 
     def beats(self) -> int:

@@ -118,7 +118,7 @@ class RunDir:
 
 
 def _remove_folder(path: Path) -> None:
-    """Where a file belongs."""
+    """Removes a folder that is in a file's place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
 

@@ -83,7 +83,7 @@ class GrammarProcess:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the grammar is at fault, so that another process would find the same."""
+        """Returns whether the grammar is at fault, so that another process would find the same."""
         compiled = self.compiled
         return compiled is not None and bool(compiled.error) and not compiled.may_pass
 
@@ -180,7 +180,7 @@ class Slot:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the mask after the last token is not known yet."""
+        """Returns whether the mask after the last token is not known yet."""
         return self.status == OK and bool(self._unanswered or self._left)
 
     @property

@@ -56,8 +56,8 @@ _AHEAD = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": 
 
 
 def kept_regex(text: str, json_string: bool = False) -> str:
-    """The same regular expression as XGrammar has to be given it. `json_string`: it matches what a
-    JSON string says, and not how the string is written. Raises RuntimeError, as XGrammar does."""
+    """Returns the same regular expression as XGrammar has to be given it. `json_string`: it matches
+    what a JSON string says, and not how it is written. Raises RuntimeError, as XGrammar does."""
     tokens = _REGEX.findall(text)
     if error := _unkept(tokens):
         raise RuntimeError(f"{error} is not kept in the regular expression {text!r:.100}")
@@ -70,7 +70,8 @@ def kept_regex(text: str, json_string: bool = False) -> str:
 
 
 def kept_ebnf(text: str) -> str:
-    """The same grammar as XGrammar has to be given it. Raises RuntimeError, as XGrammar does."""
+    """Returns the same grammar as XGrammar has to be given it. Raises RuntimeError, as XGrammar
+    does."""
     return _EBNF.sub(_kept_part, text)
 
 
