@@ -104,6 +104,7 @@ def _be_server(link: socket.socket, parent_pid: int) -> NoReturn:
         # A signal to all of a service's processes: the engine ends first, or answers what it has.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # `cpu_limit`: a handler would not end a call
         os.dup2(link.detach(), 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         _serve(socket.socket(fileno=3))

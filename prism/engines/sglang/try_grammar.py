@@ -13,6 +13,7 @@ import json
 import random
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ _PLACE = re.compile(r"^\[[0-9:]+\] \S+: ")
 
 def main() -> None:
     die_with_parent()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # `cpu_limit`
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES_MAX, hard))
