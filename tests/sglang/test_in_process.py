@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 import kvcached
 from prism.engines.core import EngineContext
+from prism.engines.sglang import grammar_client
 from prism.errors import ActivationError, RequestsFailedError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Grammar
@@ -160,15 +160,16 @@ def test_torch_out_of_memory_fails_an_activation_by_name(
     assert all(record.exc_info is None for record in caplog.records)  # which would keep tensors
 
 
-def test_a_grammar_that_comes_too_late_may_be_tried_again(core: Any) -> None:
-    """SGLang counts it as late, and it is not kept as a wrong one. The logs lack it."""
+def test_a_grammar_that_comes_too_late_may_be_tried_again(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang counts it as late, and it is not kept as a wrong one."""
     core.activate(ActivateEngine(spec_of(LLAMA)))
     manager = core._active.scheduler.grammar_manager
     polls, poll_s = "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", manager.SGLANG_GRAMMAR_POLL_INTERVAL
     assert getattr(manager, polls) * poll_s == pytest.approx(50)
     setattr(manager, polls, 1)
-    may_go_on = threading.Event()
-    manager.grammar_backend.executor.submit(may_go_on.wait, 60)
+    monkeypatch.setattr(grammar_client, "COMPILING_MAX", 0)
     asked: Any = {"grammar": Grammar("regex", "(cat|dog)!")}
     core.submit([request("late", LLAMA, [5, 6, 7], 4, **asked)])
     while not (failures := core.step().failures):
@@ -177,9 +178,7 @@ def test_a_grammar_that_comes_too_late_may_be_tried_again(core: Any) -> None:
     assert (late.code, late.retryable) == ("engine_error", True)
     assert late.message == "its grammar could not be compiled in time"
     setattr(manager, polls, 60_000)
-    may_go_on.set()
+    monkeypatch.setattr(grammar_client, "COMPILING_MAX", 1)
     core.submit([request("again", LLAMA, [5, 6, 7], 4, **asked)])
     while not (output := core.step()).chunks:
         assert not output.failures
-    [made] = manager.grammar_backend.cache.values()
-    assert made.key_string == ""

@@ -71,7 +71,7 @@ MISTAKES = (
     ("source: {format: csv}", "source: is of trace: FILE, and this trace is generated"),
     ("gpus: {1: 2}", "gpus.1: a key must be text"),
     (f"gpus: {'[' * 3000}", "values are nested too deeply"),
-    ("models: &all [*all]", "values are nested too deeply"),
+    ("models: &all [*all]", "aliases make more than 1000000 values of it"),
     ("policy: 2026-13-45", "a value cannot be read: month must be in 1..12"),
     (f"slo: {{ttft: {'9' * 400}s}}", "s' is out of range, such as 500ms"),
     (f"gpus: {{memory: {'9' * 400}GiB}}", "GiB' is out of range, such as 512MiB"),
