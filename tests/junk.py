@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
 
-from redis import Redis
+from redis import Redis, ResponseError
 
+_TRIES = 5
 _HUGE_BYTES = 4 << 20
 _LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
 
 
 def junk_into(client: Redis, key: str, kind: str, rng: Random) -> None:
-    """Whatever was there is replaced, or its parts are."""
-    JUNK[kind](client, key, rng)
+    """Replaces whatever is there, or parts of it. Begins again if the key's owner writes it between
+    two commands, so that the second one finds another type."""
+    for _ in range(_TRIES - 1):
+        with suppress(ResponseError):
+            return JUNK[kind](client, key, rng)
+    return JUNK[kind](client, key, rng)
 
 
 def _other_type(client: Redis, key: str, rng: Random) -> None:
