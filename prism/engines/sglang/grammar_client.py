@@ -134,7 +134,7 @@ class GrammarProcess:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                data = b""
+                continue  # said once, and before what the process sent: it left an entry unread
             if not data:
                 self._end(memoryview(self._memory)[:4].cast("i")[0])
             elif self.compiled is None:
