@@ -120,6 +120,14 @@ class Campaign:
         await asyncio.gather(*watches)
         await self.load.stop()
 
+    async def run_in_turn(self, faults: Sequence[Fault]) -> None:
+        """Strikes the next fault only when all models have answered after the last one."""
+        self.load.start()
+        for fault in faults:
+            await asyncio.sleep(fault.pause_s)
+            await self.strike(fault, True)
+        await self.load.stop()
+
     async def strike(self, fault: Fault, alone: bool) -> None:
         struck = Struck(fault, time.monotonic(), alone)
         self.journal.append(struck)

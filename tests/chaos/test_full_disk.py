@@ -98,7 +98,7 @@ def test_a_full_disk_and_a_death_of_redis(tmp_path: Path) -> None:
         campaign = Campaign(cluster, load)
         campaign.striker = FullDisk(cluster)
         with told(campaign):
-            asyncio.run(_strike(campaign, faults))
+            asyncio.run(campaign.run_in_turn(faults))
             assert not load.bad
             assert not campaign.unexplained()
             assert {name.removesuffix(" within") for name in load.named} <= {"queue_unavailable"}
@@ -123,15 +123,6 @@ def full_disk_cluster(folder: Path) -> Iterator[Cluster]:
         serving(folder, Path(temporary), **data) as cluster,
     ):
         yield cluster
-
-
-async def _strike(campaign: Campaign, faults: list[Fault]) -> None:
-    """One after another; after each all models answer."""
-    campaign.load.start()
-    for fault in faults:
-        await asyncio.sleep(fault.pause_s)
-        await campaign.strike(fault, True)
-    await campaign.load.stop()
 
 
 def _check_served_and_bounded(cluster: Cluster) -> None:

@@ -79,7 +79,7 @@ def run(folder: Path, rounds: int) -> None:
         campaign = Campaign(cluster, load)
         campaign.striker = Vandal(cluster)
         with told(campaign):
-            asyncio.run(_strike(campaign, strikes(rounds)))
+            asyncio.run(campaign.run_in_turn(strikes(rounds)))
             assert not load.bad
             assert not load.cuts
             assert not load.named, "a stream ended with an error"
@@ -90,14 +90,6 @@ def run(folder: Path, rounds: int) -> None:
             os.kill(engine, signal.SIGKILL)
             until(lambda: cluster.output().count("ended and made way") > said, "the console's line")
         assert cluster.stop() == 0
-
-
-async def _strike(campaign: Campaign, faults: list[Fault]) -> None:
-    campaign.load.start()
-    for fault in faults:
-        await asyncio.sleep(fault.pause_s)
-        await campaign.strike(fault, True)
-    await campaign.load.stop()
 
 
 def test_junk_everywhere(tmp_path: Path) -> None:
