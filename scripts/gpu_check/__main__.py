@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.doubles:
         from scripts.gpu_check import rehearsal
 
-        os.environ.update(rehearsal.environment())
+        doubles = rehearsal.environment()
+        os.environ.clear()  # a variable that the rehearsal leaves out must not stay
+        os.environ.update(doubles)
     os.environ[FACTOR_VARIABLE] = str(options.time_factor)
     os.environ[QUICK_VARIABLE] = "1" if options.quick else ""
     runner.adopt_orphans()

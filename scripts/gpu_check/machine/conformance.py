@@ -45,7 +45,10 @@ def body(report: Report) -> None:
         if outcome["failed"]:
             raise RuntimeError(f"failed: {', '.join(outcome['failed'])}")
         if done.returncode or not outcome["passed"]:
-            raise RuntimeError(f"pytest ended with {done.returncode}, {outcome['passed']} passed")
+            reasons = "; ".join(sorted(set(outcome["skipped"].values())))
+            raise RuntimeError(
+                f"pytest ended with {done.returncode}, {outcome['passed']} passed; {reasons}"
+            )
 
 
 def outcome_of(file: Path) -> dict[str, Any]:
