@@ -45,7 +45,10 @@ void bind_record(nb::module_& module) {
       .def_ro("evicted_bytes", &ClientRecord::evicted_bytes)
       .def_ro("asked", &ClientRecord::asked)
       .def_ro("answered", &ClientRecord::answered)
-      .def_ro("asked_bytes", &ClientRecord::asked_bytes)
+      .def_prop_ro("asked_bytes",  // 0 once the request was answered
+                   [](const ClientRecord& self) -> uint64_t {
+                     return self.asked == self.answered ? 0 : self.asked_bytes;
+                   })
       .def_ro("asked_until_ns", &ClientRecord::asked_until_ns)
       .def_ro("ask_not_before_ns", &ClientRecord::ask_not_before_ns)
       .def_ro("given_bytes", &ClientRecord::given_bytes)

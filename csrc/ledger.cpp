@@ -257,7 +257,7 @@ bool Ledger::pay_owed() {
 }
 
 Result<uint64_t> Ledger::available(int slot, uint64_t given_back_bytes) {
-  free_the_dead();
+  free_the_dead(kProbeInterval);
   const Lock lock(*this);
   KV_TRY(lock.check());
   const ClientRecord& now = record(slot);

@@ -7,8 +7,8 @@
 //
 // Liveness is a file lock that dies with its process (liveness.h); a dead client's record is freed
 // by the next caller that lacks room, reads usage or calls reap. Looking takes a system call for
-// each client, so refusals of pages look again after kProbeInterval only: that much later at most
-// they find room that a death left. The lock is its holder's (owned_lock.h): if that is killed
+// each client, so `available` and refusals of pages look again after kProbeInterval only: that much
+// later at most they find room that a death left. The lock is its holder's (owned_lock.h): if that is killed
 // inside, the next one rebuilds the only derived number from the records. A holder that is stopped
 // inside stops all others, so nothing is asked of the system there; who waits for too long is told
 // the holder (ledger_lock.h). Thread rule: any thread. Calls that name a slot come from the process

@@ -19,10 +19,17 @@ ProcessId owner_of(const ClientRecord& client) {
   return {client.pid, client.pid_namespace, client.start_ticks};
 }
 
+Result<uint64_t> bytes_behind(const ClientRecord& client, uint64_t pid_namespace) {
+  if (client.memory_fd < 0) return uint64_t{client.committed_bytes};
+  return resident_bytes(owner_of(client), client.memory_fd, pid_namespace);
+}
+
+// Reservations wait for this: the namespace is read once for all clients.
 Result<uint64_t> sum_of_resident_bytes(std::span<const ClientRecord> clients) {
+  const uint64_t pid_namespace = this_pid_namespace();
   uint64_t total = 0;
   for (const ClientRecord& client : clients) {
-    KV_ASSIGN(uint64_t bytes, resident_bytes(client));
+    KV_ASSIGN(uint64_t bytes, bytes_behind(client, pid_namespace));
     total += bytes;
   }
   return total;
@@ -54,8 +61,7 @@ Status held_up_by(const LedgerSegment& segment) {
 }
 
 Result<uint64_t> resident_bytes(const ClientRecord& client) {
-  if (client.memory_fd < 0) return uint64_t{client.committed_bytes};
-  return resident_bytes(owner_of(client), client.memory_fd);
+  return bytes_behind(client, this_pid_namespace());
 }
 
 std::string name_of(const ClientRecord& client) {

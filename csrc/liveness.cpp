@@ -51,7 +51,7 @@ uint64_t this_pid_namespace() {
 ProcessId this_process() { return {getpid(), this_pid_namespace(), read_stat("self").start_ticks}; }
 
 bool is_over(const ProcessId& process) {
-  if (process.pid_namespace != this_process().pid_namespace) return true;
+  if (process.pid_namespace != this_pid_namespace()) return true;
   const ProcessStat stat = read_stat(std::to_string(process.pid));
   if (!stat.exists || stat.start_ticks != process.start_ticks) return true;
   return stat.state == 'Z' || stat.state == 'X';
@@ -62,10 +62,10 @@ bool is_stopped(int32_t pid) {
   return stat.state == 'T' || stat.state == 't';
 }
 
-Result<uint64_t> resident_bytes(const ProcessId& process, int fd) {
+Result<uint64_t> resident_bytes(const ProcessId& process, int fd, uint64_t pid_namespace) {
   constexpr uint64_t kBlockBytes = 512;  // of st_blocks
   const std::string pid = std::to_string(process.pid);
-  if (process.pid_namespace != this_process().pid_namespace) {
+  if (process.pid_namespace != pid_namespace) {
     return failure(Code::permission, "process ", pid,
                    " is of another pid namespace; look from inside it");
   }

@@ -28,8 +28,9 @@ bool is_over(const ProcessId& process);
 bool is_stopped(int32_t pid);
 
 // Memory behind a file that the process has open, as the OS counts it; 0 once the process is over
-// or has closed it. Code::permission if this user may not look.
-Result<uint64_t> resident_bytes(const ProcessId& process, int fd);
+// or has closed it. Code::permission if this user may not look, or if the process is of another pid
+// namespace than `pid_namespace`, the caller's own.
+Result<uint64_t> resident_bytes(const ProcessId& process, int fd, uint64_t pid_namespace);
 
 // Write-locks one byte for this open file description (not for the process).
 // Code::busy if another one holds it and `wait` is false.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ class ClientUsage:
 
     @classmethod
     def of(cls, record: ClientRecord) -> ClientUsage:
-        """Copies the extension's record. A request that was answered asks for nothing."""
-        named = (field.name for field in fields(cls) if field.name != "number")
-        values = {name: getattr(record, name) for name in named}
-        if record.asked == record.answered:
-            values["asked_bytes"] = 0
-        return cls(**values, number=record.joined)
+        """Copies the extension's record."""
+        return cls(*_of_record(record))
+
+
+# A ClientUsage's values by position. The record calls its number `joined`.
+_of_record = attrgetter(*(field.name for field in fields(ClientUsage)[:-1]), "joined")
 
 
 @dataclass(frozen=True)
