@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.balloon import Demand, Holder, ShrinkAnswer, ShrinkPolicy
 
 T = TypeVar("T")

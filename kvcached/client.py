@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import overload
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.asking import NO_LIMIT, MemoryRequest, Requester, wait_for
 from kvcached.balloon import ShrinkPolicy, ShrinkRequest, Shrunk, spares_then_idle_caches
 from kvcached.checks import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.asking import ShrinkOrder, ask_for, order_shrink
 from kvcached.balloon import Holder, ShrinkAnswer, ShrinkPolicy, spares_then_idle_caches
 from kvcached.checks import (

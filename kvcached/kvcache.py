@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.asking import MemoryRequest, Requester, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
 from kvcached.checks import checked, has, not_negative, patience, shown, text

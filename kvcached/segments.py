@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached import device as devices
 from kvcached.checks import checked, flag, text
 from kvcached.errors import LedgerPermissionError, SystemCallError, UnknownDeviceError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached._core import TensorView
 from kvcached.checks import checked, each, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError

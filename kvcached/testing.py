@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.weights.tensor_reader import read_bytes
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.checks import namespace_name, text
 from kvcached.device import Device
 from kvcached.errors import DeviceMismatchError, InvalidArgumentError, UnknownDeviceError

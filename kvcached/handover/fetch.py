@@ -7,7 +7,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.errors import HandoverError, KvcachedError
 from kvcached.handover import wire
 from kvcached.handover.plan import LocalCache, Shape, pages_of, pieces_of, runs_in

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.errors import ClosedError, HandoverError, KvcachedError
 from kvcached.handover import wire
 from kvcached.handover.offer import Offer

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvcached import _core
+    import kvcached._core as _core
     from kvcached.layouts import KVLayout
 
     Numbers = NDArray[np.int64]

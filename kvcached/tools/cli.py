@@ -14,7 +14,7 @@ LOCK_PATIENCE_S = 1.0
 def main() -> None:
     """Exit code 2 with one line when a call is refused or the extra `tools` is not installed."""
     try:
-        from kvcached import _core
+        import kvcached._core as _core
         from kvcached.tools.commands import app
 
         _core.set_lock_patience(LOCK_PATIENCE_S)

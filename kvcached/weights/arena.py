@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.checks import checked, each, instance_of, not_negative, positive, text, threads
 from kvcached.errors import ClosedError, InvalidArgumentError
 from kvcached.weights.entry import StoredWeights

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.checks import checked, not_negative, positive, threads
 from kvcached.errors import ClosedError, InvalidArgumentError
 
-if TYPE_CHECKING:
-    from kvcached.client import Client
-
+_CoreClient = _core.Client
 STAGING_BYTES = 32 << 20  # of each link, as in Prism §5.2
 
 
-def _core_of(client: Client) -> _core.Client:
+class ClientLike(Protocol):
+    """A `kvcached.Client`, whose module imports this one."""
+
+    _core: _CoreClient
+
+
+def _core_of(client: ClientLike) -> _core.Client:
     core = getattr(client, "_core", None)
     if not isinstance(core, _core.Client):
         raise InvalidArgumentError(f"other must be a Client, not {type(client).__name__}")
@@ -42,7 +46,7 @@ class WeightLinks:
         return self._core
 
     @checked(share_bytes=not_negative)
-    def add(self, other: Client, *, share_bytes: int = 0) -> None:
+    def add(self, other: ClientLike, *, share_bytes: int = 0) -> None:
         """From now on the link of `other`'s GPU to the host helps; its bytes go on to this GPU over
         the link between the two (Prism §5.2).
 
@@ -54,7 +58,7 @@ class WeightLinks:
         """
         self.core.add(_core_of(other), share_bytes)
 
-    def drop(self, other: Client) -> None:
+    def drop(self, other: ClientLike) -> None:
         """Gives back what `add` took. Nothing happens if it does not help; DeviceBusyError while a
         load runs."""
         self.core.drop(_core_of(other))

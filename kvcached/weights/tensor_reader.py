@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvcached import _core
+import kvcached._core as _core
 from kvcached.errors import InvalidArgumentError
 
 PIECE_BYTES = 16 << 20  # of pinned memory, for each GPU that is read

@@ -125,6 +125,16 @@ def test_import_needs_the_standard_library_alone() -> None:
     )
 
 
+def test_only_adapters_and_tools_import_the_package() -> None:
+    """It imports all other modules, so these import each other (`from kvcached import nvml`)."""
+    folder = Path(kvcached.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")}
+    for path in folder.rglob("*.py"):
+        if path.relative_to(folder).parts[0] not in {"engines", "tools"}:
+            names = re.findall(r"^ *from kvcached import (\w+)", path.read_text(), re.MULTILINE)
+            assert modules.issuperset(names), path
+
+
 def test_the_other_distribution_of_this_name_is_refused(tmp_path: Path) -> None:
     info = tmp_path / "kvcached-0.1.2.dist-info"
     info.mkdir()

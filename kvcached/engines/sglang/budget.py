@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-if TYPE_CHECKING:
-    from kvcached.engines.sglang.allocator import KvcachedAllocator
+
+class BlockReserver(Protocol):
+    """Allocator of a budget (`KvcachedAllocator`, whose module imports this one)."""
+
+    def agreed_tokens(self) -> int:
+        """Returns the tokens that every rank could allocate now."""
+
+    def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
+        """Returns True if the allocator now holds `pages` blocks."""
+
+    def lacks(self, tokens: int) -> None:
+        """Reports that a request waits because `tokens` tokens are missing."""
 
 
 class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
     """One prefill pass. A request is admitted only once the allocator holds its blocks."""
 
-    allocator: KvcachedAllocator
+    allocator: BlockReserver
 
     def __init__(self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0):
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
