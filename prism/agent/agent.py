@@ -44,7 +44,7 @@ from prism.engines.weight_store import open_peers, open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.models import ModelSpec
-from prism.process import Turns
+from prism.process import LoopWatchdog
 from prism.queueing import RequestQueue
 from prism.scheduler.journal import QueueJournal, open_journal
 from prism.scheduler.local import Limits, LocalScheduler
@@ -210,7 +210,7 @@ class Agent:
         """Begin to drain; `run` returns when that is over. For signal handlers of the loop."""
         self._stop.set()
 
-    async def run(self, turns: Turns | None = None) -> None:
+    async def run(self, watchdog: LoopWatchdog | None = None) -> None:
         """Raises LeaseLostError when another agent serves the device, QueueUnavailableError when
         Redis is not there at the start, EngineError when engines cannot be started."""
         tasks: list[asyncio.Task[None]] = []
@@ -220,7 +220,7 @@ class Agent:
             self._link.bind()
             self._cancels.bind()
             self._bound = True
-            tasks = [asyncio.create_task(loop) for loop in self._loops(turns or Turns())]
+            tasks = [asyncio.create_task(loop) for loop in self._loops(watchdog or LoopWatchdog())]
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
@@ -231,7 +231,7 @@ class Agent:
         finally:
             await self._close(tasks)
 
-    def _loops(self, turns: Turns) -> list[Coroutine[Any, Any, None]]:
+    def _loops(self, watchdog: LoopWatchdog) -> list[Coroutine[Any, Any, None]]:
         serving, look_soon = self._serving, self._watch.look_soon
         engines = EngineInbox(
             self._state, self._link, self._lifecycle, serving, look_soon, trace=self._trace
@@ -258,7 +258,7 @@ class Agent:
         waiting = [engines.run(), orders.run(), self._cancels.run(), self._sweep()]
         waiting += [reload.watch(self._file, self._orders, self._tokens, self._kv.peers)]
         waiting += [each.run() for each in self._fork_servers]
-        return [*map(turns.of, turning), *waiting]
+        return [*map(watchdog.watch, turning), *waiting]
 
     async def _tick(self) -> None:
         while True:
@@ -386,7 +386,7 @@ class Agent:
         self._serving.frontend_gone(frontend_id)
         self._tokens.drop(frontend_id)
         try:
-            await self._queue.bury(frontend_id)
+            await self._queue.remove_frontend(frontend_id)
         except QueueUnavailableError as error:
             log.warning("what frontend %s left in Redis stays: %s", frontend_id, error)
 

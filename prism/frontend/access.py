@@ -1,4 +1,4 @@
-"""Who may ask what: API keys, their models and their rates."""
+"""Access control: API keys, their models and rates, and requests from other sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prism.config.access import ApiKey, hashed
 from prism.errors import QueueUnavailableError, RequestError
 from prism.frontend import calls
 from prism.frontend.errors import RateLimitError, respond
-from prism.frontend.patience import patiently
+from prism.frontend.queue_retry import retry_until_available
 from prism.queueing.requests import RequestQueue
 
 OPEN_PATHS = ("/health", "/openapi.json", "/docs")
@@ -39,17 +39,17 @@ class ForbiddenError(RequestError):
     status = 403
 
 
-class OtherSites:
-    """ASGI middleware: a page of another site can have a browser read, and nothing else, unless
-    `origins` (`frontend.cors_origins`) names the page's."""
+class CrossSiteGuard:
+    """ASGI middleware that limits pages of other sites to reading, unless their origin is one of
+    `origins` (`frontend.cors_origins`)."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app, self._origins = app, frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._is_refused(scope):
-            refused = "a page of another site may not ask this; name it in frontend.cors_origins"
-            await respond(ForbiddenError(refused))(scope, receive, send)
+            message = "not allowed for a page of another site; add it to frontend.cors_origins"
+            await respond(ForbiddenError(message))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -60,9 +60,12 @@ class OtherSites:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Returns whether a browser sends this for a page of another site. Browsers before 2023 do not
-    send Sec-Fetch-Site, nor does any to a server without TLS on another machine. The page's host in
-    Origin then has to be the server's own. Clients that are not browsers send neither header."""
+    """Returns whether a browser sends the request for a page of another site.
+
+    Browsers before 2023 do not send Sec-Fetch-Site, and no browser sends it to a server without TLS
+    on another machine. The host in Origin must then be the server's. Clients that are not browsers
+    send neither header.
+    """
     if (site := headers.get("sec-fetch-site")) is not None:
         return site == "cross-site"
     if (origin := headers.get("origin")) is None:
@@ -72,21 +75,20 @@ def _is_foreign(headers: Headers) -> bool:
 
 
 def _host(url: str) -> str | None:
-    """Without the port: another port of a host is the same site. None where the URL has no host,
-    or is not one (a sandboxed page's is "null")."""
+    """Returns the host without its port: another port of a host is the same site. None if `url` is
+    not valid or does not have a host (a sandboxed page's origin is "null")."""
     try:
         return urlsplit(url).hostname
     except ValueError:
         return None
 
 
-class Guard:
-    """ASGI middleware: nothing but `OPEN_PATHS` without a key. Paths that are no part of the API
-    tell of all models and clients, and need an operator's."""
+class ApiKeyGuard:
+    """ASGI middleware that requires a key for all paths but `OPEN_PATHS`. Paths outside of the API
+    show all models and clients, and require an operator's key."""
 
     def __init__(self, app: ASGIApp, keys: Callable[[], Sequence[ApiKey]]) -> None:
-        """`keys`: those of now."""
-        self._app, self._keys = app, keys
+        self._app, self._keys = app, keys  # `keys` returns the current ones
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -103,13 +105,13 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        key = find(self._keys(), presented(Headers(scope=scope), scope["method"]))
+        key = find_key(self._keys(), presented_key(Headers(scope=scope), scope["method"]))
         if key is None:
             raise UnauthorizedError(
-                "no API key, or an unknown one; send the header Authorization: Bearer KEY"
+                "the API key is missing or unknown; send the header Authorization: Bearer KEY"
             )
         if not _is_api(scope["path"]) and not key.operator:
-            raise ForbiddenError("this needs the key of an operator")
+            raise ForbiddenError("this path requires the key of an operator")
         if (call := calls.current.get()) is not None:
             call.key, call.api_key = key.name, key
 
@@ -118,9 +120,9 @@ def _is_api(path: str) -> bool:
     return path.startswith("/v1/") or path in _OUTSIDE_OF_V1
 
 
-def presented(headers: Headers, method: str) -> str:
-    """The key of a request, as Anthropic's clients send it, too. A browser's password is for
-    reading alone: it sends it whichever page has it ask."""
+def presented_key(headers: Headers, method: str) -> str:
+    """Returns the key of a request, also from Anthropic's header. A browser's password counts for
+    reading alone: the browser sends it for the pages of any site."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return key.strip()
@@ -130,15 +132,15 @@ def presented(headers: Headers, method: str) -> str:
 
 
 def _password(credentials: str) -> str:
-    """A browser's, for the pages of operators."""
+    """Returns the password of HTTP basic credentials, which browsers send."""
     try:
         return b64decode(credentials, validate=True).decode().partition(":")[2]
     except ValueError:
         return ""
 
 
-def find(keys: Sequence[ApiKey], key: str) -> ApiKey | None:
-    """In a time that does not tell how close a wrong key comes."""
+def find_key(keys: Sequence[ApiKey], key: str) -> ApiKey | None:
+    """Returns the known key that equals `key`, in a time that does not depend on the difference."""
     found, digest = None, hashed(key)
     for each in keys:
         if hmac.compare_digest(each.sha256, digest):
@@ -147,16 +149,16 @@ def find(keys: Sequence[ApiKey], key: str) -> ApiKey | None:
 
 
 def may_use(model: str) -> bool:
-    """Whether the key of the present request allows the model."""
+    """Returns whether the key of the current request allows the model."""
     call = calls.current.get()
     key = call.api_key if call else None
     return key is None or not key.models or model in key.models
 
 
-class Rates:
-    """The rates of keys, which Redis keeps for all frontends. For one event loop.
+class RateLimits:
+    """Rate limits of API keys, counted in Redis for all frontends. For one event loop.
 
-    What is counted while Redis breaks off may be counted twice."""
+    A charge may be counted twice if the connection to Redis breaks meanwhile."""
 
     def __init__(self, queue: RequestQueue, queue_timeout_s: float) -> None:
         self._queue = queue
@@ -164,27 +166,27 @@ class Rates:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, key: ApiKey | None, prompt_tokens: int) -> None:
-        """Raises RateLimitError, which says when to try again, or QueueUnavailableError when Redis
-        has been away for `frontend.queue_timeout`."""
+        """Charges a request. Raises RateLimitError with the time to retry, or QueueUnavailableError
+        if Redis was unavailable for `frontend.queue_timeout`."""
         if key is None or not _is_limited(key):
             return
         take = partial(self._queue.take_rate, key.name, *_rates(key), prompt_tokens)
-        wait_s = await patiently(take, self.queue_timeout_s)
+        wait_s = await retry_until_available(take, self.queue_timeout_s)
         if wait_s > 0:
             error = RateLimitError(
-                f"the key {key.name} has a limit of {_limits(key)}; try again in {wait_s:.1f} s"
+                f"the key {key.name} is limited to {_limits(key)}; try again in {wait_s:.1f} s"
             )
             error.retry_after_s = ceil(wait_s)
             raise error
 
     def give_back(self, key: ApiKey | None, prompt_tokens: int) -> None:
-        """What `begin` took for a request that was refused after it."""
+        """Refunds the charge of a request that was rejected after `begin`."""
         if key is not None and _is_limited(key):
-            back = partial(self._queue.give_rate_back, key.name, *_rates(key), prompt_tokens)
+            back = partial(self._queue.refund_rate, key.name, *_rates(key), prompt_tokens)
             self._spawn(self._count(key, back))
 
     def end(self, key: ApiKey | None, output_tokens: int) -> None:
-        """What was generated is owed."""
+        """Charges the generated tokens."""
         if key is not None and key.tokens_per_minute and output_tokens:
             owed = partial(self._queue.take_rate, key.name, *_rates(key), output_tokens)
             self._spawn(self._count(key, partial(owed, spent=True)))
@@ -211,4 +213,4 @@ def _rates(key: ApiKey) -> tuple[int, int]:
 
 def _limits(key: ApiKey) -> str:
     found = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
-    return " and ".join(f"{n} {what}" for what, n in found.items() if n) + " a minute"
+    return " and ".join(f"{n} {what}" for what, n in found.items() if n) + " per minute"

@@ -1,5 +1,6 @@
--- ARGV: device, epoch, entry ids. Returns the entry ids that run now. An entry admitted by an
--- earlier call counts as well, so that a call whose answer was lost can be repeated.
+-- ARGV: device, epoch, entry ids. Moves entries from waiting to running and returns the ids of
+-- those that run now. They include entries admitted by an earlier call, so that a call whose answer
+-- was lost can be repeated.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

@@ -1,5 +1,5 @@
--- ARGV: frontend, ttl in ms, a random value, what it says of itself. Returns the incarnation of the
--- data: the value that was written by the first heartbeat that this server got.
+-- ARGV: frontend, ttl in ms, a random value, the frontend's state. Returns the incarnation of the
+-- data: the random value of the first heartbeat that this server got.
 redis.call('SET', prefix .. 'frontend:' .. ARGV[1], ARGV[4], 'PX', ARGV[2])
 redis.call('SADD', prefix .. 'frontends', ARGV[1])
 local server = server_id()

@@ -1,5 +1,6 @@
--- ARGV: key, frontend, fingerprint, ttl in ms. Who computes the answer: {'answered', answer},
--- {'open', its fingerprint} while another frontend that lives does, or {'mine', ''}: from now on.
+-- ARGV: key, frontend, fingerprint, ttl in ms. Returns {'answered', answer}; or {'open',
+-- fingerprint} while another live frontend computes the answer; or {'mine', ''} if the key is now
+-- claimed by this frontend.
 local key, me, fingerprint, ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local answer = redis.call('GET', answer_key(key))
 if answer then return {'answered', answer} end

@@ -1,24 +1,28 @@
--- Joined in front of every script. KEYS[1]: the namespace's prefix, with its colon.
--- Keys are built from it here, so these scripts need one server, not a Redis cluster.
+-- Prefix of every script. KEYS[1]: the namespace's prefix, with its colon.
+-- Scripts build their keys from it, so they need a single server, not a Redis cluster.
 --
 -- queue:<device>     stream of waiting requests: id, model, attempt, body
 -- left:<device>      stream of one entry, a new one when waiting requests went to another copy
--- running:<device>   hash id -> body;   admitted:<device>  hash entry id -> id, its inverse
+-- running:<device>   hash request id -> body
+-- admitted:<device>  hash entry id -> request id, of running requests
 -- open               hash id -> "attempt|place|device|model"; place is the stream entry's id while
 --                    waiting and "=" .. the entry's id while running
--- load               hash device|model -> requests that wait or run there
--- placement          hash model -> devices of its copies, with '|' between them
--- begun:<model>|<beginning>  the copy that got the last prompt with this beginning, for a while
--- lease:<device>     "owner|epoch" with a time to live;   epoch:<device>  the last one given out
--- frontend:<id>      a heartbeat with a time to live
--- frontends          set of those whose heartbeat has ever come, less those found dead
--- incarnation        a random value: another one than before means that the data may be lost or old
--- server             run id of the server that has this incarnation
--- acquired:<device>  run id of the server that gave its lease out
--- claims:<frontend>  hash key -> fingerprint, of answers it computes; void without its heartbeat
--- answer:<key>       what was answered, for a while;   answers, answers_bytes: which, their size
--- limit:<key>        what is left of an API key's rates: requests, tokens, and when that was (ms)
--- malformed          stream of entries whose body is no request
+-- load               hash device|model -> number of requests that wait or run there
+-- placement          hash model -> devices of its copies, separated by '|'
+-- begun:<model>|<beginning>  the copy that got the last prompt with this beginning; expires
+-- lease:<device>     "owner|epoch"; expires
+-- epoch:<device>     the last epoch given out
+-- frontend:<id>      heartbeat: the frontend's state; expires
+-- frontends          set of frontends that sent a heartbeat, less those found dead
+-- incarnation        random value; a new one means that the data may be lost or old
+-- server             run id of the server with this incarnation
+-- acquired:<device>  run id of the server that gave the lease out
+-- claims:<frontend>  hash key -> fingerprint of the request it computes; void without a heartbeat
+-- answer:<key>       stored answer; expires
+-- answers            list of the keys of stored answers, oldest first
+-- answers_bytes      size of all stored answers
+-- limit:<key>        rest of an API key's rates: requests, tokens, and the time of the count (ms)
+-- malformed          stream of entries whose body is not a request
 local prefix = KEYS[1]
 local UNPLACED = 'unplaced'
 
@@ -33,7 +37,7 @@ local function epoch_key(device) return prefix .. 'epoch:' .. device end
 
 local function acquired_key(device) return prefix .. 'acquired:' .. device end
 
--- A server that was started again, or another one, may have older data than before.
+-- Changes with every start of the server: a new id means that the data may be older than before.
 local function server_id()
   local info = redis.pcall('INFO', 'server')  -- a user may be denied it
   return type(info) == 'string' and string.match(info, 'run_id:(%w+)') or 'unknown'
@@ -46,16 +50,16 @@ local function devices_of(model)
   return found
 end
 
--- Of several copies the one with the least expected wait: fewest of its requests wait or run. The
--- second one where that has `slack` more at most, and is a copy.
-local function choose(model, devices, second, slack)
-  local best, least, there
+-- Returns the copy with the fewest waiting and running requests; or `preferred` if it is a copy and
+-- has at most `slack` requests more.
+local function choose(model, devices, preferred, slack)
+  local best, least, preferred_open
   for _, device in ipairs(devices) do
     local open = tonumber(redis.call('HGET', prefix .. 'load', device .. '|' .. model) or '0')
     if not least or open < least then best, least = device, open end
-    if device == second then there = open end
+    if device == preferred then preferred_open = open end
   end
-  if there and there <= least + slack then return second end
+  if preferred_open and preferred_open <= least + slack then return preferred end
   return best
 end
 
@@ -65,7 +69,7 @@ local function target_of(model)
   return choose(model, devices)
 end
 
--- The copy that had a prompt with this beginning before may have it in its cache.
+-- Prefers the copy that got the last prompt with this beginning: it may be in its prefix cache.
 local function target_of_prompt(model, beginning, slack, remembered_ms)
   local devices = devices_of(model)
   if beginning == '' or #devices < 2 then return target_of(model) end
@@ -85,7 +89,7 @@ end
 
 local function count(device, model, change)
   local now = redis.call('HINCRBY', prefix .. 'load', device .. '|' .. model, change)
-  -- Requests that were there before anybody counted.
+  -- Requests that are older than the count.
   if now < 0 then redis.call('HSET', prefix .. 'load', device .. '|' .. model, 0) end
 end
 
@@ -109,7 +113,7 @@ local function add_waiting(device, id, model, attempt, body)
   open_write(id, attempt, entry, device, model)
 end
 
--- Takes the request out of wherever it is; its `open` record stays.
+-- Removes the request from the queue or from the running ones. Its `open` record stays.
 local function take_out(id, record)
   if record.running then
     redis.call('HDEL', running_key(record.device), id)
@@ -119,7 +123,7 @@ local function take_out(id, record)
   end
 end
 
--- The entry's fields id, model, attempt, body, or nil when it has left this queue.
+-- Returns the entry's fields id, model, attempt and body, or nil if it has left this queue.
 local function waiting_entry(device, entry)
   local found = redis.call('XRANGE', queue_key(device), entry, entry)[1]
   if not found then return nil end
@@ -132,7 +136,7 @@ local function move_waiting(source, entry, fields, target)
   add_waiting(target, fields.id, fields.model, fields.attempt, fields.body)
 end
 
--- Takes a waiting entry out for good; returns its fields as they are, or nil when it has left.
+-- Removes a waiting entry. Returns its fields as stored, or nil if it has left this queue.
 local function drop_entry(device, entry)
   local found = redis.call('XRANGE', queue_key(device), entry, entry)[1]
   if not found then return nil end
@@ -143,15 +147,16 @@ local function drop_entry(device, entry)
   return found[2]
 end
 
--- The fencing token is the epoch, not the lease: a lease that ran out while nobody else took the
--- queue does no harm.
+-- Returns an error if the epoch is not the last one. The fencing token is the epoch, not the lease:
+-- a lease may expire unnoticed as long as no other agent acquires the queue.
 local function lease_lost(device, epoch)
   if redis.call('GET', epoch_key(device)) == epoch then return nil end
   return redis.error_reply('LEASELOST the queue of ' .. device .. ' is no longer held with epoch '
     .. epoch)
 end
 
--- To `wanted`, if a copy is there.
+-- Moves a running request to waiting, on device `wanted` if that has a copy, else at the model's
+-- placement.
 local function requeue_running(device, id, wanted)
   local body = redis.call('HGET', running_key(device), id)
   local record = open_read(id)

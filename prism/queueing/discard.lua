@@ -1,5 +1,5 @@
--- ARGV: device, epoch, entry ids. Their requests ended here: these entries go. A newer attempt
--- has another entry and stays.
+-- ARGV: device, epoch, entry ids. Removes waiting entries, whose requests ended here. A newer
+-- attempt has another entry and stays.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

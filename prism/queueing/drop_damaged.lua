@@ -1,5 +1,5 @@
--- ARGV: keys of the namespace. Those that are of another type than common.lua says go, and so do
--- their parts that no script could have written. Returns the names of the keys that were damaged.
+-- ARGV: keys of the namespace. Deletes keys whose type is not that of common.lua, and values that
+-- no script could have written. Returns the names of the damaged keys.
 local HASHES = {running = 1, admitted = 1, open = 1, load = 1, placement = 1, claims = 1, limit = 1}
 local STREAMS = {queue = 1, left = 1, malformed = 1}
 local STRINGS = {'begun', 'lease', 'epoch', 'frontend', 'incarnation', 'server', 'acquired',
@@ -32,7 +32,7 @@ end
 local IS_VALUE = {open = is_open, load = is_count, limit = is_amount}
 local IS_STRING = {epoch = is_count, answers_bytes = is_count}
 
-local function mend_hash(key, is_value)
+local function repair_hash(key, is_value)
   local flat, found = redis.call('HGETALL', key), false
   for i = 1, #flat, 2 do
     if not is_value(flat[i + 1]) then
@@ -43,8 +43,8 @@ local function mend_hash(key, is_value)
   return found
 end
 
--- One whose last id is of a time to come may take no entry any more.
-local function mend_stream(key, kind)
+-- A stream whose last id is in the future may reject new entries, so it is deleted.
+local function repair_stream(key, kind)
   local info = redis.call('XINFO', 'STREAM', key)
   for i = 1, #info, 2 do
     local ms = info[i] == 'last-generated-id' and string.match(info[i + 1], '^%d+')
@@ -63,19 +63,20 @@ local function mend_stream(key, kind)
   return found
 end
 
-local function mend(key)
+-- Returns whether the key was damaged.
+local function repair(key)
   local kind = string.match(string.sub(key, #prefix + 1), '^[^:]*')
   local found = redis.call('TYPE', key).ok
   if not TYPES[kind] or found == 'none' then return false end
   local wrong = found ~= TYPES[kind]
   if not wrong and IS_STRING[kind] then wrong = not IS_STRING[kind](redis.call('GET', key)) end
   if wrong then return redis.call('DEL', key) end
-  if IS_VALUE[kind] then return mend_hash(key, IS_VALUE[kind]) end
-  return STREAMS[kind] and mend_stream(key, kind)
+  if IS_VALUE[kind] then return repair_hash(key, IS_VALUE[kind]) end
+  return STREAMS[kind] and repair_stream(key, kind)
 end
 
 local damaged = {}
 for _, key in ipairs(ARGV) do
-  if mend(key) then table.insert(damaged, key) end
+  if repair(key) then table.insert(damaged, key) end
 end
 return damaged

@@ -1,5 +1,5 @@
--- ARGV: slack, for how long beginnings are remembered (ms); then id, model, attempt, body and the
--- prompt's beginning of each request. Returns the queues' names.
+-- ARGV: slack, time to live of `begun` keys (ms); then id, model, attempt, body and the prompt's
+-- beginning of each request. Returns the name of each request's queue.
 local slack, remembered_ms = tonumber(ARGV[1]), ARGV[2]
 local queues = {}
 for i = 3, #ARGV, 5 do

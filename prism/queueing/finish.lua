@@ -1,4 +1,5 @@
--- ARGV: device, epoch, request ids. A request that is open elsewhere again (a newer attempt) stays.
+-- ARGV: device, epoch, request ids. Removes requests that ran here and ended. A newer attempt that
+-- waits or runs elsewhere stays.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

@@ -1,4 +1,4 @@
--- ARGV: pairs of request id and attempt. These and older attempts that wait are gone now; returns
+-- ARGV: pairs of request id and attempt. Removes these and older attempts if they wait, and returns
 -- their ids. A newer attempt stays.
 local dropped = {}
 for i = 1, #ARGV, 2 do

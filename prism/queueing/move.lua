@@ -1,6 +1,6 @@
--- ARGV: device, epoch, then triples of request id, body and the device wanted ('': any). Running ->
--- waiting with that body, at the placement of now. Returns how many moved; one that runs here no
--- more is left alone.
+-- ARGV: device, epoch, then triples of request id, body and preferred device ('': none). Moves
+-- running requests, with their new body, to waiting at the preferred device or at the model's
+-- present placement. Ignores requests that do not run here. Returns the number of those that moved.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

@@ -1,4 +1,4 @@
-"""What Redis, or the way to it, refuses, as errors of the queue."""
+"""Errors of Redis and of the connection to it, translated into those of the queue."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from redis import exceptions
 
 from prism.errors import LeaseLostError, QueueUnavailableError
 
-# A full disk; replicas are missing; it became a replica; somebody's script or rights.
+# A full disk, missing replicas, a failover (two codes), a foreign script, a lack of rights.
 _OUTAGES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "MASTERDOWN", "BUSY", "NOPERM")
 
 
 @contextmanager
-def named_errors() -> Iterator[None]:
+def queue_errors() -> Iterator[None]:
+    """Raises QueueUnavailableError or LeaseLostError for what these mean in Redis's answer."""
     try:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:

@@ -1,5 +1,5 @@
--- ARGV: device, epoch, then id, model, attempt and body of each request that runs here. One that
--- is unknown, or waits in any queue, is noted as running; one that runs, or is newer, stays.
+-- ARGV: device, epoch, then id, model, attempt and body of each request that runs here. Records
+-- requests as running that are unknown or wait in any queue. Those that run, or are newer, stay.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

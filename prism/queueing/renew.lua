@@ -1,5 +1,5 @@
--- ARGV: device, owner, epoch, ttl in ms. Another server than the one that gave the lease out has it
--- taken again: it may not know what runs here, or that it has ended.
+-- ARGV: device, owner, epoch, ttl in ms. Fails if this is not the server that gave the lease out:
+-- its data may be old, so the agent has to acquire the queue again.
 local device, owner, epoch, ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

@@ -1,9 +1,9 @@
-"""The shared request queues in Redis: one stream per device, one for models placed nowhere.
+"""Shared request queues in Redis: one stream per device, and one for models without a placement.
 
 A request is in exactly one place: waiting in one queue, running at one device, or gone. Every
-change of more than one key is one Lua script (`*.lua` beside this file; keys are listed in
-`common.lua`). Every call may be repeated after a QueueUnavailableError, whether or not the first
-one reached the server. Redis stores and never sorts: order is the agent's (Prism §6.3).
+change of more than one key is one Lua script (`*.lua` in this folder; `common.lua` lists the keys).
+Every call may be repeated after a QueueUnavailableError, whether or not the first one reached the
+server. Redis stores requests and does not sort them: the agent orders them (Prism §6.3).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prism.messages import MALFORMED_ERRORS
 from prism.messages.beginnings import REMEMBERED_S, SLACK_REQUESTS, beginning
 from prism.messages.cluster import ClusterStatus, FrontendState
 from prism.messages.requests import KeptAnswer, Request
-from prism.queueing.redis_errors import named_errors
+from prism.queueing.redis_errors import queue_errors
 
 UNPLACED = "unplaced"
 _SOCKET_TIMEOUT_S = 10.0
@@ -42,22 +42,22 @@ _KEYS_AT_ONCE = 100
 _WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
-    "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside", "bury",
-    "claim", "settle", "take", "drop_damaged",
+    "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
+    "remove_frontend", "claim", "settle", "take", "drop_damaged",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 
 log = logging.getLogger(__name__)
 
 Row = tuple[str, str, dict[bytes, bytes]]
-"""The key of a stream, an entry's id and its fields."""
+"""(key of the stream, id of the entry, fields of the entry)."""
 
 
 class RequestQueue:
     """All of Prism's state in Redis. For use from one event loop.
 
-    Raises QueueUnavailableError when the server cannot be reached, from every method, and
-    LeaseLostError where an `epoch` is given and another holder came after it.
+    Every method raises QueueUnavailableError if the server cannot be reached. Methods with an
+    `epoch` raise LeaseLostError if the lease was acquired again after that epoch.
     """
 
     def __init__(self, client: redis_async.Redis, namespace: str) -> None:
@@ -75,15 +75,20 @@ class RequestQueue:
 
     @classmethod
     def connect(cls, url: str, namespace: str) -> RequestQueue:
-        """`url`: redis://, rediss:// or unix://. Opens no connection yet."""
-        # A burst waits its turn for a connection; redis-py's plain pool refuses it.
+        """Returns a queue that connects at its first call.
+
+        Args:
+            url: redis://, rediss:// or unix://.
+            namespace: prefix of all keys, without the colon.
+        """
+        # Calls of a burst wait for a connection. redis-py's plain pool raises an error instead.
         pool = redis_async.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS_MAX,
             timeout=_SOCKET_TIMEOUT_S,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
-            # A silent server stays silent: only a broken connection is worth another try.
+            # Only a broken connection is retried: a server that timed out once is likely to again.
             retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 2, (exceptions.ConnectionError,)),
         )
         return cls(redis_async.Redis.from_pool(pool), namespace)
@@ -97,9 +102,10 @@ class RequestQueue:
         return (await self.enqueue_all([request]))[0]
 
     async def enqueue_all(self, requests: Sequence[Request]) -> list[str]:
-        """All of them, or none, to where their models are placed. Returns devices, or UNPLACED.
+        """Adds all requests, or none, to the queues of the devices where their models are placed.
 
-        The same (id, attempt) again changes nothing; a newer attempt replaces an older one.
+        Returns the device of each, or UNPLACED. Repeating an (id, attempt) changes nothing. A newer
+        attempt replaces an older one.
         """
         args: list[str | int | bytes] = [SLACK_REQUESTS, _ms(REMEMBERED_S)]
         for each in requests:
@@ -107,18 +113,25 @@ class RequestQueue:
         return [_text(queue) for queue in await self._run("enqueue", *args)] if requests else []
 
     async def forget(self, request_ids: Collection[str]) -> set[str]:
-        """Drop these if they wait; returns those dropped. Running ones: cancel at the agent."""
+        """Drops those requests that wait and returns their ids.
+
+        Requests that run are not dropped: cancel them at their agent.
+        """
         return await self.forget_attempts(dict.fromkeys(request_ids, _LAST_ATTEMPT))
 
     async def forget_attempts(self, attempts: Mapping[str, int]) -> set[str]:
-        """The same of requests up to these attempts, by id: what was sent again stays."""
+        """Drops waiting requests and returns their ids. Attempts newer than the given ones stay.
+
+        Args:
+            attempts: request id -> the newest attempt to drop.
+        """
         if not attempts:
             return set()
         pairs = [part for pair in attempts.items() for part in pair]
         return _texts(await self._run("forget", *pairs))
 
     async def open_attempts(self, request_ids: Sequence[str]) -> dict[str, int]:
-        """Request id -> attempt, of those that wait or run."""
+        """Returns request id -> attempt of those requests that wait or run."""
         if not request_ids:
             return {}
         ids = list(request_ids)
@@ -129,54 +142,71 @@ class RequestQueue:
         return {request_id: attempt for request_id, attempt in pairs if attempt}
 
     async def beat(self, frontend_id: str, ttl_s: float, state: FrontendState | None = None) -> str:
-        """This frontend lives for another `ttl_s`. Returns the incarnation of the data: another
-        one than before means that the server was started again, or is another server, and may
-        have lost data."""
-        await self._hear_time()
-        said = msgspec.msgpack.encode(state or FrontendState())
-        return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8), said))
+        """Sets the frontend's heartbeat for `ttl_s` and returns the incarnation of the data.
+
+        A new incarnation means that the server was restarted or replaced and may have lost data.
+        """
+        await self._sync_clock()
+        body = msgspec.msgpack.encode(state or FrontendState())
+        return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8), body))
 
     async def claim(
         self, key: str, frontend_id: str, fingerprint: str, ttl_s: float
     ) -> KeptAnswer | str | None:
-        """The answer that is kept under `key`; or the fingerprint of the request that another
-        frontend computes; or None: this one computes it now, as long as its heart beats."""
+        """Claims an idempotency key, unless it has an answer or another frontend claimed it.
+
+        Returns the stored answer; or the fingerprint of the request that another live frontend
+        computes under `key`; or None if the claim is this frontend's. A claim ends with its
+        frontend's heartbeat.
+        """
         args = (key, frontend_id, fingerprint, _ms(ttl_s))
-        whose, known = await self._run("claim", *args)
-        if whose == b"answered":
+        outcome, known = await self._run("claim", *args)
+        if outcome == b"answered":
             try:
                 return self._answers.decode(known)
             except MALFORMED_ERRORS:
                 await self._call(lambda: self._redis.unlink(self._key("answer", key)))
                 return await self.claim(key, frontend_id, fingerprint, ttl_s)
-        return _text(known) if whose == b"open" else None
+        return _text(known) if outcome == b"open" else None
 
     async def settle(
         self, key: str, frontend_id: str, answer: KeptAnswer | None, ttl_s: float
     ) -> None:
-        """A claim ends. `answer` is kept for `ttl_s`, unless another one is kept already."""
+        """Ends a claim. Stores `answer` for `ttl_s`, unless the key has an answer already."""
         body = b"" if answer is None else msgspec.msgpack.encode(answer)
         await self._run("settle", key, frontend_id, body, _ms(ttl_s))
 
     async def take_rate(
         self, key: str, requests: int, tokens: int, cost_tokens: int, *, spent: bool = False
     ) -> float:
-        """A request of an API key that has so many requests and tokens a minute (0: no bound).
-        Returns the seconds until it may be tried again; 0: it may begin. `spent`: these tokens were
-        computed already. Counted twice where the connection breaks before Redis's answer."""
+        """Takes a request and its tokens from the rates of an API key.
+
+        Returns 0 if the request may begin, else the seconds until it may be tried again. If the
+        connection breaks before Redis answers, the cost may be counted twice.
+
+        Args:
+            key: name of the API key.
+            requests: requests per minute; 0 means unlimited.
+            tokens: tokens per minute; 0 means unlimited.
+            cost_tokens: tokens of this request.
+            spent: the tokens were computed already: they are taken even if the key owes them then,
+                and no request is counted.
+        """
         costs = (0 if spent else 1, cost_tokens)
         return int(await self._run("take", key, requests, tokens, *costs, int(spent))) / 1000
 
-    async def give_rate_back(self, key: str, requests: int, tokens: int, cost_tokens: int) -> None:
-        """What `take_rate` took for a request that did not begin."""
+    async def refund_rate(self, key: str, requests: int, tokens: int, cost_tokens: int) -> None:
+        """Gives back what `take_rate` took for a request that did not begin."""
         await self._run("take", key, requests, tokens, -1, -cost_tokens, 1)
 
-    async def bury(self, frontend_id: str) -> int:
-        """Its process has ended: its heartbeat goes, and so do its requests in UNPLACED. Returns
-        how many."""
-        return int(await self._run("bury", frontend_id))
+    async def remove_frontend(self, frontend_id: str) -> int:
+        """Removes the heartbeat of a frontend that ended, its claims and its requests in UNPLACED.
 
-    # --- the device's agent -----------------------------------------------------------------
+        Returns the number of these requests.
+        """
+        return int(await self._run("remove_frontend", frontend_id))
+
+    # --- called by the device's agent -------------------------------------------------------
 
     async def acquire(
         self,
@@ -186,13 +216,19 @@ class RequestQueue:
         keep: Collection[str] = (),
         since_epoch: int = 0,
     ) -> int:
-        """Take the device's queue and return a new epoch, larger than all before.
+        """Takes the lease of the device's queue and returns a new epoch, larger than all before.
 
-        What an earlier holder left running waits again, except the ids in `keep` (those that this
-        very owner still runs after an outage). `owner` must be unique to the process. Raises
-        LeaseLostError while another owner's lease lives, and where one lived after `since_epoch`.
+        Requests that an earlier holder left running wait again.
+
+        Args:
+            owner: unique to this process.
+            keep: ids that stay running, because this owner still runs them after an outage.
+            since_epoch: the caller's last epoch; 0 if a holder in between does not matter.
+
+        Raises:
+            LeaseLostError: another owner's lease is valid, or one was acquired after `since_epoch`.
         """
-        await self._hear_time()
+        await self._sync_clock()
         ttl_ms = _ms(ttl_s)
         epoch, holder = await self._run("acquire", device, owner, ttl_ms, since_epoch, *keep)
         if not epoch:
@@ -200,27 +236,36 @@ class RequestQueue:
         return int(epoch)
 
     async def renew(self, device: str, owner: str, epoch: int, ttl_s: float) -> None:
-        """Raises LeaseLostError on another server than at `acquire`, too: its data may be old."""
-        await self._hear_time()
+        """Extends the lease.
+
+        Raises LeaseLostError also if the server is not the one of `acquire`: its data may be old.
+        """
+        await self._sync_clock()
         await self._run("renew", device, owner, epoch, _ms(ttl_s))
 
     async def release(self, device: str, owner: str, epoch: int) -> None:
         await self._run("release", device, owner, epoch)
 
     async def read(self, device: str, cursor: str, count: int = 256) -> list[tuple[str, Request]]:
-        """(entry id, request) pairs after `cursor`, oldest first; "0" replays all that wait.
+        """Returns (entry id, request) pairs after `cursor`, oldest first. "0" reads all that wait.
 
-        Raises MalformedRequestError where one of them is no request; `set_aside` makes way for the
-        rest."""
+        Raises MalformedRequestError if an entry is not a request: pass it to `set_aside`, then read
+        again.
+        """
         found = await self._read_streams({self._key("queue", device): cursor}, 0, count)
         return self._decoded(found)
 
     async def follow(
         self, device: str, cursor: str, left: str, block_s: float, count: int = 256
     ) -> tuple[list[tuple[str, Request]], str]:
-        """As `read`, waiting up to `block_s` (at most 5 s) for the first one, and for word that
-        requests left this queue for other copies: `left` as returned last, "0" at first. Another
-        one means that what was read before is stale."""
+        """Reads like `read`, but waits up to `block_s` (at most 5 s) for the first entry.
+
+        Returns the pairs and a new `left`. A `left` that changed means that requests left this
+        queue for other copies of their model: what was read before is stale.
+
+        Args:
+            left: as returned by the last call; "0" at first.
+        """
         queue, gone = self._key("queue", device), self._key("left", device)
         found = await self._read_streams({queue: cursor, gone: left}, block_s, count)
         ids = [entry for key, entry, _ in found if key == gone]
@@ -234,19 +279,22 @@ class RequestQueue:
             try:
                 requests.append((entry, self._requests.decode(fields.get(b"body", b""))))
             except MALFORMED_ERRORS:
-                malformed[entry] = _headline(fields)
+                malformed[entry] = _id_and_attempt(fields)
         if malformed:
             raise MalformedRequestError(malformed)
         return requests
 
     async def admit(self, device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
-        """Waiting -> running. Returns the entries that run here now; the others have left."""
+        """Moves entries from waiting to running.
+
+        Returns those that run here now. The others have left the queue.
+        """
         if not entry_ids:
             return set()
         return _texts(await self._run("admit", device, epoch, *entry_ids))
 
     async def register(self, device: str, epoch: int, requests: Collection[Request]) -> None:
-        """These run here, whether or not the server still knows of them. A newer attempt stays."""
+        """Records that these requests run here. A newer attempt of one of them stays as it is."""
         if not requests:
             return
         rows: list[str | int | bytes] = []
@@ -255,46 +303,55 @@ class RequestQueue:
         await self._run("register", device, epoch, *rows)
 
     async def discard(self, device: str, epoch: int, entry_ids: Collection[str]) -> None:
-        """These waiting entries are gone, whatever newer attempts of their requests there are."""
+        """Removes waiting entries. Newer attempts of their requests stay."""
         if entry_ids:
             await self._run("discard", device, epoch, *entry_ids)
 
     async def set_aside(self, device: str, epoch: int, entry_ids: Collection[str]) -> set[str]:
-        """These waiting entries are no requests: they go to a stream of their own, for a look at
-        them. Returns the frontends that live; one of them may have sent them."""
+        """Moves waiting entries that are not requests to the stream `malformed`, for inspection.
+
+        Returns the live frontends, one of which may have sent them.
+        """
         return _texts(await self._run("set_aside", device, epoch, *entry_ids))
 
     async def finish(self, device: str, epoch: int, request_ids: Collection[str]) -> None:
-        """Acknowledge: these are gone from Redis. Unknown ids are ignored."""
+        """Acknowledges requests that ended: removes them from Redis. Unknown ids are ignored."""
         if request_ids:
             await self._run("finish", device, epoch, *request_ids)
 
     async def requeue(self, device: str, epoch: int, request_ids: Collection[str]) -> int:
-        """Running -> waiting where the model is placed now; returns how many."""
+        """Moves requests from running to waiting at the model's present placement.
+
+        Returns the number of requests that moved.
+        """
         if not request_ids:
             return 0
         return int(await self._run("requeue", device, epoch, *request_ids))
 
     async def move(self, device: str, epoch: int, requests: Collection[Request]) -> int:
-        """Running -> waiting as these say, at the copy with their KV, if any; returns how many."""
+        """Moves running requests, in their new form, to waiting at the copy that has their KV.
+
+        Without such a copy they go to the model's present placement. Returns the number of requests
+        that moved.
+        """
         if not requests:
             return 0
         parts = [p for r in requests for p in (r.id, msgspec.msgpack.encode(r), r.kv_device)]
         return int(await self._run("move", device, epoch, *parts))
 
     async def unplace(self, device: str, epoch: int, entry_ids: Collection[str]) -> int:
-        """Waiting here -> UNPLACED, for models that this device does not serve; returns how many.
+        """Moves waiting entries, of models that this device does not serve, to UNPLACED.
 
-        The placement stays as it is: only the scheduler changes it.
+        Returns the number of entries that moved. Only the scheduler changes the placement.
         """
         if not entry_ids:
             return 0
         return int(await self._run("unplace", device, epoch, *entry_ids))
 
     async def live_frontends(self, frontend_ids: Sequence[str]) -> set[str]:
-        """Those whose heartbeat has not run out.
+        """Returns those frontends whose heartbeat has not expired.
 
-        Raises QueueUnavailableError while Redis takes no writes too: no heartbeat arrives then.
+        Raises QueueUnavailableError also while Redis takes no writes: no heartbeat arrives then.
         """
         if not frontend_ids:
             return set()
@@ -304,19 +361,25 @@ class RequestQueue:
         return {name for name, beat in zip(frontend_ids, beats, strict=True) if beat is not None}
 
     async def check_writable(self) -> None:
-        """Raises QueueUnavailableError while Redis takes no writes. A pause holds it up."""
+        """Raises QueueUnavailableError while Redis takes no writes.
+
+        Does not return while Redis is paused (CLIENT PAUSE), until the socket times out.
+        """
         key, ttl_ms = self._prefix + "writable", _ms(_WRITABLE_TTL_S)
         await self._call(lambda: self._redis.set(key, b"1", px=ttl_ms))
 
-    # --- the cluster scheduler --------------------------------------------------------------
+    # --- called by the cluster scheduler ----------------------------------------------------
 
     async def route(self, model: str, *devices: str) -> int:
-        """Place the copies of `model` (none: nowhere) and move its waiting requests; returns how
-        many moved. Only the cluster scheduler calls this."""
+        """Sets the placement of `model` and moves its waiting requests there.
+
+        Without devices the model has no placement. Returns the number of requests that moved. Only
+        the cluster scheduler calls this.
+        """
         return int(await self._run("route", model, *devices))
 
     async def placement(self, *models: str) -> dict[str, tuple[str, ...]]:
-        """Model -> the devices of its copies, of these models or of all."""
+        """Returns model -> devices of its copies, for these models or for all."""
         key, client = self._prefix + "placement", self._redis
         found = await self._call(
             lambda: client.hmget(key, models) if models else client.hgetall(key)
@@ -325,26 +388,26 @@ class RequestQueue:
         return {_text(name): tuple(_text(d).split("|")) for name, d in pairs if d is not None}
 
     async def depth(self, device: str) -> int:
-        """Requests waiting in this queue."""
+        """Returns the number of requests that wait in the device's queue."""
         key = self._key("queue", device)
         return int(await self._call(lambda: self._redis.xlen(key)))
 
     async def unplaced_counts(self) -> dict[str, int]:
-        """Model -> requests waiting in UNPLACED."""
+        """Returns model -> number of requests that wait in UNPLACED."""
         flat = iter(await self._run("unplaced_counts"))
         return {_text(model): int(count) for model, count in zip(flat, flat, strict=True)}
 
     async def wait_unplaced(self, cursor: str, block_s: float) -> tuple[str, dict[str, int]]:
-        """Wait up to `block_s` (at most 5 s) for arrivals in UNPLACED after `cursor` ("0": all).
+        """Waits up to `block_s` (at most 5 s) for arrivals in UNPLACED after `cursor` ("0": all).
 
-        Returns the new cursor and model -> new arrivals.
+        Returns the new cursor and model -> number of new arrivals.
         """
         entries = await self._read_streams({self._key("queue", UNPLACED): cursor}, block_s, 1024)
         counts = Counter(_text(fields.get(b"model", b"")) for _, _, fields in entries)
         return (entries[-1][1] if entries else cursor), dict(counts)
 
     async def frontends(self) -> list[FrontendState]:
-        """What those that live said last."""
+        """Returns the last state of each live frontend."""
         names = await self._call(lambda: self._redis.smembers(self._prefix + "frontends"))
         keys = [self._key("frontend", name) for name in sorted(_texts(names))]
         beats = await self._call(lambda: self._redis.mget(keys)) if keys else []
@@ -353,16 +416,16 @@ class RequestQueue:
     def _state_of(self, beat: bytes) -> FrontendState:
         try:
             return self._frontends.decode(beat)
-        except MALFORMED_ERRORS:  # of a version that said nothing
+        except MALFORMED_ERRORS:  # a heartbeat of a version that sent no state
             return FrontendState()
 
     async def publish_status(self, status: ClusterStatus) -> None:
-        await self._hear_time()
+        await self._sync_clock()
         key, body = self._prefix + "status", msgspec.msgpack.encode(status)
         await self._call(lambda: self._redis.set(key, body))
 
     async def status(self) -> ClusterStatus | None:
-        """Returns what the scheduler published last, None if that is damaged or missing."""
+        """Returns what the scheduler published last, or None if it is damaged or missing."""
         body = await self._call(lambda: self._redis.get(self._prefix + "status"))
         try:
             return None if body is None else self._statuses.decode(body)
@@ -370,13 +433,16 @@ class RequestQueue:
             log.warning("the cluster's status in Redis is not readable: %s", error)
             return None
 
-    # --- below ------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------
 
-    async def _hear_time(self) -> None:
-        """Those that come here every few seconds keep the cluster's clock by it."""
+    async def _sync_clock(self) -> None:
+        """Reads Redis's clock, which is the cluster's clock.
+
+        Called from the methods that every process calls every few seconds.
+        """
         asked_s = time.monotonic()
         seconds, micros = await self._call(self._redis.time)
-        clock.heard(seconds + micros / 1e6, asked_s, time.monotonic())
+        clock.synchronize(seconds + micros / 1e6, asked_s, time.monotonic())
 
     def _key(self, kind: str, name: str) -> str:
         return f"{self._prefix}{kind}:{name}"
@@ -385,19 +451,21 @@ class RequestQueue:
         return await self._call(lambda: self._scripts[script](keys=[self._prefix], args=args))
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """Calls Redis. After an error of Redis, damaged keys are dropped as if they were lost, and
-        the call is repeated."""
+        """Calls Redis. After an error response, drops damaged keys and repeats the call once."""
         try:
             return await self._answer(call())
         except exceptions.ResponseError as error:
             damaged = await self._drop_damaged()
-            log.error("Redis says: %s; damaged keys were dropped: %s", error, damaged or "none")
+            log.error("Redis answers: %s; dropped damaged keys: %s", error, damaged or "none")
         return await self._answer(call())
 
     async def _drop_damaged(self) -> list[str]:
-        """Returns their names. What they held comes back as after any loss of data (decision 027),
-        for which frontends and agents have to take the server for another one."""
-        with named_errors():
+        """Drops damaged keys and returns their names.
+
+        Their content is restored as after any loss of data (decision 027). To start that, the ids
+        of the server are removed, so that frontends and agents see a new server.
+        """
+        with queue_errors():
             keys = [key async for key in self._redis.scan_iter(f"{self._prefix}*", count=1000)]
         damaged: list[bytes] = []
         for start in range(0, len(keys), _KEYS_AT_ONCE):
@@ -412,17 +480,17 @@ class RequestQueue:
 
     async def _answer(self, answer: Any) -> Any:
         # redis-py waits with asyncio.wait_for, which before Python 3.12 swallows a cancellation
-        # that comes in the moment it is done: the caller would go on for ever.
+        # that arrives just as the wait completes: the caller would never end.
         task = asyncio.current_task()
         before = task.cancelling() if task else 0
-        with named_errors():
+        with queue_errors():
             value = await cast("Awaitable[Any]", answer)
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
         return value
 
     async def _read_streams(self, cursors: dict[Any, Any], block_s: float, count: int) -> list[Row]:
-        """Of each stream what comes after its cursor."""
+        """Returns the entries of each stream after its cursor."""
         block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
         answer = await self._call(lambda: self._redis.xread(cursors, count=count, block=block_ms))
         return [
@@ -432,18 +500,18 @@ class RequestQueue:
         ]
 
 
-def _headline(fields: dict[bytes, bytes]) -> tuple[str, int]:
-    """Id and attempt of a malformed entry, as far as it has them."""
+def _id_and_attempt(fields: dict[bytes, bytes]) -> tuple[str, int]:
+    """Returns request id and attempt of a malformed entry; "" or 0 if one is missing."""
     return _text(fields.get(b"id", b"")), _attempt(fields.get(b"attempt", b""))
 
 
 def _attempt(text: bytes) -> int:
-    """0 where it is none."""
+    """Returns the attempt that the text names, or 0 if it is not a number."""
     return int(text) if text.isdigit() and len(text) <= _ATTEMPT_DIGITS_MAX else 0
 
 
 def _text(value: bytes | str) -> str:
-    """Bytes that are damaged are a name that nothing has."""
+    """Decodes a name. Invalid UTF-8 is replaced, so that the result matches no valid name."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 

@@ -1,4 +1,5 @@
--- ARGV: device, epoch, request ids. Running -> waiting, at the model's placement of now.
+-- ARGV: device, epoch, request ids. Moves requests from running to waiting at the model's present
+-- placement. Returns the number of requests that moved.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

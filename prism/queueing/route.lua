@@ -1,5 +1,6 @@
--- ARGV: model, the devices of its copies (none: nowhere). Returns how many waiting requests moved.
--- Those on devices that stay move too where a copy is new: all copies share what waits.
+-- ARGV: model, the devices of its copies (none: unplaced). Sets the placement, moves the model's
+-- waiting requests and returns the number of those that moved. If a copy is new, requests on
+-- devices that keep theirs are distributed again, too.
 local PAGE = 256
 local model = ARGV[1]
 local before = devices_of(model)
@@ -15,7 +16,7 @@ for i = 2, #ARGV do
   if not had[ARGV[i]] then joined = true end
 end
 
--- Counted as the model's no more, so that those that come first are no reason to pass a copy by.
+-- Gathered requests leave the load, so that `choose` sees only those already distributed.
 local waiting = {}
 local function gather(source)
   local from = '-'
@@ -51,7 +52,7 @@ for _, each in ipairs(waiting) do
     moved, left[source] = moved + 1, true
   end
 end
--- Their agents know these requests and would admit in vain.
+-- Agents that keep a copy know these requests and must read their queues again.
 for source in pairs(left) do
   if stays[source] then redis.call('XADD', left_key(source), 'MAXLEN', 1, '*', 'model', model) end
 end

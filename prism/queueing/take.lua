@@ -1,6 +1,6 @@
--- ARGV: key's name, requests and tokens that a minute brings (0: no bound), requests and tokens to
--- take (below 0: to give back), and 1 if they are spent already. Two buckets that hold a minute's
--- worth; tokens may be owed. Returns 0, or the milliseconds after which there is room.
+-- ARGV: key's name, requests and tokens per minute (0: unlimited), requests and tokens to take
+-- (below 0: to give back), and 1 to take them even if they are not there. Two token buckets of a
+-- minute's size each, whose level may be negative. Returns 0, or the milliseconds to wait.
 local key = prefix .. 'limit:' .. ARGV[1]
 local rates = {tonumber(ARGV[2]), tonumber(ARGV[3])}
 local costs, spent = {tonumber(ARGV[4]), tonumber(ARGV[5])}, ARGV[6] == '1'

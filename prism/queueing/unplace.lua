@@ -1,4 +1,5 @@
--- ARGV: device, epoch, entry ids. Waiting here -> unplaced; placement is left to the scheduler.
+-- ARGV: device, epoch, entry ids. Moves waiting entries to the unplaced queue and returns how many
+-- moved. Does not change the placement, which is the scheduler's.
 local device, epoch = ARGV[1], ARGV[2]
 local lost = lease_lost(device, epoch)
 if lost then return lost end

@@ -1,4 +1,4 @@
--- Returns model, count, model, count, ... Counted here, so that no bodies travel.
+-- Returns model, count, model, count, ... of the unplaced queue, without transferring bodies.
 local counts, flat = {}, {}
 for _, item in ipairs(redis.call('XRANGE', queue_key(UNPLACED), '-', '+')) do
   local model = item[2][4]

@@ -167,7 +167,7 @@ async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespac
         began_s = time.monotonic()
         owed_s = await one.take_rate("t", 0, 600, 10)
         assert 140 < owed_s + (time.monotonic() - began_s) <= 151.1
-        await two.give_rate_back("t", 0, 600, 2000)
+        await two.refund_rate("t", 0, 600, 2000)
         assert await one.take_rate("t", 0, 600, 10) == 0
         # More than a minute's worth at once is let in when all of it is there.
         assert await one.take_rate("big", 0, 600, 5000) == 0

@@ -176,7 +176,7 @@ async def test_what_never_began_leaves_nothing(
         first.cancel()
         await until(lambda: not len(stack.services.dispatcher.log))
         stack.agent.script = answering(IDS)
-        await until(lambda: not stack.services.repeats._runs)
+        await until(lambda: not stack.services.shared_answers._runs)
         assert b"claims" not in await written(stack)
         assert (await post(stack.client)).json()["choices"][0]["text"] == TEXT
 
@@ -193,7 +193,7 @@ async def test_what_a_dead_frontend_left_is_computed_once(stack: Stack) -> None:
         jobs = [asyncio.create_task(post(client)) for client in (stack.client, other)]
         await asyncio.sleep(0.3)
         assert not stack.agent.seen
-        await queue.bury("dead")
+        await queue.remove_frontend("dead")
         answers = [(await job).json() for job in jobs]
     assert answers[0] == answers[1]
     assert len(stack.agent.seen) == 1

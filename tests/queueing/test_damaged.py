@@ -71,7 +71,7 @@ async def use(queue: RequestQueue, epoch: int) -> int:
     await queue.settle("k", "f", KEPT, 30)
     assert await queue.claim("k", "g", "print", 30) in (KEPT, None)
     await queue.take_rate("key", 10, 1000, 5)
-    await queue.give_rate_back("key", 10, 1000, 5)
+    await queue.refund_rate("key", 10, 1000, 5)
     await settled(queue.follow(DEVICE, "0", "0", 0))
     await queue.forget(["r0", "r1", "r2", "r3", "lonely"])
     return epoch

@@ -203,7 +203,7 @@ async def test_who_was_away_while_another_one_held_the_queue_is_told(queue: Requ
     await queue.release(DEVICE, "old", again)
     other = await queue.acquire(DEVICE, "other", TTL_S)
     await queue.release(DEVICE, "other", other)
-    with pytest.raises(LeaseLostError, match="another one meanwhile"):
+    with pytest.raises(LeaseLostError, match="another agent since epoch"):
         await queue.acquire(DEVICE, "old", TTL_S, since_epoch=again)
     assert await queue.acquire(DEVICE, "new", TTL_S) > other
 
@@ -296,8 +296,8 @@ async def test_a_dead_frontend_leaves_nothing_unplaced(queue: RequestQueue) -> N
         await queue.enqueue(request(str(number), frontend_id=f"f0.{number % 2}"))
     await queue._redis.xadd(queue._prefix + "queue:unplaced", {"id": "x", "model": "a"})
     await queue.beat("f0.0", 30)
-    assert await queue.bury("f0.0") == 2
-    assert await queue.bury("f0.0") == 0
+    assert await queue.remove_frontend("f0.0") == 2
+    assert await queue.remove_frontend("f0.0") == 0
     assert await queue.open_attempts(["0", "1", "2"]) == {"1": 1}
     assert await queue.live_frontends(["f0.0"]) == set()
 

@@ -1,6 +1,6 @@
--- ARGV: frontend, which has ended. Its heartbeat, its claims and its requests for models that are
--- placed nowhere go; only the first call looks for these. Returns how many. Those of a device are
--- its agent's.
+-- ARGV: a frontend that has ended. Removes its heartbeat, its claims and its requests in UNPLACED,
+-- and returns the number of these requests. Only the first call looks for them. Requests in the
+-- queue of a device are left to its agent.
 local frontend = ARGV[1]
 redis.call('DEL', claims_key(frontend))
 local known = redis.call('SREM', prefix .. 'frontends', frontend)
