@@ -140,7 +140,7 @@ class Serving:
         plan, admitting = self._requests.plan(self._state.now_s(), self._views.read())
         for model, tokens in plan.lacking.items():
             self._reclaimer.reclaim_tokens(tokens, model)
-        for model in plan.make_way:
+        for model in plan.preempt:
             self._make_way(model)
         if admitting:
             await self._admit(admitting, epoch)

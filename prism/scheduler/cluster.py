@@ -1,4 +1,7 @@
-"""The cluster scheduler's control loop (Prism §6.2): look, plan, act. Live and simulated alike."""
+"""Control loop of the cluster scheduler (Prism §6.2): observe, plan, act.
+
+The live system and the simulator run the same loop.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,8 @@ class ClusterScheduler:
     """Step-driven: owns no thread, socket or clock. Not thread-safe.
 
     Each step takes one view from the port, lets the policy plan on it and starts every action in
-    the plan's order. Whether an action succeeds shows in a later view. Moves are planned at most
-    every `interval_s`; arrivals and evictions at every step. `observe`: called with each view and
-    what was planned on it.
+    the plan's order. The outcome of an action shows in a later view. Arrivals and evictions are
+    planned at every step, moves at most every `interval_s`.
     """
 
     def __init__(
@@ -34,22 +36,23 @@ class ClusterScheduler:
         self._settings = settings
         self._interval_s = interval_s
         self._rebalance_at_s = float("-inf")
-        # model -> a copy's token rate when one was saturated last
+        # Model -> token rate of one copy when the model was last saturated.
         self._saturated_rates: dict[str, float] = {}
-        # Until the next step is due, if nothing changes until then.
-        self.patience_s = math.inf
+        self.next_step_in_s = math.inf
+        """Seconds until the next step is due if nothing changes."""
         self.observe: Callable[[ClusterView, tuple[Action, ...]], None] | None = None
+        """Called with each view and the actions planned on it."""
 
     def tune(self, settings: Settings, interval_s: float) -> None:
-        """From the next step on."""
+        """Sets the parameters of the following steps."""
         self._settings, self._interval_s = settings, interval_s
 
     def due(self, now_s: float) -> bool:
-        """Whether a step now would plan moves: also at that moment, however it was rounded."""
+        """Returns whether a step at `now_s` would plan moves. Tolerates rounding of the time."""
         return now_s >= self._rebalance_at_s - _ROUNDING_S
 
     def step(self, now_s: float) -> tuple[Action, ...]:
-        """Plan once and start what was planned; returns it for logs and tests."""
+        """Plans once, starts the planned actions and returns them, for logs and tests."""
         due = self.due(now_s)
         if due:
             self._rebalance_at_s = now_s + self._interval_s
@@ -58,7 +61,7 @@ class ClusterScheduler:
         if self._policy.evicts and not self._policy.drains:
             actions = (*actions, *drain.evictions(view, actions))
         if self._policy.patience_s is not None:
-            self.patience_s = self._policy.patience_s(view, self._settings)
+            self.next_step_in_s = self._policy.patience_s(view, self._settings)
         if self.observe is not None:
             self.observe(view, actions)
         for action in actions:
@@ -66,9 +69,9 @@ class ClusterScheduler:
         return actions
 
     def _with_rates(self, view: ClusterView) -> ClusterView:
-        """With what copies can serve, as far as it was seen."""
+        """Returns the view with the rates that one copy of each model can serve, where known."""
         rates = self._saturated_rates
-        # A copy that does not serve yet has its share of the rate, too.
+        # The token rate is also divided by copies that do not serve yet, so it is too low then.
         unsettled = {m.name for m in view.models if m.replicas_max > 1 and m.state != "active"}
         for model in view.models:
             may_copy = model.replicas_max > 1 and model.name not in unsettled

@@ -1,4 +1,4 @@
-"""Fakes of the ports, for tests of control loops and policies; shipped, so that users have them.
+"""Fakes of the ports, for tests of control loops and policies, shipped for users' tests as well.
 
 All are deterministic, single-threaded and driven by the caller's clock.
 """
@@ -25,13 +25,11 @@ from prism.policies.data import (
 
 
 class FakeCluster:
-    """A `ClusterPort` over models and devices in memory.
+    """`ClusterPort` over models and devices in memory.
 
-    Actions take `action_s` and are refused with an AssertionError when they break a rule of the
-    live system: a device overfilled, no engine free, an action on a model that has one under
-    way, an eviction of a model with requests. An activation waits for the evictions that are
-    under way on its device. `faults`: models whose next activation fails; the device is barred
-    for them for `bar_s`.
+    An action takes `action_s`. It raises AssertionError if it breaks a rule of the live system: it
+    overfills a device, no engine is free, its model has another action in progress, or it evicts a
+    model with requests. An activation waits for the evictions in progress on its device.
     """
 
     def __init__(
@@ -47,6 +45,7 @@ class FakeCluster:
         self.refusals: dict[str, str] = {}
         self.applied: list[tuple[float, Action]] = []
         self.faults: set[str] = set()
+        """Models whose next activation fails; the device is then barred for them for `bar_s`."""
         self._action_s = action_s
         self._bar_s = bar_s
         self._serial = itertools.count()
@@ -55,10 +54,10 @@ class FakeCluster:
         self._last_use_s: dict[str, float] = {}
         self._targets: dict[str, str] = {}
 
-    # --- what a test does to the cluster ----------------------------------------------------
+    # --- called by tests --------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Let time pass; actions that are over by then take effect in order."""
+        """Sets the time. Actions that end until then take effect in order."""
         while self._due and self._due[0][0] <= now_s:
             self.now_s, _, action = heapq.heappop(self._due)
             self._finish(action)
@@ -68,12 +67,12 @@ class FakeCluster:
         self._bars = [bar for bar in self._bars if bar[0] > now_s]
 
     def request(self, model: str) -> None:
-        """One more request waits for `model`."""
+        """Adds a waiting request of `model`."""
         self._change(model, waiting=self.models[model].waiting + 1)
         self._last_use_s[model] = self.now_s
 
     def serve(self, rate: float = 0.0) -> list[str]:
-        """Every active model finishes what waits for it; returns which had something."""
+        """Finishes all waiting requests of active models. Returns the models that had some."""
         served = [m.name for m in self.models.values() if m.state == "active" and m.waiting]
         for name in served:
             self._change(name, waiting=0, running=0, token_rate=rate)
@@ -110,13 +109,13 @@ class FakeCluster:
         self._check(action)
         heapq.heappush(self._due, (self.now_s + self._action_s, next(self._serial), action))
 
-    # --- below ------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------
 
     def _change(self, name: str, **changes: object) -> None:
         self.models[name] = structs.replace(self.models[name], **changes)
 
     def _held(self, device: str) -> list[ModelView]:
-        """Models that take memory and an engine there, on their way in or out as well."""
+        """Returns models with memory and an engine there, those that come or leave included."""
         return [
             m
             for m in self.models.values()

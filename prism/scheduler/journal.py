@@ -1,8 +1,7 @@
-"""What the schedulers of a cluster decided, record by record: for operators, and for `prism-sim
-parity`, which compares it with a simulation.
+"""Journal of the schedulers' decisions, for operators and for comparisons with a simulation.
 
-Each process appends JSON lines to a file of its own beside its log. Prompts, outputs and secrets
-are never in it. A simulation keeps the same records in memory.
+Each process appends JSON lines to its own file in the folder of its log. The journal never holds
+prompts, outputs or secrets. A simulation keeps the same records in memory.
 """
 
 from __future__ import annotations
@@ -30,72 +29,69 @@ CLUSTER = "cluster"
 
 
 class JournalConfig(msgspec.Struct, frozen=True):
-    """keep: one of KEPT."""
+    """Configuration of the journal."""
 
-    keep: str = OFF
-    max_bytes: int = 256 << 20
+    keep: str = OFF  # one of KEPT
+    max_bytes: int = 256 << 20  # of a file
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="what", omit_defaults=True):
-    """time_s: the writing process's monotonic clock; `Opened` dates it."""
+    """Base of all records."""
 
-    time_s: float
+    time_s: float  # monotonic clock of the process; `Opened` maps it to Unix time
 
 
 class Opened(Record, frozen=True, tag="opened"):
-    """A process began. source: "cluster", or the agent's device. settings, limits: of its
-    scheduler."""
+    """Start of a process."""
 
     unix_s: float
-    source: str
+    source: str  # "cluster", or the agent's device
     policy: str
-    settings: Settings | None = None
-    limits: Limits | None = None
+    settings: Settings | None = None  # of the cluster scheduler
+    limits: Limits | None = None  # of the local scheduler
     format: int = FORMAT
 
 
 class Moved(Record, frozen=True):
-    """About an action of the cluster scheduler. kind: activate, evict, migrate (from device to
-    target), drop_copy."""
+    """Base of the records about an action of the cluster scheduler."""
 
-    kind: str
+    kind: str  # activate, evict, migrate or drop_copy
     model: str
     device: str
-    target: str = ""
+    target: str = ""  # of a migration from `device`
 
 
 class Started(Moved, frozen=True, tag="started"):
-    """The action began."""
+    """Start of an action."""
 
     reason: str = ""
 
 
 class Ended(Moved, frozen=True, tag="ended"):
-    """The action is over; problem: empty, or why it failed."""
+    """End of an action."""
 
-    problem: str = ""
+    problem: str = ""  # why it failed; empty if it succeeded
 
 
 class Refused(Record, frozen=True, tag="refused"):
-    """A model that should be up has no place."""
+    """Model that should be active but was placed on no device."""
 
     model: str
     reason: str
 
 
 class Planned(Record, frozen=True, tag="planned"):
-    """A plan with all that the policy saw. actions: fields of each, and its "kind"."""
+    """Plan of the cluster scheduler with its input."""
 
     view: ClusterView
-    actions: tuple[dict[str, Any], ...]
+    actions: tuple[dict[str, Any], ...]  # "kind" and the fields of each action
 
 
 class Served(Record, frozen=True, tag="served"):
-    """A model came up on the agent's device. seconds: since there was an engine for it; the rest as
-    the engine says it."""
+    """Model that became active on the agent's device. Sizes are those that the engine reported."""
 
     model: str
-    seconds: float
+    seconds: float  # since an engine was free for it
     static_bytes: int
     reserve_bytes: int
     quantum_bytes: int
@@ -104,7 +100,7 @@ class Served(Record, frozen=True, tag="served"):
 
 
 class Queued(Record, frozen=True, tag="queued"):
-    """A request waits at the agent from now on; times are on the clock of time_s."""
+    """Request that begins to wait at the agent. Times are on the clock of time_s."""
 
     id: str
     model: str
@@ -116,37 +112,36 @@ class Queued(Record, frozen=True, tag="queued"):
 
 
 class Left(Record, frozen=True, tag="left"):
-    """These wait no more, without having been dispatched: cancelled, or moved."""
+    """Requests that left the queue without being dispatched: cancelled or moved."""
 
     ids: tuple[str, ...]
 
 
 class Stepped(Record, frozen=True, tag="stepped"):
-    """The local scheduler dispatched ids, in this order. blocked: model -> why its first waiting
-    request could not start. views: what it saw of its engines, where inputs are kept."""
+    """Step of the local scheduler."""
 
-    ids: tuple[str, ...] = ()
-    blocked: dict[str, str] = {}
-    views: tuple[EngineView, ...] | None = None
+    ids: tuple[str, ...] = ()  # dispatched requests, in order
+    blocked: dict[str, str] = {}  # model -> why its first waiting request could not start
+    views: tuple[EngineView, ...] | None = None  # its input, if inputs are kept
 
 
 class Full(Record, frozen=True, tag="full"):
-    """The file has its greatest size: nothing follows."""
+    """Last record of a file that reached its maximum size."""
 
 
 AnyRecord = Opened | Started | Ended | Refused | Planned | Served | Queued | Left | Stepped | Full
 
 
 class Sink(Protocol):
-    """Where records go. inputs: whether what decisions were made on is kept as well."""
+    """Consumer of records."""
 
-    inputs: bool
+    inputs: bool  # True to keep the inputs of decisions as well
 
     def add(self, record: AnyRecord) -> None: ...
 
 
 class MemoryJournal:
-    """Keeps records in a list."""
+    """Journal that keeps its records in a list."""
 
     def __init__(self, inputs: bool = False) -> None:
         self.inputs = inputs
@@ -157,10 +152,10 @@ class MemoryJournal:
 
 
 class FileJournal:
-    """Appends records to a file that this user alone may read; for one process and thread.
+    """Journal in a file that only this user may read. For one process and thread.
 
-    A file that cannot be written is logged once and is no reason to fail. At max_bytes a last
-    record says that it is full.
+    An error of the file is logged, closes the journal and is not raised. At max_bytes the journal
+    ends with a `Full` record.
     """
 
     def __init__(self, path: Path, inputs: bool, max_bytes: int) -> None:
@@ -197,13 +192,17 @@ class FileJournal:
             self._fd = -1
 
     def _give_up(self, error: OSError) -> None:
-        log.warning("no journal is kept: %s: %s", self._path, error)
+        log.warning("cannot write the journal %s, it is closed: %s", self._path, error)
         self.close()
 
 
 class QueueJournal:
-    """Writes what a local scheduler's queue and steps were. now_s: dates what happens between
-    steps."""
+    """Observer that writes a local scheduler's queue and steps to a journal.
+
+    Args:
+        journal: receives the records.
+        now_s: the clock for changes between steps.
+    """
 
     def __init__(self, journal: Sink, now_s: Callable[[], float]) -> None:
         self._journal = journal
@@ -243,7 +242,7 @@ def open_journal(
     settings: Settings | None = None,
     limits: Limits | None = None,
 ) -> FileJournal | None:
-    """The journal of this process, begun; None where the configuration wants none."""
+    """Opens the journal of this process. Returns None if the configuration turns it off."""
     if config.keep == OFF:
         return None
     path = journal_path(run_dir / "logs", source)
@@ -266,15 +265,17 @@ def journal_path(folder: Path, source: str) -> Path:
 
 
 def fields_of(actions: Sequence[Action]) -> tuple[dict[str, Any], ...]:
-    """As `Planned` has them."""
+    """Returns the actions in the form of `Planned.actions`."""
     return tuple(
         {"kind": type(action).__name__.lower(), **msgspec.to_builtins(action)} for action in actions
     )
 
 
 def read(path: Path) -> Iterator[AnyRecord]:
-    """The records in their order. A last line that was cut short by a killed process is left out.
-    Raises ConfigError: no such file, or the line that is no record."""
+    """Yields the records in order, without a last line that a killed process left incomplete.
+
+    Raises ConfigError if the file cannot be read or a line is not a valid record.
+    """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
@@ -285,7 +286,7 @@ def read(path: Path) -> Iterator[AnyRecord]:
         try:
             yield _DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}:{number}: no record of a journal: {error}") from error
+            raise ConfigError(f"{path}:{number}: not a valid journal record: {error}") from error
 
 
 _DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)

@@ -1,7 +1,7 @@
-"""The order and the admission of one device's waiting requests (Prism §6.3, Algorithm 2).
+"""Order and admission of one device's waiting requests (Prism §6.3, Algorithm 2).
 
-Step-driven: owns no thread, socket or sleep. It knows the device's queue, and plans only what
-starts at once; engines have no waiting queue of their own.
+Step-driven: owns no thread, socket or sleep. The scheduler holds the device's queue and plans only
+requests that start at once. Engines keep no waiting queue.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ ORDER_S_PER_REQUEST = 1e-4
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """A request in the queue. Times are on the clock of `step`'s now_s.
+    """Request in the queue. Times are on the clock of `step`'s now_s.
 
-    suspected_at: it is a suspect, which may have killed its engine when it had so many output
-    tokens. It starts before all other requests, on an idle engine; then nothing starts there until
-    it is cleared or ended.
+    A suspect is a request that may have killed its engine. It starts before all other requests, on
+    an idle engine. Nothing else starts there until it is cleared or ended.
     """
 
     id: str
@@ -38,46 +37,47 @@ class Waiting(msgspec.Struct, frozen=True):
     max_tokens: int
     arrival_s: float
     deadline_s: float
-    suspected_at: int | None = None
-    priority: int = 0  # those of a higher one start first
+    suspected_at: int | None = None  # output tokens at the engine's death; None: not a suspect
+    priority: int = 0  # requests of a higher priority start first
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    # Output tokens (at most max_tokens) that must fit beside the prompt.
+    """Parameters of the local scheduler."""
+
+    # Output tokens (at most max_tokens) that must fit in addition to the prompt.
     headroom_tokens: int = 64
-    # How often others may overtake a request that lacks memory before memory is kept for it.
+    # Requests that may overtake one that lacks memory before free memory is reserved for it.
     passes_max: int = 8
-    hold_s: float = 30.0  # memory is kept for so long at most
-    # While late requests wait, the device's oldest one that can start has its turn after so many
-    # others.
+    hold_s: float = 30.0  # maximum duration of such a reservation
+    # While late requests wait, the oldest one that can start does so after this many other starts.
     late_every: int = 4
-    # Prefill work that an engine may hold before it takes no more requests. One prefill step of
+    # Prefill work at which an engine takes no more requests. One prefill step of
     # prefill_chunk_tokens is always allowed.
     prefill_horizon_s: float = 0.25
     prefill_chunk_tokens: int = 0
-    # The order is computed anew whenever an engine could take a request if its memory allows, and
-    # after this time while none could. With more than CHEAP_ORDER requests waiting it is kept for
-    # ORDER_S_PER_REQUEST times those beyond.
+    # Maximum age of the order while no engine could take a request. Otherwise the order is computed
+    # at each step; with more than CHEAP_ORDER waiting requests it is kept for ORDER_S_PER_REQUEST
+    # times the number beyond that.
     order_age_s: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """What one step decided. The caller carries it out."""
+    """Decisions of one step, for the caller to carry out."""
 
-    ids: tuple[str, ...] = ()  # in the order in which they start
+    ids: tuple[str, ...] = ()  # requests that start, in order
     starts: Mapping[str, list[str]] = field(default_factory=dict)  # the same, by model
-    # Model -> KV tokens that its first request lacks: ask others to give idle memory back.
+    # Model -> KV tokens that its first request lacks: other engines should return idle memory.
     lacking: Mapping[str, int] = field(default_factory=dict)
-    # Models of which a suspect waits until what runs on their engine has made way for it.
-    make_way: tuple[str, ...] = ()
+    # Models whose running requests are to be preempted, because a suspect waits for an idle engine.
+    preempt: tuple[str, ...] = ()
     # Model -> why its first request could not start, as of the last step that needed an order.
     blocked: Mapping[str, StartResult] = field(default_factory=dict)
 
 
 class QueueObserver(Protocol):
-    """Is told of every change of the queue and of every step."""
+    """Observer of every change of the queue and of every step."""
 
     def added(self, request: Waiting) -> None: ...
 
@@ -88,19 +88,26 @@ class QueueObserver(Protocol):
 
 @dataclass(slots=True)
 class _Choice:
-    """One step's outcome so far."""
+    """Decisions of a step so far."""
 
-    ids: list[str] = field(default_factory=list)  # these start now
-    blocked: dict[str, StartResult] = field(default_factory=dict)  # model -> why its first cannot
-    heads: list[str] = field(default_factory=list)  # requests that lack memory
-    lacking: dict[str, int] = field(default_factory=dict)  # model -> tokens that its head lacks
-    make_way: list[str] = field(default_factory=list)  # models
-    kept: bool = False  # memory is kept for one of the heads
+    ids: list[str] = field(default_factory=list)  # requests that start
+    blocked: dict[str, StartResult] = field(default_factory=dict)  # as in AdmissionPlan
+    heads: list[str] = field(default_factory=list)  # first requests of models that lack memory
+    lacking: dict[str, int] = field(default_factory=dict)  # as in AdmissionPlan
+    preempt: list[str] = field(default_factory=list)  # models
+    reserved: bool = False  # free memory is reserved for one of the heads
 
 
 class LocalScheduler:
-    """Not thread-safe. Every request that was added is started or removed, never dropped. `order`:
-    the policy's (jobs, now_s, prefill work in flight in s) -> AdmissionOrder."""
+    """Scheduler of one device. Not thread-safe.
+
+    A request leaves the scheduler only by being started or by `remove`.
+
+    Args:
+        limits: parameters.
+        order: the policy's order: (jobs, now_s, submitted prefill work in s) -> AdmissionOrder.
+        observer: called for every change and step.
+    """
 
     def __init__(
         self,
@@ -114,34 +121,34 @@ class LocalScheduler:
         self._observer = observer
         self._policy_order = order
         self._waiting: dict[str, Waiting] = {}
-        self._line = OrderByModel(AdmissionOrder((), ()), self._waiting)
-        self._unlisted: list[Waiting] = []
-        self._left: set[str] = set()  # since the last order, which may still have them
+        self._order = OrderByModel(AdmissionOrder((), ()), self._waiting)
+        self._unordered: list[Waiting] = []  # added since the last step
+        self._left: set[str] = set()  # ids that left since the last order and may still be in it
         self._ordered_at_s = float("-inf")
-        self._ordered_for: frozenset[str] = frozenset()
+        self._ordered_for: frozenset[str] = frozenset()  # models
         self._changed = False
-        self._since_late = 0  # starts since a late request had its turn, while one waits
+        self._since_late = 0  # starts since the last turn of a late request, while one waits
         self._suspects: dict[str, int] = {}  # id -> suspected_at
-        self._passed: Counter[str] = Counter()
-        self._held_since_s: dict[str, float] = {}
+        self._passed: Counter[str] = Counter()  # id -> requests that overtook it
+        self._held_since_s: dict[str, float] = {}  # id -> since when memory is reserved for it
         self._blocked: dict[str, StartResult] = {}
 
     def add(self, request: Waiting) -> None:
-        """A second add of the same id replaces the first."""
+        """Adds a request, or replaces the one with the same id."""
         if request.id not in self._waiting:
-            self._unlisted.append(request)
+            self._unordered.append(request)
         self._waiting[request.id] = request
         self._suspects.pop(request.id, None)
         if request.suspected_at is not None:
             self._suspects[request.id] = request.suspected_at
         self._changed = True
-        if request.id in self._left:  # put back: the order must not have it twice
+        if request.id in self._left:  # added again: a new order, so that it is not there twice
             self._ordered_at_s = float("-inf")
         if self._observer is not None:
             self._observer.added(request)
 
     def remove(self, request_ids: Collection[str]) -> None:
-        """They left the queue without being started. Unknown ids are ignored."""
+        """Removes requests that left the queue without being started. Ignores unknown ids."""
         known = tuple(i for i in request_ids if i in self._waiting)
         self._drop(request_ids)
         if known and self._observer is not None:
@@ -159,7 +166,7 @@ class LocalScheduler:
             self._forget_order()
 
     def waiting(self) -> Counter[str]:
-        """Model -> waiting requests."""
+        """Returns model -> number of waiting requests."""
         return Counter(request.model for request in self._waiting.values())
 
     def __len__(self) -> int:
@@ -169,10 +176,13 @@ class LocalScheduler:
         return request_id in self._waiting
 
     def step(self, now_s: float, views: Sequence[EngineView]) -> AdmissionPlan:
-        """Plan all that starts at once; it leaves the queue. `views`: the engines that serve or
-        activate a model on this device.
+        """Plans all requests that start now, and removes them from the queue.
 
         A request that cannot start blocks the later ones of its model only.
+
+        Args:
+            now_s: the present time.
+            views: the engines that serve or activate a model on this device.
         """
         if not self._waiting:
             return AdmissionPlan()
@@ -183,8 +193,15 @@ class LocalScheduler:
         return plan
 
     def would_start_now(self, view: EngineView, prompt_tokens: int, max_tokens: int) -> bool:
-        """Whether a request that comes while none waits would start at the next step: it then goes
-        to its engine without an `add`. `view`: of its model, as it is now."""
+        """Returns whether a request that arrives while none waits would start at the next step.
+
+        The caller may then pass it to the engine without `add`.
+
+        Args:
+            view: the present view of its model's engine.
+            prompt_tokens: of the request.
+            max_tokens: of the request.
+        """
         limits = self._limits
         headroom = 1 if view.running == 0 else min(max_tokens, limits.headroom_tokens)
         horizon_s, chunk_tokens = limits.prefill_horizon_s, limits.prefill_chunk_tokens
@@ -199,11 +216,14 @@ class LocalScheduler:
         choice = self._choose(now_s, budget)
         self._blocked = choice.blocked
         starts = self._by_model(choice.ids)
-        make_way = tuple(choice.make_way)
-        return AdmissionPlan(tuple(choice.ids), starts, choice.lacking, make_way, choice.blocked)
+        preempt = tuple(choice.preempt)
+        return AdmissionPlan(tuple(choice.ids), starts, choice.lacking, preempt, choice.blocked)
 
     def _start_alone(self, views: Collection[EngineView]) -> AdmissionPlan | None:
-        """The only request that waits needs no order. None: it does not start like this."""
+        """Returns a plan for the only waiting request, which needs no order.
+
+        Returns None if it cannot start or may need the full plan.
+        """
         (request,) = self._waiting.values()
         view = next((view for view in views if view.model == request.model), None)
         if view is None or self._held_since_s or self._suspects:
@@ -213,9 +233,9 @@ class LocalScheduler:
         return AdmissionPlan((request.id,), {request.model: [request.id]}, blocked=self._blocked)
 
     def _forget_order(self) -> None:
-        """No request waits."""
-        self._line.clear()
-        self._unlisted.clear()
+        """Clears the order. REQUIRES: no request waits."""
+        self._order.clear()
+        self._unordered.clear()
         self._left.clear()
 
     # --- order ------------------------------------------------------------------------------
@@ -223,9 +243,9 @@ class LocalScheduler:
     def _refresh_order(
         self, now_s: float, views: Collection[EngineView], budget: StepBudget
     ) -> None:
-        for request in self._unlisted:
-            self._line.add(request.id, request.model, request.priority)
-        self._unlisted.clear()
+        for request in self._unordered:
+            self._order.add(request.id, request.model, request.priority)
+        self._unordered.clear()
         present = frozenset(view.model for view in views)
         if not self._is_order_due(now_s, present, budget):
             return
@@ -233,46 +253,55 @@ class LocalScheduler:
         jobs = [_job(r, by_model[r.model]) for r in self._waiting.values() if r.model in by_model]
         busy_s = sum(view.pending_prefill_s for view in views)
         order = order_by_priority(self._policy_order, jobs, now_s, busy_s)
-        self._line = OrderByModel(order, self._waiting)
+        self._order = OrderByModel(order, self._waiting)
         for request in self._waiting.values():
             if request.model not in by_model:
-                self._line.add(request.id, request.model, request.priority)
+                self._order.add(request.id, request.model, request.priority)
         self._left.clear()
         self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
 
     def _is_order_due(self, now_s: float, present: frozenset[str], budget: StepBudget) -> bool:
-        """A start goes by the order of its own moment: whether a request is given up must not hang
-        on when the scheduler last looked."""
+        """Returns whether the order must be computed again.
+
+        A request that starts does so by an order of the present moment: whether a request is late
+        must not depend on the time of the previous step.
+        """
         age_s = now_s - self._ordered_at_s
         if age_s < max(0, len(self._waiting) - CHEAP_ORDER) * ORDER_S_PER_REQUEST:
             return False
         if age_s >= self._limits.order_age_s:
             return True
         changed = age_s > 0 or self._changed or present != self._ordered_for
-        lined_up = self._line.models()
-        return changed and any(model in lined_up and budget.is_open(model) for model in budget)
+        ordered = self._order.models()
+        return changed and any(model in ordered and budget.is_open(model) for model in budget)
 
     def _sequence(self, budget: StepBudget, choice: _Choice) -> Iterator[Waiting]:
-        """Suspects (those with the least output are the likeliest), held ones, on-time ones with
-        late ones whose turn it is between them, the other late ones."""
+        """Yields the waiting requests in the order in which they are tried.
+
+        First come suspects, those with the least output before others since they are the most
+        likely to kill. Then come requests for which memory is reserved, on-time requests with one
+        late request after every `late_every` starts, and the other late requests.
+        """
         suspects = sorted(self._suspects, key=self._suspects.__getitem__)
         seen = dict.fromkeys([*suspects, *self._held_since_s])
         yield from [self._waiting[i] for i in seen]
-        turns = True
-        for following in self._line.walk(budget, choice.blocked):
-            while turns and self._since_late >= self._limits.late_every:
-                yield from self._turn(budget, choice, seen)
-                turns = self._since_late < self._limits.late_every
+        late_can_start = True
+        for following in self._order.walk(budget, choice.blocked):
+            while late_can_start and self._since_late >= self._limits.late_every:
+                yield from self._late_turn(budget, choice, seen)
+                late_can_start = self._since_late < self._limits.late_every
             if following not in seen:
                 seen[following] = None
                 yield self._waiting[following]
 
-    def _turn(
+    def _late_turn(
         self, budget: StepBudget, choice: _Choice, seen: dict[str, None]
     ) -> Iterator[Waiting]:
-        """Late heads, oldest first, until one starts. Who could have started, had its model not
-        just used up what its engine takes in a step, is the first of the next step instead."""
-        for head in self._line.late_heads(seen):
+        """Yields the first late request of each model, oldest first, until one starts.
+
+        If the model of one has already used its step budget, the turn is kept for the next step.
+        """
+        for head in self._order.late_heads(seen):
             model = self._waiting[head].model
             if model not in choice.blocked and model in budget:
                 seen[head] = None
@@ -284,15 +313,18 @@ class LocalScheduler:
                 return
 
     def _count_start(self, request: Waiting) -> None:
-        """Late ones that start because no other one can leave the count as it is: with them, the
-        turn of the oldest might never come. Those that go before others for their priority do
-        not."""
-        if not self._line.has_late():
+        """Counts a start towards the next turn of a late request.
+
+        A late request that starts because no on-time one can neither counts nor resets the count:
+        otherwise the oldest one's turn might never come. It counts if late requests of a lower
+        priority wait.
+        """
+        if not self._order.has_late():
             self._since_late = 0
         elif (
             request.id in self._held_since_s
-            or not self._line.is_late(request.id)
-            or self._line.has_late(below=request.priority)
+            or not self._order.is_late(request.id)
+            or self._order.has_late(below=request.priority)
         ):
             self._since_late += 1
 
@@ -306,50 +338,64 @@ class LocalScheduler:
                 continue
             if request.suspected_at is not None and not budget.idle(request.model):
                 choice.blocked[request.model] = StartResult.TRIAL
-                choice.make_way += () if budget.on_trial(request.model) else (request.model,)
+                choice.preempt += () if budget.on_trial(request.model) else (request.model,)
                 continue
-            result, missing_tokens, harmless = self._try(budget, request, choice.kept)
+            result, missing_tokens, guaranteed = self._try(budget, request, choice.reserved)
             if result is StartResult.STARTS:
                 choice.ids.append(request.id)
                 self._count_start(request)
                 if request.suspected_at is not None:
                     choice.blocked[request.model] = StartResult.TRIAL
-                if not harmless:
-                    choice.kept = self._count_passes(choice.heads, now_s) or choice.kept
+                if not guaranteed:
+                    choice.reserved = self._count_passes(choice.heads, now_s) or choice.reserved
                 continue
             choice.blocked[request.model] = result
-            if result is StartResult.MEMORY and not choice.kept:
+            if result is StartResult.MEMORY and not choice.reserved:
                 choice.heads.append(request.id)
                 choice.lacking[request.model] = missing_tokens
-                choice.kept = request.id in self._held_since_s
+                choice.reserved = request.id in self._held_since_s
             if len(choice.blocked) == len(budget):
                 break
         return choice
 
     def _try(
-        self, budget: StepBudget, request: Waiting, kept: bool
+        self, budget: StepBudget, request: Waiting, reserved: bool
     ) -> tuple[StartResult, int, bool]:
-        """Take the request if it starts: (result, KV tokens it lacks, whether it takes only what
-        no other model could have). `kept`: all other memory is kept for another request."""
+        """Takes the request from the budget if it starts.
+
+        Returns the result, the KV tokens that it lacks, and whether it needs only memory that no
+        other model can take.
+
+        Args:
+            budget: the step's budget.
+            request: the request to start.
+            reserved: memory that other models can take is reserved for another request.
+        """
         headroom = self._headroom_tokens(budget, request)
         need_tokens = budget.need_tokens(request.model, request.prompt_tokens, headroom)
         result = budget.start_result(request.model, need_tokens)
-        harmless = budget.is_guaranteed(request.model, need_tokens)
-        if result is StartResult.STARTS and kept and not harmless:
+        guaranteed = budget.is_guaranteed(request.model, need_tokens)
+        if result is StartResult.STARTS and reserved and not guaranteed:
             result = StartResult.MEMORY
         if result is StartResult.STARTS:
             budget.take(request.model, request.prompt_tokens, headroom)
-        return result, need_tokens - budget.free_tokens(request.model), harmless
+        return result, need_tokens - budget.free_tokens(request.model), guaranteed
 
     def _headroom_tokens(self, budget: StepBudget, request: Waiting) -> int:
-        """An idle engine's first request needs none: the engine's own reserve lets one request run
-        to its end."""
+        """Returns the output tokens that must fit.
+
+        An idle engine's first request needs only one: the engine's reserve suffices for one request
+        to its end.
+        """
         if budget.idle(request.model):
             return 1
         return min(request.max_tokens, self._limits.headroom_tokens)
 
     def _count_passes(self, heads: list[str], now_s: float) -> bool:
-        """One more request went past `heads`, which lack memory. True: from now on it is kept."""
+        """Counts a request that overtook `heads`, which lack memory.
+
+        Returns whether free memory is now reserved for one of them.
+        """
         self._passed.update(heads)
         overtaken = [i for i in heads if self._passed[i] >= self._limits.passes_max]
         for request_id in overtaken:
@@ -357,7 +403,7 @@ class LocalScheduler:
         return bool(overtaken)
 
     def _end_old_holds(self, now_s: float) -> None:
-        """A bound, so that a request that never fits cannot stop the device for ever."""
+        """Ends old reservations, so that a request that never fits cannot block the device."""
         for request_id, since_s in list(self._held_since_s.items()):
             if now_s - since_s > self._limits.hold_s:
                 del self._held_since_s[request_id]

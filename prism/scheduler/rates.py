@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Source:
-    """A device's counters as last seen, under one epoch of its agent."""
+    """Last counters of a device, in one epoch of its agent."""
 
     epoch: int
     totals: dict[str, int] = field(default_factory=dict)
 
 
 class TokenRates:
-    """Rates over the last `window_s` seconds, in tokens/s.
+    """Token rates over the last `window_s` seconds, in tokens/s.
 
-    What counters held when a device was first seen is not counted. A counter that fell has
-    started again at zero, and so have those that are missing when the epoch changes: the agent
-    has restarted (an agent that only took its lease anew goes on counting).
+    The first counters of a device are the baseline and count as no tokens. A counter that fell has
+    restarted at zero. So have counters that are missing when the epoch changes, because the agent
+    has restarted. An agent that only acquired its lease again keeps its counters.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -35,7 +35,11 @@ class TokenRates:
         self._since_s: float | None = None
 
     def observe(self, device: str, epoch: int, totals: Mapping[str, int], now_s: float) -> None:
-        """`totals`: model -> prompt plus output tokens since the agent or engine started."""
+        """Adds a report.
+
+        Args:
+            totals: model -> prompt plus output tokens since the agent or engine started.
+        """
         if self._since_s is None:
             self._since_s = now_s
         source = self._sources.get(device)
@@ -54,9 +58,9 @@ class TokenRates:
                 self._sums[model] += grown
 
     def rates(self, now_s: float) -> dict[str, float]:
-        """Model -> tokens/s; models without a token in the window are left out.
+        """Returns model -> tokens/s, without models that have no token in the window.
 
-        A window that has only begun is divided by its length so far, at least one second.
+        While the first window is incomplete, its length so far is used, at least one second.
         """
         since_s = now_s if self._since_s is None else self._since_s
         length_s = max(min(self.window_s, now_s - since_s), 1.0)

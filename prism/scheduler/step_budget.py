@@ -1,8 +1,7 @@
-"""What can start at once: slots, prefill work and KV memory of a device's engines.
+"""Budget of one scheduling step: slots, prefill work and KV memory of a device's engines.
 
-A `StepBudget` lives for one scheduling step. It starts from the engines' views and shrinks with
-each request taken, so that a step never hands out the same memory twice: two engines that both
-see the device's free room share it here.
+A `StepBudget` is made for one step from the engines' views and shrinks with each request taken. So
+a step never uses the same memory twice, although all engines see the same free device memory.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from prism.scheduler.ports import EngineView
 
 
 class StartResult(Enum):
-    """Why a request cannot start, or that it can. Only MEMORY is shared between models."""
+    """Outcome of a try to start a request. Only MEMORY depends on other models."""
 
     STARTS = "starts"
-    NOT_READY = "not ready"
-    TRIAL = "trial"
-    SLOTS = "slots"
-    PREFILL = "prefill"
-    LIMIT = "limit"
+    NOT_READY = "not ready"  # the model is being activated
+    TRIAL = "trial"  # a suspect runs on the engine
+    SLOTS = "slots"  # the engine has max_running requests
+    PREFILL = "prefill"  # the engine has prefill work beyond the horizon
+    LIMIT = "limit"  # the engine's own memory limit
     MEMORY = "memory"
 
 
@@ -51,7 +50,14 @@ class _EngineBudget:
     def start_result(
         self, need_tokens: int, shared_tokens: int, horizon_s: float, chunk_tokens: int
     ) -> StartResult:
-        """`shared_tokens`: what is left to it of the device's."""
+        """Returns whether a request that needs `need_tokens` starts.
+
+        Args:
+            need_tokens: KV tokens that must be free.
+            shared_tokens: rest of the shared tokens, within the engine's limit.
+            horizon_s: see `StepBudget`.
+            chunk_tokens: see `StepBudget`.
+        """
         view = self.view
         if view.ready_in_s > 0:
             return StartResult.NOT_READY
@@ -65,7 +71,7 @@ class _EngineBudget:
         if need_tokens <= max(0, self.own_tokens) + shared_tokens:
             return StartResult.STARTS
         limit_tokens = self.limit_tokens
-        # no memory of others would help it
+        # Memory that other engines give back would not help.
         limited = limit_tokens is not None and need_tokens > max(0, self.own_tokens) + limit_tokens
         return StartResult.LIMIT if limited else StartResult.MEMORY
 
@@ -77,7 +83,7 @@ def starts_alone(
     prefill_horizon_s: float,
     prefill_chunk_tokens: int,
 ) -> bool:
-    """As a fresh `StepBudget` would say of its first request, at a fraction of the cost."""
+    """Returns whether the first request of a step starts; cheaper than a new `StepBudget`."""
     engine, limit = _EngineBudget(view), view.limit_tokens
     shared = view.shared_tokens if limit is None else min(view.shared_tokens, limit)
     need_tokens = engine.need_tokens(prompt_tokens, headroom_tokens)
@@ -86,9 +92,15 @@ def starts_alone(
 
 
 class StepBudget:
-    """prefill_horizon_s: an engine with more prefill work than this takes no more requests yet,
-    since they would only wait inside it, where no later deadline can overtake them. But a step's
-    worth of work (prefill_chunk_tokens) never waits here: smaller steps waste the engine."""
+    """Budget of one step.
+
+    Args:
+        views: the device's engines.
+        prefill_horizon_s: an engine with more prefill work than this takes no requests. They would
+            wait inside the engine, where a request with an earlier deadline cannot overtake them.
+        prefill_chunk_tokens: an engine with less prefill work than this takes requests in any case,
+            because smaller prefill steps waste its time.
+    """
 
     def __init__(
         self,
@@ -102,31 +114,33 @@ class StepBudget:
         self._engines = {view.model: _EngineBudget(view) for view in views}
 
     def need_tokens(self, model: str, prompt_tokens: int, headroom_tokens: int) -> int:
-        """KV tokens that must be free for the request to start, in whole blocks; one more block
-        for each running request, which may need its next one any moment."""
+        """Returns the KV tokens that must be free for the request to start, in whole blocks.
+
+        They include one block for each running request, which may need its next block soon.
+        """
         return self._engines[model].need_tokens(prompt_tokens, headroom_tokens)
 
     def free_tokens(self, model: str) -> int:
-        """What `model` could take now, after what this step has taken."""
+        """Returns the KV tokens that `model` can still take in this step."""
         engine = self._engines[model]
         return max(0, engine.own_tokens) + self._shared_left_tokens(engine)
 
     def is_guaranteed(self, model: str, need_tokens: int) -> bool:
-        """The request fits into memory that no other model could have."""
+        """Returns whether `need_tokens` fit into memory that no other model can take."""
         return need_tokens <= self._engines[model].guaranteed_tokens
 
     def start_result(self, model: str, need_tokens: int) -> StartResult:
-        """Whether one more request of `model` that needs `need_tokens` starts at once."""
+        """Returns whether one more request of `model` that needs `need_tokens` starts."""
         engine = self._engines[model]
         shared_tokens = self._shared_left_tokens(engine)
         return engine.start_result(need_tokens, shared_tokens, self._horizon_s, self._chunk_tokens)
 
     def is_open(self, model: str) -> bool:
-        """Whether one more request of `model` starts if there is KV memory for it."""
+        """Returns whether one more request of `model` starts if KV memory suffices."""
         return self.start_result(model, 0) is StartResult.STARTS
 
     def take(self, model: str, prompt_tokens: int, headroom_tokens: int) -> None:
-        """The request starts. REQUIRES: `start_result` said STARTS."""
+        """Subtracts a request that starts. REQUIRES: `start_result` returned STARTS for it."""
         engine = self._engines[model]
         block = engine.view.block_tokens
         tokens = -(-(prompt_tokens + headroom_tokens) // block) * block
@@ -138,7 +152,7 @@ class StepBudget:
         engine.pending_prefill_s += prompt_tokens / engine.view.prefill_tokens_per_s
 
     def _take_shared(self, engine: _EngineBudget, tokens: int) -> None:
-        """What is left of the last quantum is this engine's own from now on."""
+        """Takes whole quanta of shared memory. The rest of the last one becomes the engine's."""
         quantum = engine.view.quantum_tokens
         quanta_tokens = min(-(-tokens // quantum) * quantum, self._shared_left_tokens(engine))
         engine.own_tokens += quanta_tokens - tokens
@@ -159,16 +173,16 @@ class StepBudget:
         return max(0, left_bytes // quantum_bytes) * view.quantum_tokens
 
     def idle(self, model: str) -> bool:
-        """Nothing runs there and nothing was taken for it."""
+        """Returns whether the engine runs no request and none was taken in this step."""
         engine = self._engines[model]
         return engine.view.running + engine.taken == 0
 
     def has_taken(self, model: str) -> bool:
-        """A request of this step starts there."""
+        """Returns whether a request of `model` was taken in this step."""
         return self._engines[model].taken > 0
 
     def on_trial(self, model: str) -> bool:
-        """A suspect runs there."""
+        """Returns whether a suspect runs on the engine."""
         return self._engines[model].view.on_trial
 
     def __contains__(self, model: object) -> bool:

@@ -331,7 +331,7 @@ def test_suspects_start_one_at_a_time_before_all_others_of_their_engine() -> Non
             EngineView("b", 100, 1, 9, 2, 100.0),
         ]
         plan = scheduler.step(1.0, views)
-        started.append((plan.ids, plan.make_way))
+        started.append((plan.ids, plan.preempt))
     assert started == [
         (("other",), ("a",)),
         (("early suspect",), ()),
