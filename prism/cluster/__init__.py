@@ -1,7 +1,8 @@
-"""The cluster scheduler's process: `python -m prism.cluster --config RUN/cluster.json`.
+"""Process of the cluster scheduler: `python -m prism.cluster --config RUN/cluster.json`.
 
-One per cluster. agents.py keeps what agents report, view.py makes a ClusterView of it, the policy
-plans, actuator.py carries plans out, repairs.py mends disagreements of Redis and the agents,
-operator.py answers operators, status.py publishes. The state is rebuilt from Redis (placement)
-and the agents' reports, so the process can be killed and started again at any time.
+One scheduler plans per cluster. agents.py keeps the agents' reports. view.py builds a ClusterView
+from them, and the policy plans on it. actuator.py executes plans. repairs.py resolves differences
+between Redis and the agents. operator.py executes operators' commands. status.py builds the
+published status. The state is rebuilt from Redis (placement) and the agents' reports, so the
+process can be killed and restarted at any time.
 """

@@ -1,4 +1,4 @@
-"""`python -m prism.cluster`."""
+"""Entry point of `python -m prism.cluster`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Carries actions out, each as a task: commands to agents, routes in Redis, in the right sequence.
+"""Executor of actions. Each action is a task that sends commands to agents and routes in Redis.
 
-A failure is logged, counted and followed by a pause (backoff.py). What it left half-done shows in
-the agents' reports, and the next turn mends it.
+A failure is logged, counted and followed by a pause (backoff.py). The agents' reports show what a
+failed action left incomplete, and the controller's next step repairs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
-from prism.cluster.link import AgentLinks, settle
+from prism.cluster.link import AgentLinks, wait_for_result
 from prism.cluster.state import Move, SchedulerState
 from prism.config.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
@@ -25,8 +25,11 @@ log = logging.getLogger("prism.cluster")
 
 
 class Actuator:
-    """At most one action per model is under way; activations wait for the evictions that are
-    under way on their device when they start. For one event loop."""
+    """Executor of actions, at most one per model at a time.
+
+    An activation waits for the evictions in progress on its devices when it starts. Not
+    thread-safe: use from one event loop.
+    """
 
     def __init__(self, state: SchedulerState, link: AgentLinks, queue: RequestQueue) -> None:
         self._state = state
@@ -36,8 +39,10 @@ class Actuator:
         self._routing: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
 
     def start(self, action: Action) -> asyncio.Task[str] | None:
-        """Begin; the task's value is "" or what went wrong. None: nothing to do, or the model
-        has an action under way."""
+        """Starts an action. Returns its task, whose result is an error message or "".
+
+        Returns None if there is nothing to do or the model has an action in progress.
+        """
         if action.model in self._state.moves:
             return None
         if isinstance(action, Activate):
@@ -54,17 +59,17 @@ class Actuator:
             return self._begin(move, action.reason, self._migrate(action))
         return None
 
-    def drop_copy(self, model: str, device: str, home: str) -> None:
-        """Evict `model` from `device` while it stays routed to and served by `home`."""
+    def drop_copy(self, model: str, device: str, served_by: str) -> None:
+        """Evicts `model` from `device` while requests are routed to its copy on `served_by`."""
         if model not in self._state.moves:
-            why = f"a second copy, {home} serves it"
-            move = Move("drop_copy", model, device, home)
+            why = f"a second copy, {served_by} serves it"
+            move = Move("drop_copy", model, device, served_by)
             self._begin(move, why, self._take_down(EvictModel(0, model, why), device))
 
     def evict_all(
         self, model: str, devices: Sequence[str], reason: str
     ) -> asyncio.Task[str] | None:
-        """All copies, which are active on these, leave as one action. As `start`."""
+        """Evicts the copies that are active on `devices`, as one action. Returns as `start`."""
         if model in self._state.moves:
             return None
         held = [part for d in devices for part in (d, *self._state.book.peers(d, model))]
@@ -74,10 +79,12 @@ class Actuator:
     async def reroute(
         self, model: str, change: Callable[[tuple[str, ...]], Iterable[str]]
     ) -> tuple[str, ...]:
-        """Requests go to what `change` makes of the devices that they go to now; returns those.
-        One change of a model at a time, so that none is lost. Where Redis has no devices of the
-        model, the change begins with those where it is active and not on its way. Raises
-        QueueUnavailableError."""
+        """Applies `change` to the model's route and returns the new devices.
+
+        Changes of one model are serialized, so that none is lost. If Redis has no route for the
+        model, `change` gets the devices on which it is active and that no action is changing.
+        Raises QueueUnavailableError.
+        """
         async with self._routing[model]:
             placed = (await self._queue.placement(model)).get(model) or self._serving(model)
             devices = tuple(change(placed))
@@ -89,7 +96,7 @@ class Actuator:
         return tuple(d for d in active if move is None or d not in move.routes)
 
     async def stop(self) -> None:
-        """Cancel what is under way; the agents finish it, the next scheduler sees the result."""
+        """Cancels the tasks. Agents finish their commands; the next scheduler sees the result."""
         await cancel_all(self._tasks.values())
 
     # --- bookkeeping ------------------------------------------------------------------------
@@ -97,7 +104,8 @@ class Actuator:
     def _begin(self, move: Move, reason: str, work: Awaitable[None]) -> asyncio.Task[str]:
         log.info("%s %s on %s: %s", move.kind, move.model, move.device, reason)
         self._note(Started, move, reason=reason)
-        number = self._state.decisions.began(move.kind, move.model, *move.ends, reason)
+        ends = move.source_and_target
+        number = self._state.decisions.began(move.kind, move.model, *ends, reason)
         self._state.moves[move.model] = move
         task = asyncio.create_task(self._finish(move, work, number))
         self._tasks[move.model] = task
@@ -120,12 +128,12 @@ class Actuator:
             self._state.changes.notify()
         return problem
 
-    def _note(self, record: type[Started] | type[Ended], move: Move, **said: str) -> None:
+    def _note(self, record: type[Started] | type[Ended], move: Move, **fields: str) -> None:
         if (journal := self._state.journal) is not None:
-            device, target = move.ends
+            device, target = move.source_and_target
             now_s, kind, model = self._state.now_s(), move.kind, move.model
             journal.add(
-                record(time_s=now_s, kind=kind, model=model, device=device, target=target, **said)
+                record(time_s=now_s, kind=kind, model=model, device=device, target=target, **fields)
             )
 
     def _succeeded(self, move: Move) -> None:
@@ -162,18 +170,20 @@ class Actuator:
             await self.reroute(name, lambda placed: [*(d for d in placed if d != device), device])
 
     async def _hint(self, action: Activate) -> None:
-        """The device's machine reads the model's files while other models leave. The result is
-        not waited for."""
+        """Tells the device's machine to read the model's files during the evictions.
+
+        Does not wait for the result.
+        """
         config = self._state.config
         if config.engine.weight_store:
             command = PrefetchModel(0, config.model(action.model), action.reason)
-            self._link.post(action.device, command).add_done_callback(_note_hint)
+            self._link.post(action.device, command).add_done_callback(_log_lost_hint)
 
     async def _evict(self, action: Evict) -> None:
-        # First the route: no request may arrive at a model that is being taken down.
+        # The route changes first: no request may arrive at a model that is being evicted.
         name = action.model
         kept = await self.reroute(name, lambda placed: (d for d in placed if d != action.device))
-        # To a copy on this machine, if there is one: KV goes there without the network.
+        # A copy on the same machine is preferred: KV is moved there without the network.
         target = nearest(action.device, kept)
         targets = (target, *self._state.book.peers(target, name)) if target else ()
         move = action.move_running and bool(targets)
@@ -189,8 +199,10 @@ class Actuator:
                 raise outcome
 
     async def _migrate(self, action: Migrate) -> None:
-        """Make before break: the source serves until the target is ready. Requests that run there
-        then finish there, or go to the target with their KV."""
+        """Activates the model on the target, then evicts it from the source (make before break).
+
+        Requests that are running on the source finish there, or move to the target with their KV.
+        """
         await self._bring_up(action.model, action.target, action, route_at_once=False)
         ends = (action.source, action.target)
         await self.reroute(
@@ -209,12 +221,12 @@ class Actuator:
         since_s = self._state.now_s()
         result = self._link.post(device, command)
         try:
-            if route_at_once:  # so that requests wait where they will be served
+            if route_at_once:  # so that requests wait in the queue of their future device
                 await self.reroute(name, lambda _: (device,))
-            await settle(result, device, self._state.timing.activation_s)
+            await wait_for_result(result, device, self._state.timing.activation_s)
         finally:
             result.cancel()
-        await self._reported(device, name, "active")
+        await self._wait_for_report(device, name, "active")
         now_s = self._state.now_s()
         self._state.load_s[name] = now_s - since_s
         self._state.repaid_s[name] = now_s + (now_s - since_s)
@@ -223,16 +235,16 @@ class Actuator:
         timing = self._state.timing
         timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
         await self._link.ask(device, command, timeout_s)
-        await self._reported(device, command.model, "absent")
+        await self._wait_for_report(device, command.model, "absent")
 
-    async def _reported(self, device: str, name: str, stage: str) -> None:
-        """Wait until the agent's report shows the result, since plans are made on reports."""
-        await self._state.changes.until(
+    async def _wait_for_report(self, device: str, name: str, stage: str) -> None:
+        """Waits until the agent's report shows the result, since plans are made on reports."""
+        await self._state.changes.wait_until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
 
 
-def _note_hint(outcome: asyncio.Future[ActionResult]) -> None:
-    """A lost hint costs only time. The agent logs the reason."""
+def _log_lost_hint(outcome: asyncio.Future[ActionResult]) -> None:
+    """Logs a failed prefetch. It only costs time, and the agent logs the reason."""
     if not outcome.cancelled() and (error := outcome.exception()) is not None:
-        log.debug("a hint was lost: %s", error)
+        log.debug("prefetch failed: %s", error)

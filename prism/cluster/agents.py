@@ -1,4 +1,4 @@
-"""The last report of each agent, and which agents still answer."""
+"""Latest report of each agent, and which agents are live."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ABSENT_STATES = ("failed",)
 @dataclass(slots=True)
 class LiveAgent:
     report: AgentReport
-    seen_s: float  # when the report came, on the scheduler's monotonic clock
-    started: bool = False  # all its engines have been up at once since the agent started
+    seen_s: float  # arrival of the report, on the scheduler's monotonic clock
+    started: bool = False  # all its engines have been up at the same time since the agent started
 
 
 class AgentBook:
-    """The latest report of every live agent. For one event loop.
+    """Latest report of every live agent. Not thread-safe: use from one event loop.
 
     An agent that has not reported yet counts as lost only after `start_grace_s`: it may be
-    starting, or it may not have noticed yet that the scheduler is back. After `start_max_s` no
-    agent is waited for any more.
+    starting, or may not have noticed the scheduler's restart. After `start_max_s` the scheduler
+    waits for no agent any more.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class AgentBook:
     ) -> None:
         self._order: dict[str, int] = {}
         self._agents: dict[str, LiveAgent] = {}
-        # Model -> device -> its report there: there are many of each.
+        # Model -> device -> report; an index, since there are many models and devices.
         self._models: dict[str, dict[str, ModelReport]] = {}
         self._began_s = now_s
         self._grace_s = start_grace_s
@@ -43,21 +43,21 @@ class AgentBook:
         self.serve(devices)
 
     def serve(self, devices: Iterable[str]) -> None:
-        """These from now on, in this order. Agents of others are not known any more."""
+        """Sets the known devices and their order. Drops the agents of other devices."""
         self._order = {device: index for index, device in enumerate(devices)}
         for gone in self._agents.keys() - self._order.keys():
             self.drop(gone)
         for gone in self._heard_s.keys() - self._order.keys():
             del self._heard_s[gone]
 
-    def resume(self, grace_s: float) -> None:
-        """The agents have served before this scheduler came: they are expected within `grace_s`."""
+    def expect_all_within(self, grace_s: float) -> None:
+        """Expects all agents within `grace_s`, since they served before this scheduler started."""
         self._grace_s = grace_s
 
     def take(self, report: AgentReport, now_s: float) -> set[str]:
-        """Note a report. Returns the models that were active or activating there, and now are not.
+        """Records a report. Returns the models that are no longer active or activating there.
 
-        A model whose engine died stays if the agent brings it up on another engine.
+        A model whose engine died is not returned if the agent restarts it on another engine.
         """
         before = self._agents.get(report.device)
         started = report.engines_starting == 0 and report.engines_total > 0
@@ -75,11 +75,11 @@ class AgentBook:
         return _serving(before.report) - kept
 
     def silent(self, now_s: float, for_s: float) -> list[str]:
-        """Devices whose agent has not reported for longer than that."""
+        """Returns the devices whose agent has not reported for more than `for_s`."""
         return [d for d, a in self._agents.items() if now_s - a.seen_s > for_s]
 
     def drop(self, device: str) -> set[str]:
-        """Its agent is gone; returns the models that were up there."""
+        """Removes the device's agent. Returns the models that were active or activating there."""
         report = self._agents.pop(device).report
         self._forget(report)
         return _serving(report)
@@ -102,69 +102,72 @@ class AgentBook:
         return [self._agents[d].report for d in self._order if d in self._agents]
 
     def seen_s(self, device: str) -> float:
-        """REQUIRES: the device's agent is live."""
+        """Returns the arrival time of the latest report. REQUIRES: the device's agent is live."""
         return self._agents[device].seen_s
 
     def is_gone(self, device: str, now_s: float) -> bool:
-        """No agent answers there, and none is expected to start."""
+        """Returns True if the device has no live agent and none is expected to start."""
         expected = device not in self._heard_s and self.in_grace(now_s)
         return device not in self._agents and not (expected and self.knows(device))
 
     def in_grace(self, now_s: float) -> bool:
-        """Agents that have not reported may still do so."""
+        """Returns True while agents that have never reported are still expected."""
         return now_s < self._began_s + self._grace_s
 
     def all_live(self) -> bool:
         return len(self._agents) == len(self._order)
 
     def all_heard(self, now_s: float) -> bool:
-        """Every device's agent has reported, or has had its time to do so."""
+        """Returns True if every device's agent has reported or exceeded the grace period."""
         heard = self._heard_s.keys() >= self._order.keys()
         return heard or (not self.in_grace(now_s) and bool(self._agents))
 
     def all_started(self, now_s: float) -> bool:
-        """Each device has a live agent whose engines have been up, or none was heard there for the
-        grace; or waiting for them has taken too long."""
+        """Returns True if every live agent's engines have been up and no more agents are expected.
+
+        A device without a live agent delays this by the grace period. After `start_max_s` the
+        result is True in any case.
+        """
         absent = [d for d in self._order if d not in self._agents]
         last_s = max((self._heard_s.get(d, self._began_s) for d in absent), default=float("-inf"))
         up = all(agent.started for agent in self._agents.values())
         late = now_s >= self._began_s + self._start_max_s
         return late or (up and now_s >= last_s + self._grace_s)
 
-    def not_up(self) -> list[str]:
-        """Devices with a live agent whose engines have not been up yet."""
+    def not_started(self) -> list[str]:
+        """Returns the devices with a live agent whose engines have not all been up yet."""
         return [device for device, agent in self._agents.items() if not agent.started]
 
     def any_started(self) -> bool:
-        """A device has a live agent whose engines have been up."""
+        """Returns True if a live agent's engines have all been up."""
         return any(agent.started for agent in self._agents.values())
 
     def model(self, device: str, name: str) -> ModelReport | None:
         return self._models.get(name, {}).get(device)
 
     def models(self) -> KeysView[str]:
-        """All that any report has, in whatever state."""
+        """Returns the models in all reports, in any state."""
         return self._models.keys()
 
     def of(self, name: str) -> list[tuple[str, ModelReport]]:
-        """(device, report) of the model, in config order."""
+        """Returns (device, report) for each report on the model, in config order."""
         there = self._models.get(name, {})
         if len(there) < 2:
             return list(there.items())
-        return sorted(there.items(), key=lambda home: self._order[home[0]])
+        return sorted(there.items(), key=lambda item: self._order[item[0]])
 
     def state(self, device: str, name: str) -> str:
-        """ "activating", "active", "draining", or "absent" (also where it failed)."""
+        """Returns "activating", "active", "draining", or "absent" (also if it failed)."""
         model = self.model(device, name)
         return "absent" if model is None or model.state in ABSENT_STATES else model.state
 
     def peers(self, device: str, name: str) -> tuple[str, ...]:
-        """Devices of the other ranks of the model whose rank 0 is on `device`."""
+        """Returns the devices of ranks 1 and up of the model whose rank 0 is on `device`."""
         model = self.model(device, name)
         return model.peers if model else ()
 
     def where(self, name: str, *states: str) -> list[str]:
-        """Devices with a live agent on which the model is in one of `states`, in config order."""
+        """Returns the devices on which the model is reported in `states`, in config order."""
         return [d for d, model in self.of(name) if model.state in states]
 
 

@@ -1,4 +1,4 @@
-"""Pauses after failed activations: a model that cannot start is not tried in a loop."""
+"""Pauses after failed activations, so that a model that cannot start is not retried in a loop."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Failures:
 
 
 class ActivationBackoff:
-    """Per model and device: failures so far, and until when it is not tried there again."""
+    """Failures of each model on each device, and the time of the next attempt."""
 
     def __init__(self, timing: SchedulerTiming) -> None:
         self._timing = timing
         self._failures: dict[str, dict[str, Failures]] = {}  # by model, by device
 
     def failed(self, model: str, device: str, message: str, now_s: float) -> None:
-        """An activation failed: pause, twice as long each time."""
+        """Records a failed activation. Starts a pause, which doubles with each failure."""
         self._note(model, device, message, now_s, free_tries=0)
 
     def died(self, model: str, device: str, message: str, now_s: float) -> None:
-        """An active model was lost: the first time it may come back at once."""
+        """Records the loss of an active model. The first one causes no pause."""
         self._note(model, device, message, now_s, free_tries=1)
 
     def _note(self, model: str, device: str, message: str, now_s: float, free_tries: int) -> None:
@@ -41,20 +41,20 @@ class ActivationBackoff:
         there[device] = Failures(count, now_s, now_s + pause_s, message)
 
     def clear(self, model: str) -> None:
-        """The model may be tried anywhere at once (an operator asked)."""
+        """Ends all pauses of the model (an operator activates it)."""
         self._failures.pop(model, None)
 
     def devices(self, model: str, now_s: float) -> tuple[str, ...]:
-        """Where the model is not tried now, sorted."""
+        """Returns the devices on which the model is in a pause, sorted."""
         return tuple(sorted(self._active(model, now_s)))
 
     def message(self, model: str, now_s: float) -> str:
-        """What went wrong last, of the pauses that last; empty without one."""
+        """Returns the latest failure's message among current pauses, or an empty string."""
         active = self._active(model, now_s).values()
         return max(active, key=lambda f: f.last_s).message if active else ""
 
     def count(self, model: str) -> int:
-        """Recent failures of the model on all devices."""
+        """Returns the number of recent failures of the model on all devices."""
         return sum(failures.count for failures in self._failures.get(model, {}).values())
 
     def _active(self, model: str, now_s: float) -> dict[str, Failures]:

@@ -7,20 +7,23 @@ from collections.abc import Callable
 
 
 class Changes:
-    """Every change of the scheduler's state is followed by `notify`. For one event loop."""
+    """Change notification: `notify` follows every change of the scheduler's state.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
-        self.version = 0  # counts the changes, so that a busy task misses none
+        self.version = 0  # number of changes, so that a busy task misses none
 
     def notify(self) -> None:
-        """Something changed: check all conditions that are waited for."""
+        """Wakes all waiting tasks to check their conditions again."""
         self.version += 1
         self._event.set()
         self._event = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `holds()`; False when it does not within `timeout_s`."""
+    async def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until `holds()` is True. Returns False if it is not within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not holds():
@@ -29,6 +32,6 @@ class Changes:
             return holds()
         return True
 
-    async def since(self, version: int, timeout_s: float) -> bool:
-        """Wait until something changed after `version`; False when nothing did."""
-        return await self.until(lambda: self.version != version, timeout_s)
+    async def wait_since(self, version: int, timeout_s: float) -> bool:
+        """Waits for a change after `version`. Returns False if there is none in `timeout_s`."""
+        return await self.wait_until(lambda: self.version != version, timeout_s)

@@ -1,8 +1,8 @@
-"""The turns of the scheduler's process: observe, mend, plan, act, publish.
+"""Control loop of the scheduler's process: observe, repair, plan, act, publish.
 
-A turn follows at once when something changes that plans depend on: a request for an absent model,
-a finished action, news of an agent. Without a change it follows after the report interval, or when
-the policy's patience ends.
+The next step follows at once when something changes that plans depend on: a request for an absent
+model, a finished action, or an agent's state. Otherwise it follows after the report interval, or
+earlier if the policy asks for it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from prism.queueing.requests import RequestQueue
 from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.journal import Planned, Refused, fields_of
 
-TURN_GAP_S = 0.01
-TURN_GAP_MAX_S = 0.2
+STEP_GAP_S = 0.01
+STEP_GAP_MAX_S = 0.2
 LEASE_S = 1.0
 BLOCK_S = 5.0
 
@@ -36,7 +36,7 @@ log = logging.getLogger("prism.cluster")
 
 
 class ClusterController:
-    """A `ClusterPort` over the live cluster, and the loop that steps the scheduler on it."""
+    """`ClusterPort` of the live cluster, and the loop that steps the scheduler on it."""
 
     def __init__(
         self, state: SchedulerState, queue: RequestQueue, link: AgentLinks, actuator: Actuator
@@ -47,9 +47,10 @@ class ClusterController:
         self._actuator = actuator
         self._owner = f"scheduler-{uuid4().hex}"
         self._recovered: set[str] = set()
-        self._devices: set[str] = set()  # also those that a reload has removed
+        self._devices: set[str] = set()  # includes devices that a reload removed
         self._resumed = False
-        self._seen: tuple[int, ClusterView] | None = None  # the plan's, and `changes.version` then
+        # `changes.version` and view of this step's plan.
+        self._seen: tuple[int, ClusterView] | None = None
         self.scheduler = ClusterScheduler(
             self, state.policy, state.config.scheduler.settings(), state.config.scheduler.interval_s
         )
@@ -61,7 +62,7 @@ class ClusterController:
         return build_view(self._state, self._state.now_s())
 
     def apply(self, action: Action) -> None:
-        """Start the action; a refusal is kept for the status instead."""
+        """Starts an action, or records a refusal for the status."""
         if isinstance(action, Refuse):
             self._refuse(action)
         else:
@@ -73,10 +74,10 @@ class ClusterController:
         if journal is not None and journal.inputs:
             journal.add(Planned(time_s=view.now_s, view=view, actions=fields_of(actions)))
 
-    # --- what comes in ----------------------------------------------------------------------
+    # --- inputs -----------------------------------------------------------------------------
 
     def on_report(self, report: AgentReport) -> None:
-        """An agent's report; wakes the loop when more than counters changed."""
+        """Records an agent's report. Wakes the loop if more than counters changed."""
         state, device = self._state, report.device
         if not state.book.knows(device):
             log.warning("dropped a report about %s, which is not in the configuration", device)
@@ -84,17 +85,17 @@ class ClusterController:
         before, now_s = state.book.report(device), self._state.now_s()
         for model in state.book.take(report, now_s):
             if model not in state.moves:
-                self._died(model, device)
-        self._note_revivals(before, report)
+                self._lost(model, device)
+        self._note_restarts(before, report)
         totals = {m.model: m.prompt_tokens_total + m.output_tokens_total for m in report.models}
         state.rates.observe(device, report.epoch, totals, now_s)
         state.sizes.observe(report)
-        if before is None or _shape(before) != _shape(report):
-            self._give_up_on_predecessor(before, report)
+        if before is None or _planning_state(before) != _planning_state(report):
+            self._fail_commands_to_predecessor(before, report)
             self._state.changes.notify()
 
     async def watch_arrivals(self) -> None:
-        """Wake the loop at once when a request arrives for a model that is placed nowhere."""
+        """Wakes the loop when a request arrives for a model that is not placed."""
         cursor = "0"
         while True:
             try:
@@ -108,37 +109,37 @@ class ClusterController:
     # --- the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Turn until cancelled. While Redis does not answer, nothing is planned."""
+        """Steps until cancelled. Plans nothing while Redis is unavailable."""
         available = True
         while True:
             version, began_s = self._state.changes.version, time.thread_time()
             try:
-                await self.turn()
+                await self.step()
                 available = True
             except QueueUnavailableError as error:
                 if available:
                     log.warning("nothing is planned until Redis answers again: %s", error)
                 available = False
                 await asyncio.sleep(self._state.timing.queue_retry_s)
-            # With many models a turn takes a while: as much is left for reports and commands, and
-            # the next turn has more of these.
+            # A step takes long with many models. Equal time is left to reports and commands, so
+            # that the next step sees more of them.
             taken_s = time.thread_time() - began_s
-            await asyncio.sleep(min(max(TURN_GAP_S, taken_s), TURN_GAP_MAX_S))
-            pause_s = min(self._state.config.report_interval_s, self.scheduler.patience_s)
-            await self._state.changes.since(version, pause_s)
+            await asyncio.sleep(min(max(STEP_GAP_S, taken_s), STEP_GAP_MAX_S))
+            pause_s = min(self._state.config.report_interval_s, self.scheduler.next_step_in_s)
+            await self._state.changes.wait_since(version, pause_s)
 
-    async def turn(self) -> None:
-        """Once through everything. Raises QueueUnavailableError."""
+    async def step(self) -> None:
+        """Observes, repairs, plans, acts and publishes once. Raises QueueUnavailableError."""
         state = self._state
         if not self._resumed:
             await self._resume()
         await self._drop_lost_agents()
-        # An action may end while Redis is read; its model is mended in the next turn.
+        # An action may end while Redis is read; its model is repaired in the next step.
         moving = set(state.moves)
         state.placement = await self._queue.placement()
         state.unplaced = await self._queue.unplaced_counts()
         await confirm(state, self._queue)
-        await self._mend(moving)
+        await self._repair(moving)
         await self._recover_queues()
         self._seen = None
         if state.book.all_heard(self._state.now_s()):
@@ -155,24 +156,27 @@ class ClusterController:
             state.changes.notify()
 
     def _planned_view(self) -> ClusterView | None:
-        """That of this turn's plan, where nothing was started on it. No report came since."""
+        """Returns the view of this step's plan, or None if anything has changed since."""
         version, view = self._seen or (-1, None)
         return view if version == self._state.changes.version else None
 
     async def _resume(self) -> None:
-        """A cluster that a scheduler before this one had ready is not started anew: agents that
-        live report within moments."""
+        """Restores drained devices and readiness from the last published status.
+
+        If the cluster was ready, agents are expected within `lost_after_s`, and the initial
+        placement is not made again.
+        """
         state, before = self._state, await self._queue.status()
         state.kept_drained = frozenset(before.drained if before else ())
         state.drained.update(filter(state.book.knows, state.kept_drained))
         state.changes.notify()
         if before is not None and before.ready:
             state.started_all = True
-            state.book.resume(state.timing.lost_after_s)
+            state.book.expect_all_within(state.timing.lost_after_s)
         self._resumed = True
 
     def _awaits_first_report(self) -> bool:
-        """What the scheduler before this one said last stands until then."""
+        """Returns True while the previous scheduler's last status should stay published."""
         state = self._state
         heard = bool(state.book.reports()) or not state.book.in_grace(state.now_s())
         return state.started_all and not heard
@@ -188,7 +192,7 @@ class ClusterController:
             del state.refusals[model]
 
     def _wanted_at_start(self) -> set[str]:
-        """All models, or after a restart of this process those that were up before it."""
+        """Returns all models, or after a restart of this process the models that were active."""
         state = self._state
         names = {model.name for model in state.config.models} - state.leaving
         seen = {m for m in names if m in state.placement or state.book.where(m, "active")}
@@ -205,7 +209,7 @@ class ClusterController:
             state.changes.notify()
         state.refusals[action.model] = reason
         if state.policy.evicts and state.book.all_live() and not failure:
-            # The model has no room until a request for it evicts others.
+            # The model does not fit until a request for it evicts others.
             state.wanted.discard(action.model)
 
     def _note_refusal(self, action: Refuse) -> None:
@@ -215,15 +219,18 @@ class ClusterController:
 
     # --- faults -----------------------------------------------------------------------------
 
-    def _note_revivals(self, before: AgentReport | None, report: AgentReport) -> None:
-        """What came while an engine was brought up again says nothing of the load."""
+    def _note_restarts(self, before: AgentReport | None, report: AgentReport) -> None:
+        """Updates `repaid_s` of models that agents restarted on another engine.
+
+        Requests that arrived during the restart do not indicate load.
+        """
         coming = {m.model for m in before.models if m.state == "activating"} if before else set()
         for model in report.models:
             if model.state == "active" and model.model in coming:
                 repaid_s = self._state.now_s() + model.activation_s
                 self._state.repaid_s[model.model] = repaid_s
 
-    def _died(self, model: str, device: str) -> None:
+    def _lost(self, model: str, device: str) -> None:
         found = self._state.book.model(device, model)
         problem = (found.error if found else "") or f"its engine on {device} ended"
         log.warning("%s was lost on %s: %s", model, device, problem)
@@ -231,18 +238,20 @@ class ClusterController:
         self._state.backoff.died(model, device, problem, self._state.now_s())
         self._want({model})
 
-    def _give_up_on_predecessor(self, before: AgentReport | None, report: AgentReport) -> None:
-        """An agent that restarted will not answer commands to its predecessor."""
+    def _fail_commands_to_predecessor(
+        self, before: AgentReport | None, report: AgentReport
+    ) -> None:
+        """Fails commands to a restarted agent's predecessor, which will not be answered."""
         if before is None or before.epoch == report.epoch:
             return
         for move in list(self._state.moves.values()):
             for device in (*move.devices, move.source):
                 known = self._state.book.state(report.device, move.model) != "absent"
                 if device == report.device and not known:
-                    self._link.give_up(device, f"the agent of {device} restarted", move.model)
+                    self._link.fail_pending(device, f"the agent of {device} restarted", move.model)
 
     async def _drop_lost_agents(self) -> None:
-        """Drop agents whose process has ended, or that have been silent for too long."""
+        """Drops agents that disconnected or have been silent for too long."""
         state, timing = self._state, self._state.timing
         suspects = {
             *state.book.silent(state.now_s(), timing.probe_after_s),
@@ -260,19 +269,19 @@ class ClusterController:
         served = ", ".join(sorted(models)) or "nothing"
         log.warning("the agent of %s is gone (%s); it served %s", device, why, served)
         self._state.actions_total["agent_lost"] += 1
-        self._link.give_up(device, f"the agent of {device} is gone: {why}")
+        self._link.fail_pending(device, f"the agent of {device} is gone: {why}")
         self._want(models - self._state.moves.keys())
 
     def _want(self, models: Collection[str]) -> None:
-        """These come up again, but for those that other copies serve."""
+        """Requests activation of those models that have no other active copy."""
         self._state.wanted |= {m for m in models if not self._state.book.where(m, "active")}
 
-    async def _mend(self, moving: set[str]) -> None:
+    async def _repair(self, moving: set[str]) -> None:
         for repair in repairs(self._state, self._state.now_s()):
             if isinstance(repair, Reroute):
                 await self._reroute(repair)
             elif repair.model in moving or repair.model in self._state.moves:
-                continue  # its action ended or began a moment ago
+                continue  # its action began or ended while Redis was read
             elif isinstance(repair, Route):
                 where = ", ".join(repair.devices) or "no device"
                 log.info("route %s to %s: %s", repair.model, where, repair.reason)
@@ -282,7 +291,7 @@ class ClusterController:
                 why = "not in the configuration"
                 self._actuator.evict_all(repair.model, repair.devices, why)
             else:
-                self._actuator.drop_copy(repair.model, repair.device, repair.home)
+                self._actuator.drop_copy(repair.model, repair.device, repair.served_by)
 
     async def _reroute(self, repair: Reroute) -> None:
         lost, instead = set(repair.lost), repair.instead
@@ -307,7 +316,7 @@ class ClusterController:
         state.reviving[model] = coming.difference(devices, move.routes if move else ())
 
     async def _recover_queues(self) -> None:
-        """Requests that a lost agent left running wait again, where their model is routed now."""
+        """Requeues requests that lost agents left running, to their model's current route."""
         self._devices.update(device.name for device in self._state.config.devices)
         for device in sorted(self._devices):
             if not self._state.book.is_gone(device, self._state.now_s()):
@@ -319,13 +328,13 @@ class ClusterController:
         try:
             epoch = await self._queue.acquire(device, self._owner, LEASE_S)
         except LeaseLostError:
-            return  # the agent's lease has not run out yet
+            return  # the agent's lease has not expired yet
         await self._queue.release(device, self._owner, epoch)
         self._recovered.add(device)
         self._state.changes.notify()
 
 
-def _shape(report: AgentReport) -> tuple[object, ...]:
-    """What plans and waiting actions depend on."""
+def _planning_state(report: AgentReport) -> tuple[object, ...]:
+    """Returns the part of a report that plans and waiting actions depend on."""
     states = sorted((m.model, m.state) for m in report.models)
     return (report.epoch, report.engines_free, report.engines_starting, states)

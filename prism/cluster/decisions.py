@@ -1,4 +1,4 @@
-"""The latest moves of models with their reasons, for whoever looks at the cluster."""
+"""Latest actions with their reasons, for the dashboard and `prism-serve status`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATEST_MAX = 32
 
 
 class Decisions:
-    """`ended` takes the number that `began` gave."""
+    """Log of the latest actions. `ended` takes the number that `began` returned."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Decision] = {}
@@ -33,5 +33,5 @@ class Decisions:
             self._latest[number] = ended
 
     def latest(self) -> list[Decision]:
-        """In the order in which they began."""
+        """Returns the decisions in the order in which they began."""
         return list(self._latest.values())

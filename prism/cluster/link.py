@@ -1,4 +1,4 @@
-"""The scheduler's socket: reports and results come in, commands go out (§7.1: ZeroMQ)."""
+"""Scheduler's socket: receives reports and results, sends commands (Prism §7.1: ZeroMQ)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ log = logging.getLogger("prism.cluster")
 
 
 class AgentLinks:
-    """A ROUTER that agents (identity = device) and operators connect to. For one event loop.
+    """ROUTER socket that agents (identity = device) and operators connect to.
 
-    Action ids are unique over restarts, so that an answer to an earlier scheduler is dropped.
+    Action ids are unique across restarts, so that results for an earlier scheduler are dropped.
+    Not thread-safe: use from one event loop.
     """
 
     def __init__(self, endpoints: Sequence[str], secret: str = "") -> None:
         self._context = zmq.asyncio.Context()
-        # An agent that starts again takes over its predecessor's identity, and a send to a
-        # device without an agent is an error instead of silence.
+        # Handover: a restarted agent takes over its predecessor's identity. Mandatory: a send to a
+        # device without an agent raises an error.
         self._channel: Channel[ToScheduler] = Channel(
             self._context,
             zmq.ROUTER,
@@ -44,7 +45,7 @@ class AgentLinks:
         for endpoint in endpoints:
             self._channel.bind(endpoint)
         self._last_id = time.time_ns() // 1_000_000
-        # Peers that a message could not be sent to; the owner looks at them and clears them.
+        # Peers to which a send failed. The controller reads and clears this set.
         self.unreachable: set[str] = set()
         self._waiting: dict[int, tuple[str, str, asyncio.Future[ActionResult]]] = {}
 
@@ -53,7 +54,7 @@ class AgentLinks:
         on_report: Callable[[AgentReport], None],
         on_command: Callable[[bytes, OperatorCommand], None],
     ) -> None:
-        """Receive until cancelled."""
+        """Receives messages and dispatches them until cancelled."""
         while True:
             sender, message = await self._channel.receive()
             if isinstance(message, ActionResult):
@@ -66,9 +67,9 @@ class AgentLinks:
                 log.warning("dropped a report about %s sent by %r", message.device, sender)
 
     def post(self, device: str, command: AgentCommand) -> asyncio.Future[ActionResult]:
-        """Send `command` under a fresh action id; the future is its result.
+        """Sends `command` with a new action id. Returns the future of its result.
 
-        Raises ActionError when no agent is connected for the device.
+        Raises ActionError if no agent is connected for the device.
         """
         self._last_id += 1
         action_id = self._last_id
@@ -83,12 +84,14 @@ class AgentLinks:
         return result
 
     async def ask(self, device: str, command: AgentCommand, timeout_s: float) -> ActionResult:
-        """`post`, then wait for a good result; raises ActionError for any other outcome."""
-        return await settle(self.post(device, command), device, timeout_s)
+        """Sends `command` and waits for its result. Raises ActionError unless it succeeds."""
+        return await wait_for_result(self.post(device, command), device, timeout_s)
 
     def is_connected(self, device: str) -> bool:
-        """Whether an agent holds a connection for this device. Agents ignore the ActionResult
-        that this sends."""
+        """Returns True if the device's agent is connected.
+
+        Sends an empty ActionResult to find out, which agents ignore.
+        """
         try:
             self._send(device.encode(), ActionResult(0, True))
         except ActionError:
@@ -96,16 +99,16 @@ class AgentLinks:
         return True
 
     def answer(self, identity: bytes, result: ActionResult) -> None:
-        """Reply to an operator. A reply that is not taken is logged."""
+        """Sends a reply to an operator. Logs a warning if the operator has disconnected."""
         try:
             self._send(identity, result)
         except ActionError as error:
-            log.warning("an operator did not wait for its answer: %s", error)
+            log.warning("an operator disconnected before its reply: %s", error)
 
-    def give_up(self, device: str, why: str, model: str | None = None) -> None:
-        """Fail what waits for this device's agent (for one model, or all of it)."""
-        for there, name, result in list(self._waiting.values()):
-            if there == device and model in (None, name) and not result.done():
+    def fail_pending(self, device: str, why: str, model: str | None = None) -> None:
+        """Fails the pending commands to this device's agent, or only those of `model`."""
+        for to, name, result in list(self._waiting.values()):
+            if to == device and model in (None, name) and not result.done():
                 result.set_exception(ActionError(why))
 
     def close(self) -> None:
@@ -131,15 +134,15 @@ def _model_of(command: AgentCommand) -> str:
     return model.name if isinstance(model, ModelSpec) else model or ""
 
 
-async def settle(
+async def wait_for_result(
     result: asyncio.Future[ActionResult], device: str, timeout_s: float
 ) -> ActionResult:
-    """Wait for a command's result; raises ActionError unless it is good."""
+    """Waits for a command's result. Raises ActionError unless the command succeeds."""
     try:
         async with asyncio.timeout(timeout_s):
             outcome = await result
     except TimeoutError:
-        raise ActionError(f"{device} gave no answer within {timeout_s:g} s") from None
+        raise ActionError(f"{device} did not answer within {timeout_s:g} s") from None
     if not outcome.ok:
         raise ActionError(outcome.message or f"{device} failed without a message")
     return outcome

@@ -1,4 +1,4 @@
-"""Entry point: reads the resolved configuration, wires the parts, runs until SIGTERM."""
+"""Entry point: reads the resolved configuration, connects the parts, runs until SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import uvloop
 from prism.cluster import reload
 from prism.cluster.actuator import Actuator
 from prism.cluster.controller import ClusterController
-from prism.cluster.leading import leading
+from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator import Operator
 from prism.cluster.state import new_state
@@ -27,7 +27,7 @@ from prism.config.knobs import live_policy
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
-from prism.process import Turns, beat, configure_logging, die_with_parent
+from prism.process import LoopWatchdog, beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.journal import CLUSTER, open_journal
 from prism.tasks import cancel_all
@@ -39,12 +39,14 @@ async def run(
     config: ClusterConfig,
     timing: SchedulerTiming,
     stop: asyncio.Event,
-    turns: Turns | None = None,
+    watchdog: LoopWatchdog | None = None,
     file: ConfigFile | None = None,
 ) -> None:
-    """Schedule the cluster until `stop` is set. Models stay as they are then. `file`: where a newer
-    configuration may come."""
-    turns = turns or Turns()
+    """Schedules the cluster until `stop` is set. Models then stay as they are.
+
+    Newer configurations are read from `file`, if given.
+    """
+    watchdog = watchdog or LoopWatchdog()
     policy = live_policy(config)
     devices, models = len(config.devices), len(config.models)
     log.info("policy %s, %d devices, %d models", policy.name, devices, models)
@@ -66,7 +68,7 @@ async def run(
         loops = [controller.watch_arrivals(), controller.run()]
         if file is not None:
             loops.append(reload.watch(file, state, controller.scheduler))
-        await _until_stopped(stop, receiving, *map(turns.of, loops))
+        await _until_stopped(stop, receiving, *map(watchdog.watch, loops))
     finally:
         await operator.stop()
         await actuator.stop()
@@ -77,7 +79,7 @@ async def run(
 
 
 async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None]) -> None:
-    """Run the loops until `stop`; an error in one of them ends all and is raised."""
+    """Runs the loops until `stop` is set. An error in one of them ends all and is raised."""
     tasks = [asyncio.create_task(loop) for loop in loops]
     stopped = asyncio.create_task(stop.wait())
     try:
@@ -92,31 +94,34 @@ async def _serve(file: ConfigFile) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    turns = Turns()
-    beating = asyncio.create_task(beat(turns))
+    watchdog = LoopWatchdog()
+    beating = asyncio.create_task(beat(watchdog))
     if file.config.nodes:
-        await until_it_may_lead(file, stop)
-        await leading(file.config, stop, lambda over: _run(file, over, turns))
+        await wait_until_eligible(file, stop)
+        await run_as_leader(file.config, stop, lambda over: _run(file, over, watchdog))
     else:
-        await _run(file, stop, turns)
+        await _run(file, stop, watchdog)
     beating.cancel()
 
 
-async def until_it_may_lead(file: ConfigFile, stop: asyncio.Event) -> None:
-    """The first nodes do. Others become some of these when a reload removes one."""
+async def wait_until_eligible(file: ConfigFile, stop: asyncio.Event) -> None:
+    """Waits until this node is one of the first, which run schedulers, or `stop` is set.
+
+    A node becomes one of the first when a reload removes another.
+    """
     while not file.config.schedules and not stop.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
         file.newer()
 
 
-async def _run(file: ConfigFile, stop: asyncio.Event, turns: Turns) -> None:
+async def _run(file: ConfigFile, stop: asyncio.Event, watchdog: LoopWatchdog) -> None:
     file.newer()
-    await run(file.config, timing_of(file.config), stop, turns, file)
+    await run(file.config, timing_of(file.config), stop, watchdog, file)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes: 0 after SIGTERM, 2 for a configuration that cannot be served."""
+    """Runs the process. Returns 0 after SIGTERM, 2 for an invalid configuration."""
     die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m prism.cluster", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved cluster.json")

@@ -1,5 +1,7 @@
-"""Operators' commands: activate, evict, prefetch, flush, drain, undrain, status. Each ends in one
-ActionResult."""
+"""Operators' commands: activate, evict, prefetch, flush, drain, undrain, status.
+
+The reply to each is one ActionResult.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ log = logging.getLogger("prism.cluster")
 
 
 class Operator:
-    """Carries commands out, each in a task of its own. For one event loop."""
+    """Executor of operators' commands, each in its own task.
+
+    Not thread-safe: use from one event loop.
+    """
 
     def __init__(self, state: SchedulerState, link: AgentLinks, actuator: Actuator) -> None:
         self._state = state
@@ -34,7 +39,7 @@ class Operator:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, identity: bytes, command: OperatorCommand) -> None:
-        """Begin; the operator gets its answer when the command is done."""
+        """Starts a command. The reply is sent to the operator when it is done."""
         task = asyncio.create_task(self._answer(identity, command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -50,7 +55,7 @@ class Operator:
         self._link.answer(identity, msgspec.structs.replace(outcome, seconds=seconds))
 
     async def carry_out(self, command: OperatorCommand) -> ActionResult:
-        """For a bad command the result says what to change."""
+        """Executes a command. For an invalid command the result says what to change."""
         problem = self._problem(command)
         if problem:
             return _result(False, problem)
@@ -62,9 +67,9 @@ class Operator:
             return await self._drain(command)
         if command.model is None:
             return _result(False, f"{command.kind}: name a model")
-        return await self._about(command.model, command)
+        return await self._carry_out_on(command.model, command)
 
-    async def _about(self, model: str, command: OperatorCommand) -> ActionResult:
+    async def _carry_out_on(self, model: str, command: OperatorCommand) -> ActionResult:
         if command.kind == "evict":
             return await self._evict(model)
         if command.kind == "prefetch":
@@ -75,13 +80,13 @@ class Operator:
         models = [model.name for model in self._state.config.models]
         devices = [device.name for device in self._state.config.devices]
         if command.kind not in COMMANDS:
-            return f"there is no command {command.kind!r}; use one of {', '.join(COMMANDS)}"
+            return f"{command.kind!r} is not a command; use one of {', '.join(COMMANDS)}"
         if command.model is not None and command.model not in models:
-            return f"there is no model {command.model!r}; the models are {', '.join(models)}"
+            return f"{command.model!r} is not a configured model; models: {', '.join(models)}"
         if command.device is not None and command.device not in devices:
-            return f"there is no device {command.device!r}; the devices are {', '.join(devices)}"
+            return f"{command.device!r} is not a configured device; devices: {', '.join(devices)}"
         if command.kind == "activate" and command.device in self._state.drained:
-            return f"{command.device} is drained; prism-serve undrain gives it models again"
+            return f"{command.device} is drained; run prism-serve undrain first"
         return ""
 
     def _status(self) -> ActionResult:
@@ -89,29 +94,33 @@ class Operator:
         return _result(True, msgspec.json.encode(status).decode())
 
     async def _drain(self, command: OperatorCommand) -> ActionResult:
-        """Answered when the next scheduler would know of it; the models leave afterwards."""
+        """Drains or undrains a device. Models leave a drained device after the reply.
+
+        Waits until the drained devices are in Redis, so that a restarted scheduler knows them.
+        """
         state, device = self._state, command.device
         if device is None:
             return _result(False, f"{command.kind}: name a device")
         if not state.policy.evicts:
-            return _result(False, f"the policy {state.policy.name} gives each model its place once")
-        # What the scheduler before this one knew would come on top.
-        known = await state.changes.until(
+            why = f"the policy {state.policy.name} never moves a model once it is placed"
+            return _result(False, f"{command.kind}: {why}; use another policy")
+        # The previous scheduler's drained devices are merged into this one's before any change.
+        known = await state.changes.wait_until(
             lambda: state.kept_drained is not None, state.timing.settle_s
         )
         if not known:
-            return _result(False, "Redis gives the scheduler no answer; try again")
+            return _result(False, "Redis does not answer the scheduler; try again")
         drains = command.kind == "drain"
         (state.drained.add if drains else state.drained.discard)(device)
         state.changes.notify()
-        kept = await state.changes.until(
+        kept = await state.changes.wait_until(
             lambda: (device in (state.kept_drained or ())) == drains, state.timing.settle_s
         )
-        why = "a restart of the scheduler would forget it, since Redis has not taken it; try again"
+        why = "not stored in Redis, so a restart of the scheduler would undo it; try again"
         return _result(kept, "" if kept else f"{command.kind} of {device}: {why}")
 
     async def _flush(self, command: OperatorCommand) -> ActionResult:
-        """Idle memory goes back: spare pages and unused prefix cache."""
+        """Returns idle memory to the devices: spare pages and unused prefix cache."""
         live = [r.device for r in self._state.book.reports()]
         devices = [command.device] if command.device else live
         if command.model is not None:
@@ -124,7 +133,7 @@ class Operator:
     ) -> ActionResult:
         outcomes = await asyncio.gather(*(self._ask(d, command, timeout_s) for d in devices))
         if not outcomes:
-            return _result(False, f"{what}: nothing is active there")
+            return _result(False, f"{what}: no agent reports, or the model is not active there")
         return _result(all(o.ok for o in outcomes), "; ".join(o.message for o in outcomes))
 
     async def _ask(self, device: str, command: AgentCommand, timeout_s: float) -> ActionResult:
@@ -135,37 +144,37 @@ class Operator:
         return _result(True, f"{device}: {result.message or 'done'}")
 
     async def _prefetch(self, model: str, device: str | None) -> ActionResult:
-        """On one device's machine, or on all."""
+        """Prefetches the model on the machine of `device`, or on all machines."""
         devices = [device] if device else [r.device for r in self._state.book.reports()]
         prefetch = PrefetchModel(0, self._state.config.model(model), "an operator asked for it")
         return await self._ask_all("prefetch", devices, prefetch, self._state.timing.prefetch_s)
 
     async def _evict(self, model: str) -> ActionResult:
         if self._state.config.model(model).never_evict:
-            why = f"{model} is never_evict, or has replicas.min above 1, in the configuration"
-            return _result(False, f"{why}; change it there")
+            why = f"{model} has never_evict, or replicas.min above 1"
+            return _result(False, f"{why}; change its configuration first")
         if model in self._state.moves:
             return _result(False, _busy(self._state, model))
         devices = self._state.book.where(model, "active")
         if not devices:
             return _result(True, f"{model} is not active")
         task = self._actuator.evict_all(model, devices, "an operator asked for it")
-        problem = await self._done(model, task)
+        problem = await self._wait_for(model, task)
         if problem:
             return _result(False, problem)
         return _result(True, f"{model} evicted from {', '.join(devices)}")
 
-    async def _done(self, model: str, task: asyncio.Task[str] | None) -> str:
+    async def _wait_for(self, model: str, task: asyncio.Task[str] | None) -> str:
         return await asyncio.shield(task) if task else _busy(self._state, model)
 
     async def _activate(self, model: str, device: str | None) -> ActionResult:
         spec = self._state.config.model(model)
         pinned = spec.pinned_device
         if device and spec.tp > 1:
-            why = f"{model} is spread over {spec.tp} devices, which the scheduler chooses"
-            return _result(False, f"{why}: leave the device out")
+            why = f"the scheduler chooses the {spec.tp} devices of {model}"
+            return _result(False, f"{why}; omit the device")
         if device and pinned and device != pinned:
-            return _result(False, f"{model} is pinned to {pinned}; it cannot go to {device}")
+            return _result(False, f"{model} is pinned to {pinned}; it cannot be on {device}")
         active = self._state.book.where(model, "active")
         if active and device in (None, *active):
             return self._active(model, device or active[0], "is active on")
@@ -173,12 +182,12 @@ class Operator:
             move = self._state.config.scheduler.move_running
             reason = "an operator asked for it"
             action = Migrate(model, active[0], device, reason, move_running=move)
-            problem = await self._done(model, self._actuator.start(action))
+            problem = await self._wait_for(model, self._actuator.start(action))
             return _result(False, problem) if problem else self._active(model, device, "moved to")
-        return await self._demand(model, device)
+        return await self._activate_by_policy(model, device)
 
-    async def _demand(self, model: str, device: str | None) -> ActionResult:
-        """Let the policy place it as if a request waited, and wait for the outcome."""
+    async def _activate_by_policy(self, model: str, device: str | None) -> ActionResult:
+        """Lets the policy place the model as if a request waited. Waits for the outcome."""
         state = self._state
         if model in state.demands:
             return _result(False, f"{model}: another operator is activating it")
@@ -187,16 +196,17 @@ class Operator:
         state.demands[model] = device
         self._state.changes.notify()
         try:
-            await self._state.changes.until(lambda: self._settled(model), state.timing.activation_s)
+            await self._state.changes.wait_until(
+                lambda: self._is_settled(model), state.timing.activation_s
+            )
         finally:
             del state.demands[model]
         active = state.book.where(model, "active")
         if active:
             return self._active(model, active[0], "is active on")
         now_s = self._state.now_s()
-        why = (
-            state.backoff.message(model, now_s) or state.refusals.get(model) or "no answer in time"
-        )
+        failure = state.backoff.message(model, now_s)
+        why = failure or state.refusals.get(model) or "it took too long"
         return _result(False, f"{model} was not activated: {why}")
 
     def _active(self, model: str, device: str, verb: str) -> ActionResult:
@@ -206,8 +216,8 @@ class Operator:
             0, True, f"{model} {verb} {device}", stages_s=stages_s, link_bytes=link_bytes
         )
 
-    def _settled(self, model: str) -> bool:
-        """Active, refused or failed, with nothing under way any more."""
+    def _is_settled(self, model: str) -> bool:
+        """Returns True if the model is active, refused or failed, and no action is in progress."""
         state = self._state
         ended = state.book.where(model, "active") or state.backoff.count(model)
         return model not in state.moves and bool(ended or model in state.refusals)
@@ -216,7 +226,7 @@ class Operator:
 def _busy(state: SchedulerState, model: str) -> str:
     move = state.moves.get(model)
     what = f"{move.kind} on {move.device}" if move else "an action"
-    return f"{model}: {what} is under way; try again when it is done"
+    return f"{model}: {what} is in progress; try again when it is done"
 
 
 def _result(ok: bool, message: str) -> ActionResult:

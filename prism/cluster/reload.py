@@ -1,4 +1,4 @@
-"""A configuration that was changed while the cluster runs, as the scheduler takes it over."""
+"""Reload of a changed configuration in the running scheduler."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ log = logging.getLogger("prism.cluster")
 
 
 async def watch(file: ConfigFile, state: SchedulerState, scheduler: ClusterScheduler) -> None:
-    """Take over each newer configuration, until cancelled."""
+    """Applies each newer configuration, until cancelled."""
     while True:
         if (config := file.newer()) is not None:
-            take_over(state, scheduler, config)
+            apply_config(state, scheduler, config)
         await asyncio.sleep(LOOK_S)
 
 
-def take_over(state: SchedulerState, scheduler: ClusterScheduler, config: ClusterConfig) -> None:
+def apply_config(state: SchedulerState, scheduler: ClusterScheduler, config: ClusterConfig) -> None:
     served = [model for model in state.config.models if model.name not in state.leaving]
     before = structs.replace(state.config, models=served)
     state.serve(config)
     scheduler.tune(config.scheduler.settings(), config.scheduler.interval_s)
-    # As at the start: those come up that have room.
+    # New models are activated if they have room, as at the cluster's start.
     state.wanted |= {model.name for model in config.models} - {model.name for model in served}
     state.wanted -= state.leaving
     log.info("reloaded: %s", "; ".join(changes(before, config)) or "nothing has changed")
@@ -38,8 +38,11 @@ def take_over(state: SchedulerState, scheduler: ClusterScheduler, config: Cluste
 
 
 async def confirm(state: SchedulerState, queue: RequestQueue) -> None:
-    """Note who works with which configuration. Once all frontends have this one, and no request for
-    a removed model is open, it is unknown here, and so is evicted. Raises QueueUnavailableError."""
+    """Updates `state.revision` to the oldest revision that a frontend uses.
+
+    Once all frontends use the current revision, removed models without open requests are deleted
+    from the configuration, and so are evicted. Raises QueueUnavailableError.
+    """
     if state.revision == state.config.revision and not state.leaving:
         return
     frontends = await queue.frontends()
@@ -50,14 +53,14 @@ async def confirm(state: SchedulerState, queue: RequestQueue) -> None:
     held = {name for frontend in frontends for name in frontend.leaving}
     gone = {name for name in state.leaving - held if not _is_in_use(state, name)}
     if gone:
-        log.info("no request is left for %s", ", ".join(sorted(gone)))
+        log.info("no requests are left for the removed models %s", ", ".join(sorted(gone)))
         state.leaving -= gone
         kept = [model for model in state.config.models if model.name not in gone]
         state.config = structs.replace(state.config, models=kept)
 
 
 def _is_in_use(state: SchedulerState, name: str) -> bool:
-    """It has requests, or an action under way."""
+    """Returns True if the model has requests or an action in progress."""
     models = state.book.of(name)
     has_requests = state.unplaced.get(name) or any(m.waiting or m.running for _, m in models)
     return bool(has_requests) or name in state.moves

@@ -1,6 +1,7 @@
-"""Repairs where Redis and the agents disagree: after a restart, or an action that failed half-way.
+"""Repairs of differences between Redis and the agents, after a restart or a failed action.
 
-Pure."""
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from prism.messages.models import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Placement of `model` in Redis becomes `devices`; its waiting requests go there."""
+    """Sets the placement of `model` in Redis to `devices`, and moves waiting requests there."""
 
     model: str
     devices: tuple[str, ...]
@@ -22,26 +23,25 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """`model` is active on `device` as well as on `home`, where its requests go."""
+    """Evicts a second copy of `model` from `device`; its requests are routed to `served_by`."""
 
     model: str
     device: str
-    home: str
+    served_by: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reroute:
-    """An action of `model` is under way: only the devices `lost` leave the route. With none left
-    it is `instead`."""
+    """Removes devices from the route of a model that has an action in progress."""
 
     model: str
-    lost: tuple[str, ...]
-    instead: tuple[str, ...]
+    lost: tuple[str, ...]  # devices to remove
+    instead: tuple[str, ...]  # the route if no device is left
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """`model` is active on these, and not in the configuration."""
+    """Evicts a model that is active on `devices` and not in the configuration."""
 
     model: str
     devices: tuple[str, ...]
@@ -51,56 +51,67 @@ Repair = Route | DropCopy | Reroute | Remove
 
 
 def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
-    """Leaves out devices of actions under way, and those whose agent may still come."""
+    """Returns the repairs to make now.
+
+    Excludes models on a device whose agent may still report, and devices that an action in
+    progress is changing.
+    """
     models = {model.name: model for model in state.config.models}
     gone = [name for name in state.placement if name not in models]
-    mended: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
-    mended += _removals(state, models.keys())
+    found: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
+    found += _removals(state, models.keys())
     for name, model in models.items():
         placed = state.placement.get(name, ())
-        if any(_may_come(state, device, now_s) for device in placed):
+        if any(_may_report(state, device, now_s) for device in placed):
             continue
         if name in state.moves:
-            mended += _mend_beside(state, name, placed)
+            found += _repairs_during_action(state, name, placed)
         else:
-            mended += _mend(state, model, placed)
-    return mended
+            found += _repairs_of(state, model, placed)
+    return found
 
 
 def _removals(state: SchedulerState, names: Set[str]) -> list[Repair]:
-    strange = sorted(state.book.models() - names)
-    active = {name: state.book.where(name, "active") for name in strange}
+    unknown = sorted(state.book.models() - names)
+    active = {name: state.book.where(name, "active") for name in unknown}
     return [Remove(name, tuple(devices)) for name, devices in active.items() if devices]
 
 
-def _mend(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> list[Repair]:
-    name, homes = model.name, _homes(state, model, placed)
-    mended: list[Repair] = []
-    if homes != placed:
-        mended.append(Route(name, homes, f"it was routed to {', '.join(placed) or 'no device'}"))
-    elif homes and state.unplaced.get(name):
-        mended.append(Route(name, homes, "requests waited although it is placed"))
-    copies = [d for d in state.book.where(name, "active") if homes and d not in homes]
-    return mended + [DropCopy(name, copy, homes[0]) for copy in copies[:1]]
+def _repairs_of(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> list[Repair]:
+    name, route = model.name, _route_of(state, model, placed)
+    found: list[Repair] = []
+    if route != placed:
+        found.append(Route(name, route, f"it was routed to {', '.join(placed) or 'no device'}"))
+    elif route and state.unplaced.get(name):
+        found.append(Route(name, route, "requests waited although it is placed"))
+    copies = [d for d in state.book.where(name, "active") if route and d not in route]
+    return found + [DropCopy(name, copy, route[0]) for copy in copies[:1]]
 
 
-def _mend_beside(state: SchedulerState, name: str, placed: tuple[str, ...]) -> list[Repair]:
-    """The action may take minutes: its devices are left to it, the others are not."""
-    mine, active = state.moves[name].routes, state.book.where(name, "active")
-    others = tuple(device for device in active if device not in mine)
+def _repairs_during_action(
+    state: SchedulerState, name: str, placed: tuple[str, ...]
+) -> list[Repair]:
+    """Returns repairs of the route on devices that the model's action does not change.
+
+    The action may take minutes, so they cannot wait for it.
+    """
+    changing, active = state.moves[name].routes, state.book.where(name, "active")
+    others = tuple(device for device in active if device not in changing)
     serving = others or state.book.where(name, "active", "activating")
-    lost = tuple(device for device in placed if device not in mine and device not in serving)
+    lost = tuple(d for d in placed if d not in changing and d not in serving)
     return [Reroute(name, lost, others)] if lost or (others and not placed) else []
 
 
-def _may_come(state: SchedulerState, device: str, now_s: float) -> bool:
+def _may_report(state: SchedulerState, device: str, now_s: float) -> bool:
     return state.book.report(device) is None and not state.book.is_gone(device, now_s)
 
 
-def _homes(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> tuple[str, ...]:
-    """A copy that its agent brings up again gives its place to those that serve: it would look
-    idle to requests. It joins them when it is up. A placement that is lost is where the model is
-    active."""
+def _route_of(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the devices that requests should be routed to.
+
+    A copy that its agent is restarting is left out until it is active, if others serve: it would
+    look idle and attract requests. If the placement is lost, active copies replace it.
+    """
     name, most = model.name, model.replicas_max
     active = state.book.where(name, "active")
     serving = active or state.book.where(name, "activating")

@@ -1,4 +1,4 @@
-"""Memory that each model takes: computed at first, measured once it has been active."""
+"""Memory need of each model: estimated at first, measured once the model has been active."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from prism.messages.models import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a whole model, over all devices if it is tensor parallel."""
+    """Memory need of a whole model, over all devices if it is tensor parallel."""
 
-    weight_bytes: int  # with the non-elastic shares of its engines
+    weight_bytes: int  # includes the non-elastic shares of its engines
     kv_floor_bytes: int
 
     @property
@@ -24,8 +24,10 @@ class Size:
 
 
 class Sizes:
-    """The size of each model. With `learn`, measurements replace what was computed; a policy with
-    a fixed placement needs sizes that never change."""
+    """Sizes of all models. With `learn`, measurements replace estimates.
+
+    A policy with a fixed placement needs `learn=False`: its sizes must never change.
+    """
 
     def __init__(self, config: ClusterConfig, learn: bool) -> None:
         self._sizes: dict[str, Size] = {}
@@ -34,8 +36,10 @@ class Sizes:
         self.add(config)
 
     def add(self, config: ClusterConfig) -> None:
-        """Models that are new here, or have other files. Those that are gone stay known: they may
-        still have to be evicted."""
+        """Adds models that are new or have other files.
+
+        Sizes of models that are not in `config` are kept, since they may still be evicted.
+        """
         kinds = one_of_each_kind(config)
         for model in config.models:
             known = self._specs.get(model.name)
@@ -47,13 +51,13 @@ class Sizes:
         return self._sizes[model]
 
     def part_bytes(self, model: str) -> int:
-        """On each of its devices; 0 for one that was never in the configuration."""
+        """Returns the model's need on each of its devices; 0 if it was never configured."""
         if model not in self._sizes:
             return 0
         return -(-self._sizes[model].total_bytes // self._specs[model].tp)
 
     def observe(self, report: AgentReport) -> None:
-        """Take over what active models really hold."""
+        """Replaces the sizes of active models by what they hold, if `learn`."""
         for model in report.models:
             if self._learn and model.state == "active" and model.model in self._sizes:
                 computed, parts = self._sizes[model.model], self._specs[model.model].tp
@@ -68,7 +72,7 @@ def _fixed(model: ModelSpec) -> tuple[object, ...]:
 
 
 def _computed(model: ModelSpec, config: ClusterConfig, kinds: Sequence[DeviceConfig]) -> Size:
-    """The largest need over the devices where the model can be at all (page sizes may differ)."""
+    """Returns the largest need over the devices that can hold the model (page sizes may differ)."""
     pinned = model.pinned_device
     devices = kinds if pinned is None else [config.device(pinned)]
     needs = [(memory_need(model, device, config.engine), device) for device in devices]

@@ -1,4 +1,4 @@
-"""All that the scheduler's process knows. Nothing of it outlives the process."""
+"""State of the scheduler's process. It is lost with the process and rebuilt from reports."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from prism.scheduler.rates import TokenRates
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An action under way.
+    """Action in progress."""
 
-    kind: "activate" (on device), "evict" (from device), "migrate" (from source to device), or
-    "drop_copy" (a second copy on device goes; source keeps serving).
-    """
-
+    # "activate" (on device), "evict" (from device), "migrate" (from source to device), or
+    # "drop_copy" (evicts a second copy from device; source keeps serving).
     kind: str
     model: str
     device: str  # of rank 0
     source: str | None = None
-    peers: tuple[str, ...] = ()  # devices of the other ranks, and of copies that leave with it
+    # Devices of the other ranks, and of copies that are evicted by the same action.
+    peers: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -40,7 +39,7 @@ class Move:
 
     @property
     def routes(self) -> frozenset[str]:
-        """Devices that the action itself begins or ends to route to."""
+        """Devices that the action itself adds to the route or removes from it."""
         source = (self.source,) if self.kind == "migrate" and self.source else ()
         return frozenset((*self.devices, *source))
 
@@ -49,8 +48,8 @@ class Move:
         return self.kind in ("activate", "migrate")
 
     @property
-    def ends(self) -> tuple[str, str]:
-        """(device, target) as a journal has them: where the action begins, and a move's end."""
+    def source_and_target(self) -> tuple[str, str]:
+        """(device, target) in the journal's terms; target is "" unless this is a migration."""
         if self.kind == "migrate":
             return self.source or "", self.device
         return self.device, ""
@@ -58,7 +57,10 @@ class Move:
 
 @dataclass(slots=True)
 class SchedulerState:
-    """A change of the state that plans depend on is followed by `changes.notify`."""
+    """State that the parts of the scheduler share.
+
+    Call `changes.notify` after each change that plans depend on.
+    """
 
     config: ClusterConfig
     policy: Policy
@@ -67,38 +69,38 @@ class SchedulerState:
     rates: TokenRates
     backoff: ActivationBackoff
     sizes: Sizes
-    now_s: Callable[[], float]  # a monotonic clock, of which all times `*_s` here are
+    now_s: Callable[[], float]  # monotonic clock; all times `*_s` here are on this clock
     changes: Changes
     started_s: float
     # Model -> devices of its copies, as last read from Redis.
     placement: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unplaced: dict[str, int] = field(default_factory=dict)  # as last read from Redis
-    moves: dict[str, Move] = field(default_factory=dict)  # by model
-    # Model -> devices of copies that their agent brings up again while others serve.
+    # Model -> number of requests in the unplaced queue, as last read from Redis.
+    unplaced: dict[str, int] = field(default_factory=dict)
+    moves: dict[str, Move] = field(default_factory=dict)  # actions in progress, by model
+    # Model -> devices of copies that their agent restarts while other copies serve.
     reviving: dict[str, frozenset[str]] = field(default_factory=dict)
-    wanted: set[str] = field(default_factory=set)  # to be resident although no request waits
-    # Operators' activations that are not finished: model -> device or None.
+    wanted: set[str] = field(default_factory=set)  # models to activate although no request waits
+    # Operators' unfinished activations: model -> device, or None for any.
     demands: dict[str, str | None] = field(default_factory=dict)
-    drained: set[str] = field(default_factory=set)  # devices; operators say which
-    # Those that the next scheduler will find in Redis. None: what this one finds is not read yet.
+    drained: set[str] = field(default_factory=set)  # devices that operators drained
+    # Drained devices as stored in Redis, where a restarted scheduler reads them. None: not read.
     kept_drained: frozenset[str] | None = None
-    refusals: dict[str, str] = field(default_factory=dict)
-    activated_s: dict[str, float] = field(default_factory=dict)  # when models became active
-    # When models have been up for as long as they took to load, and how long that was.
+    refusals: dict[str, str] = field(default_factory=dict)  # model -> reason
+    activated_s: dict[str, float] = field(default_factory=dict)  # model -> last activation
+    # Model -> time at which it has been active for as long as its last activation took.
     repaid_s: dict[str, float] = field(default_factory=dict)
-    load_s: dict[str, float] = field(default_factory=dict)
+    load_s: dict[str, float] = field(default_factory=dict)  # model -> its last activation's length
     actions_total: Counter[str] = field(default_factory=Counter)
     decisions: Decisions = field(default_factory=Decisions)
     planned_once: bool = False
-    # The cluster was ready once, perhaps under a scheduler before this one.
-    started_all: bool = False
-    journal: Sink | None = None  # None: no journal is kept
-    # Models that a reload has removed and that requests are open for; `config.models` has them.
+    started_all: bool = False  # the cluster was ready once, perhaps under an earlier scheduler
+    journal: Sink | None = None  # None: no journal is written
+    # Models that a reload removed but that have open requests; `config.models` includes them.
     leaving: set[str] = field(default_factory=set)
-    revision: int = -1  # of the configuration that all frontends work with, too; -1: not asked yet
+    revision: int = -1  # oldest configuration in use by a process; -1: not known yet
 
     def serve(self, config: ClusterConfig) -> None:
-        """`config` from now on. What is on its way or known of models that stay is kept."""
+        """Replaces the configuration. State of models and devices that remain is kept."""
         self.config = structs.replace(config, models=[*config.models, *config.leaving])
         self.leaving = {model.name for model in config.leaving}
         self.sizes.add(self.config)
@@ -110,7 +112,7 @@ class SchedulerState:
 def new_state(
     config: ClusterConfig, policy: Policy, timing: SchedulerTiming, now_s: Callable[[], float]
 ) -> SchedulerState:
-    """The state of a scheduler that has heard from no agent yet."""
+    """Returns the state of a scheduler that has not received a report yet."""
     started_s = now_s()
     devices = [device.name for device in config.devices]
     state = SchedulerState(

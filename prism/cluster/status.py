@@ -1,4 +1,4 @@
-"""What the scheduler publishes: placement, pressure, rates, refusals, counters, readiness."""
+"""Status that the scheduler publishes: placement, KVPR, rates, refusals, counters, readiness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prism.transport import malformed_total
 
 
 def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
-    """What frontends and operators see. Placement is what requests are routed by."""
+    """Returns the status for frontends and operators. Its placement is the route of requests."""
     bins = current_bins(view.models, view.gpus)
     return ClusterStatus(
         time_unix_s=clock.unix_s(),
@@ -30,18 +30,20 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         unplaced=dict(state.unplaced),
         actions_total=dict(state.actions_total),
         ready=is_ready(state, view),
-        refusals=state.refusals | _refused(state),
+        refusals=state.refusals | _refusals_of_removed(state),
         malformed_total=malformed_total(),
         degraded=degraded(state),
         decisions=state.decisions.latest(),
         revision=state.revision,
         leaving=_leaving(state),
-        drained={device: "; ".join(_left(state, view, device)) for device in sorted(state.drained)},
+        drained={
+            device: "; ".join(_remaining(state, view, device)) for device in sorted(state.drained)
+        },
     )
 
 
-def _left(state: SchedulerState, view: ClusterView, device: str) -> list[str]:
-    """Models that are on the device or on their way there, each with why it is still there."""
+def _remaining(state: SchedulerState, view: ClusterView, device: str) -> list[str]:
+    """Returns the models on or moving to a drained device, each with the reason."""
     if state.book.report(device) is None:
         return ["its agent does not report"]
     here = {m.model for m in state.moves.values() if m.brings_up and device in m.devices}
@@ -53,20 +55,20 @@ def _left(state: SchedulerState, view: ClusterView, device: str) -> list[str]:
 
 
 def _leaving(state: SchedulerState) -> list[str]:
-    """Models that are not to be served any more, as long as they have requests or a place."""
+    """Returns the removed models that still have requests or are on a device."""
     served = {model.name for model in state.config.models} - state.leaving
     return sorted(state.leaving | (state.book.models() - served))
 
 
-def _refused(state: SchedulerState) -> dict[str, str]:
-    """Requests that a frontend sent which had not heard that their model was removed."""
+def _refusals_of_removed(state: SchedulerState) -> dict[str, str]:
+    """Returns refusals for requests sent by frontends that did not know of a model's removal."""
     known = {model.name for model in state.config.models}
     why = "it was removed from the configuration"
     return dict.fromkeys(state.unplaced.keys() - known, why)
 
 
 def _token_rates(view: ClusterView) -> dict[str, float]:
-    """Of all copies of a model together."""
+    """Returns model -> token rate, summed over its copies."""
     rates: dict[str, float] = {}
     for model in view.models:
         if model.token_rate > 0:
@@ -75,19 +77,22 @@ def _token_rates(view: ClusterView) -> dict[str, float]:
 
 
 def degraded(state: SchedulerState) -> dict[str, str]:
-    """Part, device or model -> what is wrong with it. Empty while the cluster starts and all goes
-    well."""
+    """Returns part, device or model -> its problem.
+
+    Devices and models are included only after the cluster has been ready once.
+    """
     found = read_troubles(Path(state.config.run_dir))
     if state.started_all:
         silent = [d.name for d in state.config.devices if state.book.report(d.name) is None]
         found |= dict.fromkeys(silent, "its agent does not report; its models may go elsewhere")
-        found |= dict.fromkeys(state.book.not_up(), "its engines have not all started yet")
+        starting = state.book.not_started()
+        found |= dict.fromkeys(starting, "its engines have not all started yet")
         found |= _too_few_copies(state)
     return found
 
 
 def _too_few_copies(state: SchedulerState) -> dict[str, str]:
-    """Models of which fewer are up than `replicas.min` says."""
+    """Returns the models with fewer active copies than `replicas.min`, with a message each."""
     found = {}
     for model in state.config.models:
         up, least = len(state.book.where(model.name, "active")), model.replicas_min
@@ -97,9 +102,12 @@ def _too_few_copies(state: SchedulerState) -> dict[str, str]:
 
 
 def is_ready(state: SchedulerState, view: ClusterView) -> bool:
-    """Every device had an agent whose engines were up, and each model of the initial placement was
-    activated, refused, or failed at least once. From then on, also after a restart of the
-    scheduler: any device has such an agent."""
+    """Returns True if the cluster has completed its start and a device has started engines.
+
+    The start is complete once every device's engines have been up and each model of the initial
+    placement was activated, refused, or failed at least once. It stays complete, also after a
+    restart of the scheduler.
+    """
     if not state.started_all and state.planned_once and state.book.all_started(state.now_s()):
         absent = {m.name for m in view.models if m.state in ("absent", "activating")}
         pending = state.wanted & absent - set(state.refusals)

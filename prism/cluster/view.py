@@ -1,4 +1,4 @@
-"""From reports, Redis and actions under way to the one ClusterView that policies plan on."""
+"""Builder of the ClusterView that policies plan on, from reports, Redis and current actions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _MOVING = {"activate": "activating", "evict": "draining"}
 
 
 def build_view(state: SchedulerState, now_s: float) -> ClusterView:
-    """`now_s` is by the state's clock. An action under way shows as if its memory and engine
-    were taken already, and given back only when it is over."""
+    """Returns the view at `now_s`, on the state's clock.
+
+    Memory and engine of an action in progress count as taken from its start to its end.
+    """
     rates = state.rates.rates(now_s)
     models = tuple(
         view
@@ -32,9 +34,11 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
     return ClusterView(now_s, models, gpus)
 
 
-def homes_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
-    """(devices, rank 0 first, state) of each copy of a model in ModelView's terms. Copies that
-    nothing is routed to show only where there is no other, or where they come back."""
+def copies_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
+    """Returns (devices, state) of each copy of a model; rank 0 is first, states as in ModelView.
+
+    Copies without a route are included only if their agent restarts them, or without any other.
+    """
     move, reports = state.moves.get(name), state.book.of(name)
     if move is None and not reports:
         return []
@@ -64,22 +68,22 @@ def _ranks(state: SchedulerState, device: str, name: str) -> tuple[str, ...]:
 
 
 def _views(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> list[ModelView]:
-    """One for each copy, which has an equal share of the rate; one for a model that is nowhere."""
-    homes = homes_of(state, spec.name)
-    if len(homes) < 2:
-        (devices, stage) = homes[0] if homes else ((), "absent")
+    """Returns one view per copy, with an equal share of the rate, or one of an absent model."""
+    found = copies_of(state, spec.name)
+    if len(found) < 2:
+        (devices, stage) = found[0] if found else ((), "absent")
         return [_model(state, spec, now_s, rate, Copy(devices, stage, state.book.of(spec.name)))]
     reports = state.book.of(spec.name)
-    copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in homes]
-    return [_model(state, spec, now_s, rate / len(homes), copy) for copy in copies]
+    copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in found]
+    return [_model(state, spec, now_s, rate / len(found), copy) for copy in copies]
 
 
 class Copy(NamedTuple):
-    """Where a copy is, and the reports that tell of it."""
+    """Copy of a model, with its reports."""
 
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # rank 0 first
     stage: str
-    reports: list[tuple[str, ModelReport]]
+    reports: list[tuple[str, ModelReport]]  # (device, report)
 
 
 def _model(
@@ -99,7 +103,7 @@ def _model(
         slo_ttft_s=spec.slo_ttft_s,
         slo_tpot_s=spec.slo_tpot_s,
         token_rate=rate,
-        # An operator's activation counts like one request that waits.
+        # An operator's activation counts as one waiting request.
         waiting=max(waiting, 1) if asked else waiting,
         running=sum(m.running for _, m in reports),
         idle_s=_idle_s(state, spec.name, reports, now_s),
@@ -124,9 +128,10 @@ def _model(
 def _idle_s(
     state: SchedulerState, name: str, reports: list[tuple[str, ModelReport]], now_s: float
 ) -> float:
-    """Since the last request, or since the model became active if that was later.
+    """Returns the time since the last request or the model's activation, whichever is later.
 
-    The agent's own clock dates its requests, so that clocks of two machines are never compared.
+    A request's age is taken on its agent's clock, so that clocks of two machines are never
+    compared.
     """
     idle_s = now_s - state.activated_s.get(name, state.started_s)
     for device, model in reports:
@@ -140,7 +145,7 @@ def _idle_s(
 def _oldest_wait_s(
     state: SchedulerState, reports: list[tuple[str, ModelReport]], now_s: float
 ) -> float:
-    """As if nothing had started since the reports."""
+    """Returns the longest wait, assuming that no request has started since the reports."""
     waits = [
         model.oldest_wait_s + now_s - state.book.seen_s(device)
         for device, model in reports
@@ -151,16 +156,16 @@ def _oldest_wait_s(
 
 @dataclass(slots=True)
 class _Device:
-    """Names of models by what they have to do with a device."""
+    """Models of a device, by name."""
 
-    shown: set[str] = field(default_factory=set)  # by their ModelView
-    reported: set[str] = field(default_factory=set)  # of any rank
-    guests: set[str] = field(default_factory=set)  # of a rank above 0, also on their way
-    coming: list[Move] = field(default_factory=list)
+    shown: set[str] = field(default_factory=set)  # those whose ModelView is on the device
+    reported: set[str] = field(default_factory=set)  # those with a rank here, from reports
+    peers: set[str] = field(default_factory=set)  # those with a rank above 0 here, or activating
+    coming: list[Move] = field(default_factory=list)  # actions that activate a model here
 
 
 def _by_device(state: SchedulerState, models: Iterable[ModelView]) -> defaultdict[str, _Device]:
-    """All of it in one pass: there are many devices and many models."""
+    """Returns the models of each device. One pass, since there are many devices and models."""
     found: defaultdict[str, _Device] = defaultdict(_Device)
     for view in models:
         for device in devices_of(view):
@@ -171,13 +176,13 @@ def _by_device(state: SchedulerState, models: Iterable[ModelView]) -> defaultdic
                 found[report.device].reported.add(model.model)
                 for device in model.peers:
                     found[device].reported.add(model.model)
-                    found[device].guests.add(model.model)
+                    found[device].peers.add(model.model)
     for move in state.moves.values():
         if move.brings_up:
             for device in move.devices:
                 found[device].coming.append(move)
             for device in move.peers:
-                found[device].guests.add(move.model)
+                found[device].peers.add(move.model)
     return found
 
 
@@ -194,16 +199,16 @@ def _gpu(state: SchedulerState, device: DeviceConfig, here: _Device) -> GpuView:
         )
     coming = here.coming
     unseen = {m.model for m in coming if state.book.state(m.device, m.model) == "absent"}
-    seated = {m.model for m in coming if m.device == device.name} & unseen
+    taking_engine = {m.model for m in coming if m.device == device.name} & unseen
     pending_bytes = sum(_pending_bytes(state, m) for m in coming)
     pending_bytes += report.engines_starting * device.idle_bytes
     return GpuView(
         name=device.name,
-        # Placement divides what engine processes without a model leave.
+        # The capacity for models excludes what engine processes without a model use.
         capacity_bytes=max(0, report.capacity_bytes - device.engines_bytes),
         fixed_bytes=_elsewhere_bytes(state, here, unseen),
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
-        engines_free=_engines_free(report) - len(seated | here.guests),
+        engines_free=_engines_free(report) - len(taking_engine | here.peers),
         engines_total=device.engines,
         alive=device.name not in state.drained,
         drained=device.name in state.drained,
@@ -212,21 +217,25 @@ def _gpu(state: SchedulerState, device: DeviceConfig, here: _Device) -> GpuView:
 
 
 def _engines_free(report: AgentReport) -> int:
-    """Engines that are starting count: activations wait for them, and models that wait may show in
-    the report without an engine."""
+    """Returns the number of engines that models can take, including engines that are starting.
+
+    Activations wait for starting engines. Models that wait for an engine are in the report, too.
+    """
     here = sum(m.state not in ABSENT_STATES for m in report.models)
     return min(report.engines_free + report.engines_starting, report.engines_total - here)
 
 
 def _pending_bytes(state: SchedulerState, move: Move) -> int:
-    """What a model on its way will still reserve on each of its devices."""
+    """Returns the bytes that an activating model will still reserve on each of its devices."""
     model = state.book.model(move.device, move.model)
     held = model.static_bytes + model.kv_reserve_bytes if model else 0
     return max(0, state.sizes.part_bytes(move.model) - held)
 
 
 def _elsewhere_bytes(state: SchedulerState, here: _Device, unseen: Collection[str]) -> int:
-    """Bytes here of models that their ModelView shows on other devices: copies on their way in or
-    out."""
+    """Returns the bytes here of models whose ModelView is on other devices.
+
+    These are copies that are being activated or evicted.
+    """
     away = here.reported.union(unseen) - here.shown
     return sum(state.sizes.part_bytes(name) for name in away)

@@ -64,7 +64,7 @@ def test_engines_that_start_for_too_long_are_not_waited_for() -> None:
         agents.take(report("host:1", starting=1), float(now_s))
         assert not agents.all_started(float(now_s))
     assert agents.all_started(MAX_S)
-    assert agents.not_up() == ["host:1"]
+    assert agents.not_started() == ["host:1"]
 
 
 def test_an_agent_that_is_never_heard_is_waited_for_until_the_grace_ends() -> None:
@@ -117,14 +117,14 @@ def steps(work: Callable[[], object]) -> int:
     return count
 
 
-def test_a_turn_costs_as_much_for_each_device_of_a_large_cluster() -> None:
-    """What is planned on, what is mended and what is published grow with the cluster."""
+def test_a_step_costs_as_much_for_each_device_of_a_large_cluster() -> None:
+    """What is planned on, what is repaired and what is published grow with the cluster."""
 
-    def turn(state: SchedulerState) -> None:
+    def step(state: SchedulerState) -> None:
         repairs(state, 100.0)
         build_status(state, build_view(state, 100.0))
 
-    small, large = (steps(partial(turn, full_of(devices))) for devices in (10, 40))
+    small, large = (steps(partial(step, full_of(devices))) for devices in (10, 40))
     assert large < 4.4 * small
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from msgspec import structs
 
 from tests.cluster.conftest import MODEL_BYTES, Cluster, spec
 from tests.cluster.scripted import ScriptedAgent, eventually
+
+pytestmark = pytest.mark.slow
 
 
 async def test_start_places_every_model_that_fits(cluster: Cluster) -> None:
@@ -210,7 +213,7 @@ async def test_a_model_over_two_devices_gets_both_and_gives_both_back(cluster: C
     assert (await cluster.queue.placement()) == {"wide": (home.device,)}
     refused = await cluster.command("activate", model="wide", device=peer.device)
     assert not refused.ok
-    assert "leave the device out" in refused.message
+    assert "omit the device" in refused.message
     await cluster.serves("x")
     await cluster.serves("y")
     assert sorted(map(sorted, cluster.active().values())) == [["x"], ["y"]]

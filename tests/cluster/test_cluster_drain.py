@@ -30,7 +30,7 @@ async def test_models_move_and_nothing_comes_until_undrained(cluster: Cluster) -
 
     await eventually(empty)
     refused = await cluster.command("activate", model="a", device="host:0")
-    assert refused.message.startswith("host:0 is drained; prism-serve undrain")
+    assert refused.message.startswith("host:0 is drained; run prism-serve undrain")
     assert (await cluster.command("evict", model="a")).ok
     await cluster.serves("a")
     assert "a" in cluster.active()["host:1"]
@@ -104,5 +104,6 @@ async def test_a_fixed_partition_cannot_be_drained(cluster: Cluster) -> None:
     cluster.configure(spec("a"), rooms=(1.0,), policy="static")
     await cluster.start()
     result = await cluster.command("drain", device="host:0")
-    assert result.message == "the policy static gives each model its place once"
+    why = "the policy static never moves a model once it is placed; use another policy"
+    assert result.message == f"drain: {why}"
     assert (await cluster.command("drain")).message == "drain: name a device"

@@ -62,16 +62,16 @@ async def test_what_cannot_be_done_is_answered_with_the_reason(cluster: Cluster)
         assert not result.ok
         return result.message
 
-    assert "there is no model 'x'; the models are kept, broken" in await message(
+    assert "'x' is not a configured model; models: kept, broken" in await message(
         "activate", model="x"
     )
-    assert "the devices are host:0, host:1" in await message(
+    assert "a configured device; devices: host:0, host:1" in await message(
         "activate", model="kept", device="host:7"
     )
     assert "pinned to host:0" in await message("activate", model="kept", device="host:1")
     assert "never_evict" in await message("evict", model="kept")
     assert "name a model" in await message("evict")
-    assert "there is no command 'dance'" in await message("dance")
+    assert "'dance' is not a command" in await message("dance")
     assert "bad weights" in await message("activate", model="broken")
     assert "bytes" in await message("activate", model="broken", device="host:1")
 

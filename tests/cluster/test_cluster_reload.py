@@ -79,7 +79,7 @@ async def test_a_new_model_comes_up_and_changed_ones_keep_what_is_known(cluster:
 
     await eventually(counted_on)
     refused = await cluster.command("evict", model="a")
-    assert "a is never_evict" in refused.message
+    assert "a has never_evict" in refused.message
 
 
 async def test_a_model_that_is_back_may_have_other_files(cluster: Cluster) -> None:

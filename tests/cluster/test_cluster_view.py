@@ -306,7 +306,7 @@ def test_sizes_are_measured_unless_placement_must_stay_fixed(policy: str, weight
 # --- repairs -------------------------------------------------------------------------------
 
 
-def test_nothing_to_mend_when_redis_and_agents_agree() -> None:
+def test_nothing_to_repair_when_redis_and_agents_agree() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "active")), report("host:1"))
     state.placement = {"a": ("host:0",)}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from prism.cluster import leading as module
-from prism.cluster.leading import SCHEDULER, leading
-from prism.cluster.main import until_it_may_lead
+from prism.cluster import leader as module
+from prism.cluster.leader import SCHEDULER, run_as_leader
+from prism.cluster.main import wait_until_eligible
 from prism.config.endpoints import NodeConfig
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig
@@ -26,7 +26,7 @@ class Candidate:
     def __init__(self, url: str, namespace: str, node: str) -> None:
         self.leads, self.stop = asyncio.Event(), asyncio.Event()
         config = ClusterConfig(namespace, "", url, "prism", devices=[], models=[], node=node)
-        self.task = asyncio.create_task(leading(config, self.stop, self._run))
+        self.task = asyncio.create_task(run_as_leader(config, self.stop, self._run))
 
     async def _run(self, over: asyncio.Event) -> None:
         self.leads.set()
@@ -99,7 +99,7 @@ async def test_another_node_may_lead_when_one_of_the_first_is_removed(tmp_path: 
     nodes = [NodeConfig(name, "127.0.0.1", 7300, 1, 1) for name in "abcd"]
     config = ClusterConfig("x", "", "", "prism", devices=[], models=[], node="d", nodes=nodes)
     file, stop = ConfigFile(tmp_path / "cluster.json", config), asyncio.Event()
-    waiting = asyncio.create_task(until_it_may_lead(file, stop))
+    waiting = asyncio.create_task(wait_until_eligible(file, stop))
     await asyncio.sleep(1.0)
     assert not waiting.done()
     newer = structs.replace(config, nodes=[nodes[0], *nodes[2:]], revision=1)

@@ -1,4 +1,4 @@
-"""Which scheduler of several plans: the one that holds a lease in Redis. The others wait for it."""
+"""Leader election of schedulers: the holder of a lease in Redis plans, the others wait for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.queueing.requests import RequestQueue
 from prism.tasks import cancel_all
 
-SCHEDULER = "scheduler"  # no device has this name
+SCHEDULER = "scheduler"  # name of the lease; no device has this name
 LEASE_S = 6.0
 _RENEW_S = 1.5
 _LOOK_S = 1.0
@@ -22,11 +22,14 @@ _LOOK_S = 1.0
 log = logging.getLogger("prism.cluster")
 
 
-async def leading(
+async def run_as_leader(
     config: ClusterConfig, stop: asyncio.Event, run: Callable[[asyncio.Event], Awaitable[None]]
 ) -> None:
-    """Until `stop`: wait for the lease, then `run` until the event that it gets is set, because the
-    lease was lost or could not be renewed for as long as it lasts."""
+    """Waits for the lease and calls `run` while holding it, repeatedly until `stop` is set.
+
+    `run` gets an event. It is set on `stop`, when the lease is lost, or when the lease could not be
+    renewed for its whole duration; `run` must then return.
+    """
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     owner = f"{config.node}-{os.getpid()}-{uuid4().hex}"
     try:
@@ -35,14 +38,14 @@ async def leading(
             if epoch is None:
                 await _wait(stop, _LOOK_S)
                 continue
-            log.info("this scheduler leads from now on")
+            log.info("this scheduler is the leader now")
             await _lead(queue, owner, epoch, stop, run)
     finally:
         await queue.close()
 
 
 async def _take(queue: RequestQueue, owner: str) -> int | None:
-    """None: another one leads, or Redis is away."""
+    """Returns the lease's epoch, or None if another scheduler holds it or Redis is unavailable."""
     try:
         return await queue.acquire(SCHEDULER, owner, LEASE_S)
     except (LeaseLostError, QueueUnavailableError) as error:
@@ -66,14 +69,16 @@ async def _lead(
     try:
         await queue.release(SCHEDULER, owner, epoch)
     except (QueueUnavailableError, LeaseLostError) as error:
-        log.info("the lease is left to run out: %s", error)
+        log.info("the lease was not released and will expire: %s", error)
 
 
 async def _hold(
     queue: RequestQueue, owner: str, epoch: int, stop: asyncio.Event, over: asyncio.Event
 ) -> None:
-    """Renew until `stop`, or until the lease is gone; then `over` is set. Redis may be away for
-    shorter than the lease. While it is, nothing is planned."""
+    """Renews the lease until it is lost or `stop` is set, then sets `over`.
+
+    Redis may be unavailable for less than the lease's duration; nothing is planned meanwhile.
+    """
     renewed_s = time.monotonic()
     while not stop.is_set() and time.monotonic() - renewed_s < LEASE_S:
         began_s = time.monotonic()
@@ -82,10 +87,10 @@ async def _hold(
                 await queue.renew(SCHEDULER, owner, epoch, LEASE_S)
             renewed_s = began_s
         except LeaseLostError as error:
-            log.warning("another scheduler leads: %s", error)
+            log.warning("another scheduler is the leader: %s", error)
             break
         except (QueueUnavailableError, TimeoutError) as error:
-            log.warning("the lease is not renewed: %s", error or "no answer")
+            log.warning("the lease could not be renewed: %s", error or "no answer")
         await _wait(stop, _RENEW_S)
     over.set()
 
