@@ -22,53 +22,8 @@ settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("no-deadline")
 
 
-# What `scripts/test` leaves to `scripts/test --all`: folders and files that start engines or
-# clusters, or that compile or simulate for long.
-SLOW = (
-    "acceptance",
-    "agent/test_faults.py",
-    "agent/test_storm.py",
-    "bench",
-    "chaos/test_faults.py",
-    "chaos/test_junk.py",
-    "chaos/test_overload.py",
-    "chaos/test_real_engines.py",
-    "chaos/test_soak.py",
-    "cluster/test_cluster_actions.py",
-    "cluster/test_cluster_faults.py",
-    "engines",
-    "gpu",
-    "gpu_check",
-    "kvcached/test_cpp.py",
-    "kvcached/test_fuzz.py",
-    "kvcached/test_kills.py",
-    "kvcached/test_race.py",
-    "kvcached/test_transformers.py",
-    "kvcached/test_two_processes.py",
-    "models/test_smollm2.py",
-    "packaging",
-    "papers/test_all.py",
-    "papers/test_cli.py",
-    "replay/test_demo.py",
-    "serve",
-    "sglang",
-    "tools/parity/test_live.py",
-    "torchcuda",
-    "weights/test_deaths.py",
-)
-# One of each sort runs all the same: the fake engine, a cluster of such, an answer of SGLang.
-SAMPLES = (
-    "engines/test_fake",
-    "serve/test_cluster.py",
-    "sglang/test_serving.py::test_prefix_cache_changes_no_token_and_is_reported",
-)
-# They would begin last and be waited for, with nothing left to do beside them: they come first.
-FIRST = ("tests/tools/parity/test_live.py", "tests/torchcuda/", "tests/weights/test_deaths.py")
-TESTS = Path(__file__).parent
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="without the tests of SLOW, few examples")
+    parser.addoption("--quick", action="store_true", help="leave out `slow` tests, few examples")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,32 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
-def is_slow(node_id: str) -> bool:
-    name = node_id.removeprefix("tests/")
-    slow = any(name == entry or name.startswith((f"{entry}/", f"{entry}::")) for entry in SLOW)
-    return slow and not name.startswith(SAMPLES)
+def has(item: pytest.Item, marker: str) -> bool:
+    """Returns whether a test has a marker, its own or its file's or its folder's."""
+    return item.get_closest_marker(marker) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if " at 0x" in item.nodeid:  # processes of one run would collect other tests each
             raise pytest.UsageError(f"{item.nodeid} has an address for an id; give it another one")
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    items.sort(key=lambda item: not has(item, "first"))
     if not config.getoption("--quick"):
         return
-    slow = [item for item in items if is_slow(item.nodeid)]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not is_slow(item.nodeid)]
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that have nothing for the quick tests are not even imported."""
-    if not config.getoption("--quick") or not collection_path.is_relative_to(TESTS):
-        return None
-    name = str(collection_path.relative_to(TESTS))
-    if any(sample.startswith(name) for sample in SAMPLES):
-        return None
-    return is_slow(name) or None
+    left_out = [item for item in items if has(item, "slow") and not has(item, "quick")]
+    config.hook.pytest_deselected(items=left_out)
+    unwanted = set(left_out)
+    items[:] = [item for item in items if item not in unwanted]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from prism.costs.prefill_speed import Speed
 
 

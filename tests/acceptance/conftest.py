@@ -14,6 +14,10 @@ TINY = ("tiny-llama", "tiny-qwen3")
 DEMO = (*TINY, "tiny-gpt2", "smollm2-135m")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+
+
 def prepare(*names: str) -> None:
     command = [str(Path(sys.executable).parent / "prism-models"), "prepare", *names]
     subprocess.run([*command, "--dir", str(MODELS)], check=True, timeout=300)

@@ -32,6 +32,8 @@ from tests.agent.harness import (
 )
 from tests.agent.retrying import Retrying
 
+pytestmark = pytest.mark.slow
+
 
 async def running_requests(
     this: World, count: int, max_tokens: int = 400, prompt_tokens: int = 20

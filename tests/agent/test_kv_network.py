@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import zmq.asyncio
 from msgspec import structs
+from prism.sim.resident import Resident
+from prism.sim.setup import ActivationSettings
+from prism.sim.world import World
 
 from prism.agent import kv_receiver, kv_sender, sockets
 from prism.agent.inbox import CancelInbox
@@ -30,9 +33,6 @@ from prism.engines import kv_file
 from prism.messages.engine import Activated, Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
-from prism.sim.resident import Resident
-from prism.sim.setup import ActivationSettings
-from prism.sim.world import World
 from tests.agent.harness import model_spec, until
 from tests.ports import free_port
 from tests.queueing.requests import request

@@ -17,6 +17,8 @@ from tests.agent.conftest import FAST
 from tests.agent.harness import DEVICE, World, make_config, until, world
 from tests.agent.retrying import Retrying
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("a", "b")
 
 

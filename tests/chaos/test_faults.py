@@ -20,6 +20,8 @@ from tests.chaos.campaign import COPIES, DEVICE, MODELS, SEED, Campaign, chaos_c
 from tests.chaos.faults import Fault, may_mount, schedule
 from tests.chaos.load import Load, varied
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("PRISM_CHAOS_KILLS", "60"))
 STOPS = int(os.environ.get("PRISM_CHAOS_STOPS", "40"))
 PARTS = ("engine", "forkserver", "preloaded", "agent", "scheduler", "frontend", "redis")

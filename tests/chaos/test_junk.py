@@ -21,6 +21,8 @@ from tests.chaos.load import Load, varied
 from tests.junk import JUNK, junk_into
 from tests.serve.conftest import until
 
+pytestmark = pytest.mark.slow
+
 # Also where they are not there at the moment.
 KEYS = (
     "queue:host:0", "queue:host:1", "queue:unplaced", "left:host:0", "running:host:0",

@@ -28,7 +28,7 @@ from tests.chaos.memory import MIB, MemoryWatch
 from tests.serve.conftest import Cluster, until
 
 OVERLOAD_S = float(os.environ.get("PRISM_CHAOS_OVERLOAD_S", "300"))
-pytestmark = [pytest.mark.long, pytest.mark.timeout(4 * OVERLOAD_S + 900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4 * OVERLOAD_S + 900)]
 
 # Each of three engines runs 4 requests of 20 steps at 200 ms: 3 requests per second in all. More
 # would be a test of HTTP on this machine: beyond some hundred per second, connections wait in the

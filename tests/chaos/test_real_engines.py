@@ -18,7 +18,7 @@ from tests.chaos.load import Asked, Load
 
 KILLS = int(os.environ.get("PRISM_CHAOS_REAL_KILLS", "20"))
 TOKENS, IN_FLIGHT, PROMPTS = 120, 8, 16
-pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 class AskedGreedily(Asked):

@@ -18,6 +18,8 @@ from tests.chaos.faults import Fault, schedule
 from tests.chaos.load import Load, brief
 from tests.chaos.memory import MemoryWatch
 
+pytestmark = pytest.mark.slow
+
 SOAK_S = float(os.environ.get("PRISM_CHAOS_SOAK_S", "3600"))
 FAULT_EVERY_S = 10.0
 # What kills no long-lived part: their memory is what is measured.

@@ -21,6 +21,8 @@ from prism.messages.troubles import write_troubles
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_failed_activation_is_retried_with_a_pause(cluster: Cluster) -> None:
     cluster.configure(spec("a"), rooms=(1.0,))

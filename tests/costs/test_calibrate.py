@@ -8,15 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from typer.testing import CliRunner
-
 from prism.cli.costs import app
 from prism.costs.calibrate import CalibrationPlan, TimedStream, common_paces_s, measure, save
 from prism.costs.catalog import cost_model
 from prism.costs.fit import MeasuredStep
 from prism.costs.grid import read_grid
-from prism.errors import ConfigError
 from prism.replay.client import StreamChoice, StreamEvent
+from typer.testing import CliRunner
+
+from prism.errors import ConfigError
 from tests.costs.tables import BENT
 from tests.replay.scripted_server import ScriptedServer, running
 from tests.serve.conftest import serving

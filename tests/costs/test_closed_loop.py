@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from prism.costs.model import GpuUsage, PromptChunk
 from tools.costs.closed_loop import ClosedLoop, run_closed_loop
 

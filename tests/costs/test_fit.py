@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from prism.costs.fit import MeasuredStep, dense_knots, fit, least_squares, predict
 from prism.costs.table import StepTable, TableCost
+
 from prism.errors import ConfigError
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-
 from prism.costs.catalog import cost_model, cost_table, model_shape
 from prism.costs.checkpoint import read_shape
 from prism.costs.gpus import gpu_spec
 from prism.costs.shapes import MODELS
+
 from prism.errors import ConfigError
 
 PUBLISHED_BILLIONS = {

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from prism.costs.catalog import cost_model, model_shape
 from prism.costs.gpus import gpu_spec
 from prism.costs.model import PromptChunk, prompt_s, slowdown
 from prism.costs.roofline import roofline
 from prism.costs.table import StepTable, TableCost
+
 from prism.errors import ConfigError
 from tests.costs.tables import BENT
 

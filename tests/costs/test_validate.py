@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
 from prism.cli.costs import app
-from prism.errors import ConfigError
 from tools.costs import measured
 from tools.costs.closed_loop import run_closed_loop
 from tools.costs.measured import ServingRow, traces_folder
@@ -21,6 +18,9 @@ from tools.costs.validate import (
     serving_section,
     step_section,
 )
+from typer.testing import CliRunner
+
+from prism.errors import ConfigError
 
 ROW = ServingRow("h100", "sglang", "Qwen/Qwen3-32B", 2, 1024, 128, 16, 1.0, 1.0)
 

@@ -22,6 +22,10 @@ MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
 _numbers = itertools.count()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+
+
 @pytest.fixture(
     scope="session",
     params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SUBJECTS],

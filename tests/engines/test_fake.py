@@ -21,6 +21,8 @@ from prism.messages.forkserver import EngineExited, ForkEngine
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import fake_subject
 
+pytestmark = pytest.mark.quick
+
 Start = Callable[..., DeviceUnderTest]
 PROMPT = [11, 12, 13]
 

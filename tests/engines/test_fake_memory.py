@@ -19,6 +19,8 @@ from prism.messages.engine import ActivateEngine
 from tests.engines.harness import DEVICE, request
 from tests.engines.subjects import fake_subject
 
+pytestmark = pytest.mark.quick
+
 BLOCK = 2
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=30)
 

@@ -18,6 +18,10 @@ except OSError as error:
 """
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+
+
 def why_no_gpu() -> str:
     """Returns "" if the real driver shows a GPU to a fresh process like this one."""
     if os.environ.get("KVCACHED_LIBCUDA"):

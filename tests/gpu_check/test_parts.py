@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tools import engine_check
 
 from prism.engines.sglang import adapter, gpu
 from scripts.gpu_check.machine import build, conformance
 from scripts.gpu_check.memory import graphs, probe_capture
 from tests.gpu_check.steps import report_in
 from tests.kvcached.compiling import compiler
-from tools import engine_check
 
 MIB = 1 << 20
 

@@ -8,6 +8,8 @@ import pytest
 
 from .compiling import build_tests
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(900)  # most of it is compiling
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])

@@ -15,6 +15,8 @@ import pytest
 
 from .compiling import build_fuzz
 
+pytestmark = pytest.mark.slow
+
 LONG = pytest.mark.long
 
 

@@ -11,6 +11,8 @@ import pytest
 from .compiling import ROOT, build_kills
 from .libcuda import LibCuda
 
+pytestmark = pytest.mark.slow
+
 
 def steps_of_the_sources() -> set[str]:
     """The name of each step("...") in csrc, and of the decorator that fails calls."""

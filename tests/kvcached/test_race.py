@@ -11,6 +11,8 @@ from .compiling import build_race
 from .conftest import EVERY_DEVICE
 from .libcuda import LibCuda
 
+pytestmark = pytest.mark.slow
+
 
 @EVERY_DEVICE
 @pytest.mark.timeout(3600)

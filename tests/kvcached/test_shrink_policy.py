@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvcached import Holder, spares_then_idle_caches
 from kvcached.asking import plan
+
+from kvcached import Holder, spares_then_idle_caches
 
 
 def holder(name: str, held: int = 100, **facts: float) -> Holder:

@@ -24,6 +24,8 @@ from tests.sglang.models import GEMMA3, path_of
 
 from .conftest import PAGE
 
+pytestmark = pytest.mark.slow
+
 transformers = import_transformers()
 
 import torch  # noqa: E402

@@ -11,6 +11,8 @@ import pytest
 from .compiling import ROOT
 from .libcuda import LibCuda
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("examples", [60, pytest.param(6_000, marks=pytest.mark.long)])

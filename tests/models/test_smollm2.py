@@ -13,6 +13,8 @@ import pytest
 from prism.errors import ModelSourceError
 from prism.models import smollm2
 
+pytestmark = pytest.mark.slow
+
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "models"
 needs_package = pytest.mark.skipif(
     not any((Path(p) / smollm2.PACKAGE).is_dir() for p in sys.path),

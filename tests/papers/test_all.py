@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-
 from papers import catalog, report
 from papers.lab import Lab, Progress
+
+pytestmark = pytest.mark.slow
 
 
 def silent(what: str) -> AbstractContextManager[Progress]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from papers.lines import Lines
 from papers.muxserve_parts import apart, fairness
 from papers.prism_pair import by_deadline_drops

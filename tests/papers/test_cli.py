@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from papers import catalog, trial
 from papers import lab as laboratory
 from papers.__main__ import main
+
+pytestmark = pytest.mark.slow
 
 NAME = "prism-fig7-gpus"
 OTHER = "prism-table1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from papers import findings
 from papers.findings import Statement
 from papers.lines import first_at_target, up_to

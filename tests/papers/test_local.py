@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from papers.prism_pair import Shares, causes, patient, said
 
 

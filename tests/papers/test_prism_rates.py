@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from papers import prism_sweeps, prism_table1
 from papers.lab import Lab
 from papers.lines import Lines

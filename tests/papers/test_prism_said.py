@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from papers import (
     findings,
     prism_calibration,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from papers import muxserve, muxserve_parts, seallm
 from papers.catalog import STUDIES
 from papers.lines import Lines

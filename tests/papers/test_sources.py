@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from papers import catalog, report
 from papers.findings import Findings
 from papers.sources import STYLES, Sources

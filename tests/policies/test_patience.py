@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from prism.policies.patience import A_MOMENT_S, patience_s
 
 from prism.policies.data import ClusterView
-from prism.policies.patience import A_MOMENT_S, patience_s
 from prism.policies.prism import plan
 from prism.policies.replicas import RATE_LOOK_S
 from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summary, view

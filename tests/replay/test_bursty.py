@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from prism.errors import ConfigError
 from prism.replay.bursty import (
     PAUSE_MIN_S,
     PRESETS,
@@ -20,6 +18,8 @@ from prism.replay.bursty import (
 from prism.replay.generate import generate
 from prism.replay.kinds import config_of_preset
 from prism.replay.stats import TraceStats, by_model, describe
+
+from prism.errors import ConfigError
 
 HOURS_8 = 8 * 3600.0
 SMALL = BurstyConfig(("a", "b", "c"), 1800.0, 0.5)

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-
-from prism.cli.ends import run
 from prism.cli.replay import app
 from prism.replay.results import read_results
 from prism.replay.trace import models_of, read_trace, write_trace
+
+from prism.cli.ends import run
 from tests.replay.records import a_request
 from tests.replay.scripted_server import ScriptedServer
 

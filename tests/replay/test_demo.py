@@ -13,14 +13,16 @@ import httpx
 import psutil
 import pytest
 import yaml
-
 from prism.cli.demo_page import TimedAction, steps_of
-from prism.config.resolve import load
 from prism.replay.results import read_results
 from prism.replay.trace import models_of, read_trace, write_trace
+
+from prism.config.resolve import load
 from prism.scheduler.journal import Ended, Opened, Started
 from tests.engines.subjects import prepared
 from tests.replay.records import a_request
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

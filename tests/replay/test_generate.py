@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from prism.errors import ConfigError
 from prism.replay.generate import (
     apportion,
     generate,
@@ -20,6 +18,8 @@ from prism.replay.lengths import Lengths
 from prism.replay.production import ProductionConfig, resolve_shares
 from prism.replay.slo import Slo, with_slos
 from prism.replay.stats import coefficient_of_variation, describe
+
+from prism.errors import ConfigError
 from tests.replay.records import a_request
 
 HOURS_4 = 4 * 3600.0

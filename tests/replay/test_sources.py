@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from prism.errors import TraceError
 from prism.replay.formats import FORMATS, read_format
 from prism.replay.lengths import EmpiricalLengths, lengths_of
 from prism.replay.rows import ReadOptions
@@ -22,6 +20,8 @@ from prism.replay.servegen import ClientWindow
 from prism.replay.stats import by_model
 from prism.replay.trace import TraceRequest, models_of, read_trace, write_trace
 from prism.replay.write import write_mooncake
+
+from prism.errors import TraceError
 from tests.replay.records import a_request
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -7,9 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.main import get_group
-
-from prism.cli.ends import run
 from prism.cli.replay import app
 from prism.cli.trace import commands
 from prism.replay.formats import read_format
@@ -18,6 +15,9 @@ from prism.replay.kinds import config_of_preset
 from prism.replay.stats import describe
 from prism.replay.trace import models_of, read_trace, write_trace
 from prism.replay.trace_report import published, render
+from typer.main import get_group
+
+from prism.cli.ends import run
 from tests.replay.records import a_request
 from tests.replay.test_report import Page
 

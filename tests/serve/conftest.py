@@ -22,6 +22,10 @@ START_S = 90.0
 STOP_S = 60.0
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+
+
 def until(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -13,6 +13,8 @@ import pytest
 from prism.engines.fake import expected_tokens
 from tests.serve.conftest import Cluster, until
 
+pytestmark = pytest.mark.quick
+
 PROMPT = [9, 8, 7]
 
 

@@ -26,6 +26,10 @@ STATIC_BYTES = 1 << 20
 MakeDevice = Callable[..., DeviceUnderTest]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+
+
 @pytest.fixture(scope="module")
 def preloaded() -> None:
     """SGLang in this process, for tests that look into the adapter."""

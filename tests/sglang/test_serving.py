@@ -89,6 +89,7 @@ def test_only_the_floor_is_resident_until_used_and_after_a_flush(device: DeviceU
     assert ledger.resident_bytes() <= activated.floor_bytes + weight_bytes
 
 
+@pytest.mark.quick
 def test_prefix_cache_changes_no_token_and_is_reported(active: DeviceUnderTest) -> None:
     [prompt] = prompts(LLAMA, 1, (200, 200), seed=3)
     expected = greedy(LLAMA, prompt, 16)

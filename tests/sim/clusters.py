@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from prism.costs.model import GpuUsage, PromptChunk
-from prism.policies.kv_blocks import KvShape
 from prism.replay.trace import TraceRequest
 from prism.sim.setup import ClusterSetup, DegreeSetup, DeviceSetup, EngineSettings, ModelSetup
 from prism.sim.workload import Workload, workload
+
+from prism.policies.kv_blocks import KvShape
 
 MIB = 1 << 20
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+from prism.replay.trace import TraceRequest
+from prism.sim.tables import TABLES
 
 import prism.sim
 from prism.errors import ConfigError, TraceError
 from prism.policies import static
 from prism.policies.policy import KV_LIMIT, Policy
-from prism.replay.trace import TraceRequest
 from prism.sim import Results, simulate, tables
-from prism.sim.tables import TABLES
 
 ROOT = Path(__file__).parent.parent.parent
 SETUP: dict[str, Any] = {

@@ -10,14 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
-
-from prism.cli import replay as replay_cli
-from prism.cli import sim as cli
 from prism.costs.grid import Grid, write_grid
 from prism.costs.table import TableCost
-from prism.errors import ConfigError
-from prism.policies import registry
 from prism.replay.generate import generate
 from prism.replay.kinds import config_of, config_of_preset
 from prism.replay.metrics import summarize as summarize_records
@@ -25,6 +19,12 @@ from prism.sim.scenario import load
 from prism.sim.summary import request_records, summarize
 from prism.sim.tables import TABLES
 from prism.sim.world import World
+from typer.testing import CliRunner
+
+from prism.cli import replay as replay_cli
+from prism.cli import sim as cli
+from prism.errors import ConfigError
+from prism.policies import registry
 from tests.costs.tables import BENT
 from tests.sim.command import CONFIG, call, line
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from prism.costs.model import GpuUsage
 from prism.sim.compute import Compute, Gpu, Job
 from prism.sim.kernel import Kernel

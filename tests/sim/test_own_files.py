@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from prism.costs.table import TableCost
-from prism.errors import ConfigError
-from prism.sim import points
 from prism.sim.points import Point, PointOutcome
 from prism.sim.scenario import load
+
+from prism.errors import ConfigError
+from prism.sim import points
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "own_hardware"
 

@@ -12,8 +12,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from prism.errors import ConfigError
 from prism.replay.formats import read_window
 from prism.replay.rows import ReadOptions
 from prism.replay.trace import TraceRequest, read_trace, write_trace
@@ -25,9 +23,11 @@ from prism.sim.results import results_of, write_json
 from prism.sim.scenario import load
 from prism.sim.setup import ClusterSetup
 from prism.sim.world import World
+from tools.costs.measured import traces_folder
+
+from prism.errors import ConfigError
 from tests.sim.clusters import cluster, model, parts, request, work
 from tests.sim.test_conservation import POLICIES, known, setups
-from tools.costs.measured import traces_folder
 
 POOL = 6
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from prism.policies.data import Settings
 from prism.sim.records import Records
 from prism.sim.setup import ActivationSettings, ClusterSetup
 from prism.sim.world import World
+
+from prism.policies.data import Settings
 from tests.sim.clusters import cluster, model, request, work
 
 HOUR_S = 3600.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prism.sim.scenario import load
+from prism.sim.world import World
 
 from prism.policies.baselines.dedicated import least_degree
 from prism.policies.baselines.groups import Group
@@ -13,8 +15,6 @@ from prism.policies.baselines.mux_throughput import Candidate
 from prism.policies.bins import part
 from prism.policies.placement import Hosted, ModelSpecView, Placement, Unit
 from prism.policies.target import part_bytes
-from prism.sim.scenario import load
-from prism.sim.world import World
 
 GIB = 1 << 30
 SCENARIO = """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from prism.sim.world import World
+
 from prism.policies import registry
 from prism.policies.data import Action, ClusterView, Migrate
-from prism.sim.world import World
 from tests.sim.clusters import cluster, model, request, work
 
 

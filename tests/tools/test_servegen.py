@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tools import servegen
 
 HEAD = "model,client,t_s,rate_rps,iat_cv,dist,p1,p2\n"

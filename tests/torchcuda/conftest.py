@@ -16,6 +16,11 @@ from tests.torchcuda import ROOT, cuda_environment
 Outcomes = dict[str, dict[str, Any]]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+    item.add_marker("first")
+
+
 @cache
 def outcomes_of(module: str) -> Outcomes:
     """What the rules of a module ended with, by name."""

@@ -16,6 +16,8 @@ from kvcached import Checkpoint, Device, WeightBuilder, WeightKey, WeightStore
 from .conftest import Spawn
 from .models import assert_same, files_below, stored_arrays, tensors
 
+pytestmark = [pytest.mark.slow, pytest.mark.first]
+
 
 def said(process: subprocess.Popen[str]) -> list[str]:
     assert process.stdout is not None

@@ -7,8 +7,6 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tests.tools.parity.worlds import left, queued, run, stepped
 from tools.parity.admission import (
     compare_devices,
     compare_order,
@@ -17,6 +15,8 @@ from tools.parity.admission import (
 )
 from tools.parity.results import CLASSES
 from tools.parity.runs import History
+
+from tests.tools.parity.worlds import left, queued, run, stepped
 
 BOTH = (queued(0, 0.0), queued(1, 0.1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tools.parity.journals import read_journals
 
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
@@ -18,7 +19,6 @@ from prism.scheduler.journal import (
     open_journal,
     read,
 )
-from tools.parity.journals import read_journals
 
 
 def config(folder: Path, policy: str = "prism") -> ClusterConfig:

@@ -13,11 +13,13 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 import yaml
-
 from prism.replay.trace import TraceRequest, write_trace
-from tests.frontend.tiny_model import make_model
 from tools.parity.__main__ import main
 from tools.parity.results import ParityResults
+
+from tests.frontend.tiny_model import make_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.first]
 
 FAKE = '{"decode_step_ms": 4, "prefill_tokens_per_s": 20000, "activation_s": 0.05}'
 

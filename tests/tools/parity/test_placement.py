@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-
-from tests.tools.parity.worlds import placed
 from tools.parity.placement import compare_placement
 from tools.parity.results import CLASSES, Compared
 from tools.parity.runs import History, Placed
+
+from tests.tools.parity.worlds import placed
 
 
 def compared(live: Sequence[Placed], simulated: Sequence[Placed]) -> Compared:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from prism.errors import ConfigError
 from prism.replay.results import ReplayResults
-from prism.scheduler.journal import Ended, Left, Queued, Started, Stepped
 from prism.sim.world import World
-from tests.sim.clusters import cluster, model, request, work
-from tests.tools.parity.worlds import journals, queued, replayed, stepped
 from tools.parity.latency import figures, simulated_records
 from tools.parity.results import Figure
 from tools.parity.runs import live_run, simulated_run
+
+from prism.errors import ConfigError
+from prism.scheduler.journal import Ended, Left, Queued, Started, Stepped
+from tests.sim.clusters import cluster, model, request, work
+from tests.tools.parity.worlds import journals, queued, replayed, stepped
 
 EVICT = {"kind": "evict", "model": "a", "device": "host:0"}
 MOVE = {"kind": "migrate", "model": "b", "device": "host:0", "target": "host:1"}

@@ -6,18 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from prism.costs.calibrate import save
 from prism.costs.model import GpuUsage, PromptChunk
 from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.costs.table import StepTable, TableCost, linear_decode
-from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
-from prism.scheduler.journal import Ended, Served, Started
 from prism.sim.world import World
-from tests.tools.parity.worlds import journals, queued, stepped
-from tests.tools.parity.worlds import replayed as results_of
 from tools.parity.setup import (
     HostCost,
     LiveMeasurements,
@@ -27,6 +20,13 @@ from tools.parity.setup import (
     measured,
     replayed,
 )
+
+from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from prism.errors import ConfigError
+from prism.messages.models import ModelSpec
+from prism.scheduler.journal import Ended, Served, Started
+from tests.tools.parity.worlds import journals, queued, stepped
+from tests.tools.parity.worlds import replayed as results_of
 
 BATCHES, CONTEXTS, DECODE_S = linear_decode(1e-6)
 MIB = 1 << 20

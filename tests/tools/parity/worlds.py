@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from prism.replay.metrics import summarize
 from prism.replay.results import ReplayResults, RequestRecord, RunConfig
-from prism.scheduler.journal import Ended, Left, Opened, Queued, Started, Stepped
 from tools.parity.journals import Dated, Journals
 from tools.parity.runs import History, Placed, Wait, waits_of
+
+from prism.scheduler.journal import Ended, Left, Opened, Queued, Started, Stepped
 
 START_S = 1000.0
 
