@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prism.sim.scenario import load
-from prism.sim.world import World
+from prism_sim.cluster.world import World
+from prism_sim.scenario.scenario import load
 
 RUNS, STEPS = 20, 3
 """How often each way is measured: the short one is disturbed more."""

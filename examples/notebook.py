@@ -1,7 +1,7 @@
-"""A notebook on `prism.sim`, as a script: which policy keeps its SLOs on two GPUs, and why.
+"""A notebook on `prism_sim`, as a script: which policy keeps its SLOs on two GPUs, and why.
 
 Run it with `python examples/notebook.py`; in a notebook, each `# %%` begins a cell. It needs the
-package polars (`pip install 'prism-serving[frames]'`).
+package polars (`pip install 'prism-sim[frames]'`).
 """
 
 # %% A cluster is the keys of the YAML; a trace is a file, or rows.
@@ -9,7 +9,7 @@ import polars as pl
 
 from prism.policies.data import Action, Activate, ClusterView, Settings
 from prism.policies.policy import ELASTIC_MEMORY, Policy
-from prism.sim import Results, simulate
+from prism_sim import Results, simulate
 
 setup = {
     "gpus": {"type": "h100", "count": 2, "memory": "40GiB"},

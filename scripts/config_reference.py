@@ -24,8 +24,8 @@ from msgspec.structs import FieldInfo
 
 from prism.config.schema import ServeYaml
 from prism.config.units import format_size
-from prism.sim.config import GpuTypeYaml, SimYaml
-from prism.sim.tables import TABLES
+from prism_sim.output.tables import TABLES
+from prism_sim.scenario.config import GpuTypeYaml, SimYaml
 
 DOCS = Path(__file__).parent.parent / "docs"
 KINDS = {
@@ -61,7 +61,7 @@ example` prints a complete file; `--set engine.mixed_chunk=true` gives any key o
 RESULTS = """# Results of prism-sim
 
 `prism-sim run --out DIR` writes four tables as `NAME.csv` and, where polars is installed, as
-`NAME.parquet`: `pip install 'prism-serving[frames]'`. `simulate` of `prism.sim` gives the same as
+`NAME.parquet`: `pip install 'prism-sim[frames]'`. `simulate` of `prism_sim` gives the same as
 DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings; later versions add
 some. `scripts/config_reference.py` writes this page.
 

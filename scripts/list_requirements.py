@@ -1,4 +1,4 @@
-"""Print what both distributions require, and the named extras and groups of either, one a line.
+"""Print what the distributions require, and the named extras and groups of any, one a line.
 
 So that they can be installed under constraints before the projects themselves are built.
 """
@@ -7,13 +7,13 @@ import sys
 import tomllib
 from pathlib import Path
 
-FILES = ("pyproject.toml", "prism/pyproject.toml")
+FOLDERS = (".", "prism", "prism_replay", "prism_sim")
 
 
 def main(names: list[str]) -> None:
-    for file in FILES:
-        read = tomllib.loads(Path(file).read_text())
-        named = read["project"]["optional-dependencies"] | read.get("dependency-groups", {})
+    for folder in FOLDERS:
+        read = tomllib.loads((Path(folder) / "pyproject.toml").read_text())
+        named = read["project"].get("optional-dependencies", {}) | read.get("dependency-groups", {})
         wanted = [
             *read["project"]["dependencies"],
             *(each for n in names for each in named.get(n, ())),

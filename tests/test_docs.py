@@ -9,10 +9,10 @@ from uuid import uuid4
 
 import pytest
 import yaml
-from prism.sim.config import SimYaml
 
 from prism.config.reader import convert
 from prism.config.schema import ServeYaml
+from prism_sim.scenario.config import SimYaml
 from tests.test_tidy import name, tracked
 
 ROOT = Path(__file__).parent.parent

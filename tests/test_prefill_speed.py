@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from prism.costs.prefill_speed import Speed
+
+from prism.models.prefill_speed import Speed
 
 
 def test_long_prefills_weigh_more_than_short_ones() -> None:

@@ -37,10 +37,10 @@ LONG_CLASSES = {
     "prism/frontend/dispatcher.py Dispatcher": "owns the log of open requests",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
     "prism/scheduler/local.py LocalScheduler": "all state of one scheduling turn",
-    "prism/sim/device.py SimDevice": "counterpart of the agent",
-    "prism/sim/engine.py SimEngine": "counterpart of an engine core",
-    "prism/sim/moves.py SimActuator": "one method for each action",
-    "prism/sim/world.py World": "composes the parts of the simulator",
+    "prism_sim/cluster/device.py SimDevice": "counterpart of the agent",
+    "prism_sim/engine/engine.py SimEngine": "counterpart of an engine core",
+    "prism_sim/cluster/moves.py SimActuator": "one method for each action",
+    "prism_sim/cluster/world.py World": "composes the parts of the simulator",
 }
 
 FORBIDDEN = {

@@ -1,4 +1,4 @@
-"""What the local scheduler sees of this device's engines."""
+"""Views of this device's engines for the local scheduler."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from prism.agent.memory import PeerLedgers
 from prism.agent.pool import EngineProcess
 from prism.agent.requests import EngineLoad
 from prism.agent.state import DeviceState, HostedModel, ModelState
-from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
+from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.scheduler.ports import EngineView
 
-# Until a model's activation has been measured.
+# Expected duration of a model's activation before one was measured.
 ACTIVATION_PRIOR_S = 2.0
-# An activation that takes longer than expected is expected to end after this.
+# Expected rest of an activation that already takes longer than expected.
 READY_SOON_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """KV memory of one active engine, in its quanta.
-
-    own_tokens: idle in its pages or guaranteed to it, less what its newest requests will take;
-    negative: they will take that much of the device's free room (spill_bytes).
-    limit_bytes: what its limit leaves. guaranteed_tokens: what its requests leave of its minimum.
-    peers_free_bytes: the room of its other ranks' devices, the least of them.
-    """
+    """KV memory that one active engine can use, in its quanta."""
 
     engine: EngineProcess
+    # Idle in its pages or guaranteed to it, minus what its newest requests will take. If negative,
+    # they will take the difference (spill_bytes) from the device's free memory.
     own_tokens: int
     spill_bytes: int
-    limit_bytes: int | None
-    guaranteed_tokens: int
-    peers_free_bytes: int | None
+    limit_bytes: int | None  # rest of its limit; None: unlimited
+    guaranteed_tokens: int  # unused rest of its minimum
+    peers_free_bytes: int | None  # least free memory on its other ranks' devices; None: one rank
 
     @property
     def limit_tokens(self) -> int | None:
-        """What its limit leaves beside what its newest requests will take."""
+        """Tokens that its limit allows in addition to its newest requests; None: unlimited."""
         if self.limit_bytes is None:
             return None
         return self.tokens(self.limit_bytes - self.spill_bytes)
 
     def tokens(self, size_bytes: int) -> int:
-        """In whole quanta."""
+        """Returns the tokens that fit into this size, in whole quanta."""
         activated = self.engine.activated
         assert activated is not None
         return max(0, size_bytes) // activated.quantum_bytes * activated.quantum_tokens
 
 
 class EngineViews:
-    """Memory is read from the ledger at each call: an engine's own figure of the device's free
-    room is up to a second old, and others may have taken it since."""
+    """Source of the views of all engines of the device.
+
+    Memory is read from the ledger at each call. The figure in an engine's status is up to a second
+    old, and other engines may have taken memory since.
+    """
 
     def __init__(self, state: DeviceState, device: Device, peers: PeerLedgers) -> None:
         self._state = state
@@ -84,7 +83,7 @@ class EngineViews:
         return views
 
     def _ready_engine(self, hosted: HostedModel) -> EngineProcess | None:
-        """Its engine, once a status about this model says what it has."""
+        """Returns the model's engine once it has sent a status about the model."""
         engine = self._state.pool.get(hosted.engine_id)
         ready = hosted.state is ModelState.ACTIVE and engine is not None
         return engine if ready and engine is not None and engine.status is not None else None

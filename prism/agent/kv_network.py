@@ -1,4 +1,4 @@
-"""KV of running requests between this device's agent and those of other machines."""
+"""Transfer of running requests' KV between this device's agent and those of other machines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from prism.agent.sockets import PeerLinks
 from prism.agent.state import DeviceState, HostedModel
 from prism.config.endpoints import beside, local_name
 from prism.config.schema import ClusterConfig
-from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.messages.engine import Export
 from prism.messages.kv import KvPart, KvTaken
+from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.policies.kv_network import sends_kv
 
 log = logging.getLogger(__name__)
 
 
 class KvNetwork:
-    """For one event loop. device: this agent's."""
+    """Sender and receiver of KV, for one event loop.
+
+    Args:
+        config: the cluster's configuration.
+        device: the agent's device.
+        state: the agent's state.
+    """
 
     def __init__(self, config: ClusterConfig, device: str, state: DeviceState) -> None:
         self._device = device
@@ -33,9 +39,12 @@ class KvNetwork:
         self.tick = self._receiver.tick
 
     def export(self, hosted: HostedModel, targets: Sequence[str]) -> Export:
-        """How what runs of the model leaves for devices of this machine or, by cost, of another
-        one: with KV, which `hosted.kv_target` says, or without. Several ranks have no file that
-        could be sent."""
+        """Returns the order that makes an engine stop its requests for a move to `targets`.
+
+        KV is kept for targets on this machine. For a target on another machine it is kept if that
+        costs less than computing it again; `hosted.kv_target` is then set. KV of several ranks is
+        not in one file and cannot be sent.
+        """
         if beside([self._device, *targets]):
             return Export(tuple(map(local_name, targets)))
         if len(targets) > 1 or not self._is_sent(hosted, targets[0]):
@@ -52,8 +61,8 @@ class KvNetwork:
             log.warning("%s", error)
             return False
         sent = engine is not None and sends_kv(engine.token_bytes, speed, network_bytes_s)
-        how = "is sent" if sent else "is computed again there, which takes less"
-        log.info("%s goes to %s: its requests' KV %s", hosted.name, target, how)
+        how = "is sent" if sent else "is computed again there, which takes less time"
+        log.info("%s moves to %s: its requests' KV %s", hosted.name, target, how)
         return sent
 
     def take(self, message: KvPart | KvTaken) -> None:

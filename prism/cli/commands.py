@@ -9,27 +9,19 @@ from pathlib import Path
 
 
 def serve() -> None:
-    _run("prism.cli.serve")
-
-
-def replay() -> None:
-    _run("prism.cli.replay")
+    start("prism.cli.serve", "prism-serving")
 
 
 def models() -> None:
-    _run("prism.cli.models")
+    start("prism.cli.models", "prism-serving")
 
 
-def sim() -> None:
-    _run("prism.cli.sim")
-
-
-def _run(module: str) -> None:
+def start(module: str, distribution: str) -> None:
     """Ctrl-C during the imports, which may take seconds, ends the process without a word."""
     if sys.argv[1:] == ["--version"]:
         from importlib.metadata import version
 
-        print(Path(sys.argv[0]).name, version("prism-serving"))
+        print(Path(sys.argv[0]).name, version(distribution))
         return
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)

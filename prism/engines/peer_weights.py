@@ -1,7 +1,7 @@
-"""Weights out of another machine's store, where its link is faster than the disk here.
+"""Weights from another machine's store, if its link is faster than this machine's disk.
 
-Whatever goes wrong, the files are read as on one machine: a peer that is silent for STALL_S, or far
-slower than the disk, is left, and bytes without the hash that they should have are not kept.
+After any error the files are read from disk. A peer that is silent for STALL_S, or much slower than
+the disk, is given up, and bytes with a wrong hash are not stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kvcached.errors import LoadCancelledError, WeightFileError
 from kvcached.weights.entry import checkpoint_key
 from kvcached.weights.exchange import Exchange, Sketch
 from prism.config.schema import ClusterConfig
-from prism.costs.weight_source import weight_source
 from prism.errors import PrismError
 from prism.messages.models import ModelSpec
 from prism.messages.weights import (
@@ -35,13 +34,14 @@ from prism.messages.weights import (
     Part,
     Tensor,
 )
+from prism.models.weight_source import weight_source
 from prism.transport import ENGINE_MESSAGE_BYTES_MAX, BlockingChannel
 
-ASK_S = 2.0  # for machines to say what they have
+QUERY_S = 2.0  # time for machines to answer what they have
 STALL_S = 5.0
-LEFT_S = 60.0  # one that was silent or too slow is not asked again for so long
+SKIP_S = 60.0  # time for which a silent or slow machine is not asked again
 PARTS_AHEAD = 8
-_LOOK_MS = 100
+_POLL_MS = 100
 
 log = logging.getLogger("prism.weights")
 
@@ -49,11 +49,12 @@ Keys = Callable[[str], Sequence[WeightKey]]
 
 
 class PeerError(PrismError):
-    """Another machine does not give what it has offered."""
+    """Another machine does not send weights that it has offered."""
 
 
 class PeerWeights:
-    """Thread rule: any thread; `fetch` blocks, within a bound."""
+    """Client of other machines' weight stores. Thread rule: any thread; `fetch` blocks for a
+    bounded time."""
 
     def __init__(self, store: WeightStore, config: ClusterConfig) -> None:
         here = config.here
@@ -62,17 +63,20 @@ class PeerWeights:
         self._disk_bytes_s = here.disk_bytes_s if here else 0.0
         links = config.links_bytes_s()
         self._links = {n: rate for n, rate in links.items() if rate > self._disk_bytes_s}
-        self._left_until_s: dict[str, float] = {}
+        self._skipped_until_s: dict[str, float] = {}
 
     def fetch(self, spec: ModelSpec, keys: Keys, cancel: Event | None = None) -> str:
-        """Fills the store with the model, if it has not got it and a peer is the faster way; the
-        name of that, or "".
+        """Fetches the model into the store from a peer, unless the store has it or the disk is
+        faster. Returns the peer's name, or "".
 
-        keys: of the engine's own form, by the content; without all of those a peer gives what the
-        model's files have. Raises WeightFileError for files that are not there or damaged, which a
-        machine needs all the same, and LoadCancelledError.
+        Raises LoadCancelledError, and WeightFileError if the model's files on this machine, which
+        are needed in any case, are missing or damaged.
+
+        Args:
+            keys: returns the keys of the engine's own form for a content. A peer that does not have
+                all of them sends the content of the model's files.
         """
-        if not self._worth_asking():
+        if not self._candidates():
             return ""
         checkpoint = Checkpoint.open(spec.path)
         with self._exchange.turn(spec.path):
@@ -83,7 +87,7 @@ class PeerWeights:
             except LoadCancelledError:
                 raise
             except (KvcachedError, PeerError, OSError, zmq.ZMQError) as error:
-                log.warning("%s is read from disk: %s", spec.name, error)
+                log.warning("reading %s from disk: %s", spec.name, error)
                 return ""
 
     def _has(self, checkpoint: Checkpoint, keys: Keys) -> bool:
@@ -100,7 +104,7 @@ class PeerWeights:
         forms = [Form(k.engine, k.dtype, k.rank, k.ranks) for k in keys("?")]
         with ExitStack() as opened:
             context = opened.enter_context(zmq.Context())
-            links = {name: _Link(context, self._config, name) for name in self._worth_asking()}
+            links = {name: _Link(context, self._config, name) for name in self._candidates()}
             for each in links.values():
                 opened.callback(each.channel.close)
             held = self._ask(links, AskWeights(spec.name, sketch.sha256, forms), cancel)
@@ -112,7 +116,7 @@ class PeerWeights:
             content = self._exchange.content(sketch.checkpoint, offer.hashes)
             size_bytes = sum(_spec(t).size_bytes for form in offer.forms for t in form.tensors)
             link.until_s = time.monotonic() + 2 * size_bytes / self._disk_bytes_s + STALL_S
-            with self._left_if_it_fails(chosen.node):
+            with self._skipped_on_error(chosen.node):
                 for form in offer.forms:
                     self._take(link, content, form, cancel)
         self._exchange.adopt(sketch, offer.hashes)
@@ -121,31 +125,33 @@ class PeerWeights:
         log.info(text, spec.name, chosen.node, megabytes, seconds)
         return chosen.node
 
-    def _worth_asking(self) -> list[str]:
+    def _candidates(self) -> list[str]:
+        """Returns the machines with a link faster than the disk that are not being skipped."""
         now_s = time.monotonic()
-        return [name for name in self._links if self._left_until_s.get(name, now_s) <= now_s]
+        return [name for name in self._links if self._skipped_until_s.get(name, now_s) <= now_s]
 
     @contextmanager
-    def _left_if_it_fails(self, node: str) -> Iterator[None]:
+    def _skipped_on_error(self, node: str) -> Iterator[None]:
         try:
             yield
         except (PeerError, WeightFileError):
-            self._left_until_s[node] = time.monotonic() + LEFT_S
+            self._skipped_until_s[node] = time.monotonic() + SKIP_S
             raise
 
     def _ask(
         self, links: Mapping[str, _Link], question: AskWeights, cancel: Event
     ) -> dict[str, HeldWeights]:
-        """Of those that have the model. One that none of the silent ones can beat is enough."""
+        """Returns the answers of machines that have the model. Stops once no machine that has not
+        answered has a faster link."""
         silent, held = set(links), dict[str, HeldWeights]()
-        until_s = time.monotonic() + ASK_S
+        until_s = time.monotonic() + QUERY_S
         poller = zmq.Poller()
         for link in links.values():
             link.channel.send(question)
             poller.register(link.channel.socket, zmq.POLLIN)
         while silent and time.monotonic() < until_s:
             _check(cancel)
-            poller.poll(_LOOK_MS)
+            poller.poll(_POLL_MS)
             for name in list(silent):
                 for answer in links[name].channel.receive(1):
                     silent.discard(name)
@@ -153,7 +159,7 @@ class PeerWeights:
                         held[name] = answer
             best = max((self._links[name] for name in held), default=0.0)
             silent = {name for name in silent if self._links[name] > best}
-        self._left_until_s |= dict.fromkeys(silent, time.monotonic() + LEFT_S)
+        self._skipped_until_s |= dict.fromkeys(silent, time.monotonic() + SKIP_S)
         return held
 
     def _take(self, link: _Link, content: str, held: HeldForm, cancel: Event) -> None:
@@ -170,7 +176,7 @@ class PeerWeights:
 
 
 class _Link:
-    """To one machine, for one thread."""
+    """Connection to one machine, for one thread."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], config: ClusterConfig, node: str
@@ -180,11 +186,12 @@ class _Link:
         self.channel = BlockingChannel[FromHolder](
             context, zmq.DEALER, FromHolder, key, maxmsgsize=most
         )
-        self.until_s = 0.0  # the disk would have read everything long ago
+        self.until_s = 0.0  # deadline, after which the disk would have been much faster
         self.channel.connect(config.weights_endpoint(node))
 
     def parts(self, cancel: Event, asked: Iterable[AskPart]) -> Iterator[bytes]:
-        """In their order, some asked for ahead. Raises PeerError, LoadCancelledError."""
+        """Yields the parts in their order, with up to PARTS_AHEAD requests in flight. Raises
+        PeerError, LoadCancelledError."""
         ahead: deque[AskPart] = deque()
         for each in asked:
             self.channel.send(each)
@@ -196,22 +203,22 @@ class _Link:
 
     def _part(self, asked: AskPart, cancel: Event) -> bytes:
         silent_s = time.monotonic() + STALL_S
-        while not self.channel.socket.poll(_LOOK_MS):
+        while not self.channel.socket.poll(_POLL_MS):
             _check(cancel)
             if time.monotonic() > silent_s:
-                raise PeerError(f"{self._node} is silent")
+                raise PeerError(f"{self._node} does not answer")
         _check(cancel)
         if time.monotonic() > self.until_s:
             raise PeerError(f"{self._node} sends more slowly than the disk reads")
         got = [a.data for a in self.channel.receive(1) if isinstance(a, Part)]
         if len(got) != 1 or len(got[0]) != asked.size_bytes:
-            raise PeerError(f"{self._node} has not got it any more")
+            raise PeerError(f"{self._node} does not have the weights any more")
         return got[0]
 
 
 def _check(cancel: Event) -> None:
     if cancel.is_set():
-        raise LoadCancelledError("taking weights from another machine was cancelled")
+        raise LoadCancelledError("fetching weights from another machine was cancelled")
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

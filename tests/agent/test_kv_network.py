@@ -16,9 +16,6 @@ import numpy as np
 import pytest
 import zmq.asyncio
 from msgspec import structs
-from prism.sim.resident import Resident
-from prism.sim.setup import ActivationSettings
-from prism.sim.world import World
 
 from prism.agent import kv_receiver, kv_sender, sockets
 from prism.agent.inbox import CancelInbox
@@ -33,6 +30,9 @@ from prism.engines import kv_file
 from prism.messages.engine import Activated, Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
+from prism_sim.cluster.resident import Resident
+from prism_sim.cluster.world import World
+from prism_sim.core.setup import ActivationSettings
 from tests.agent.harness import model_spec, until
 from tests.ports import free_port
 from tests.queueing.requests import request
@@ -236,8 +236,8 @@ async def test_what_is_not_wanted_any_more_is_not_sent_on(machines: list[Machine
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"name": "../" + NAME}, "is no file of KV"),
-        ({"name": "x.npy"}, "is no file of KV"),
+        ({"name": "../" + NAME}, "is not a valid name of a KV file"),
+        ({"name": "x.npy"}, "is not a valid name of a KV file"),
         ({"size_bytes": CAPACITY_BYTES + 1}, "too many for one request"),
         ({"size_bytes": 0}, "too many for one request"),
         ({"size_bytes": 3}, "no part of it"),

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-from prism.sim.config import SimYaml
 
 from prism.config.schema import ServeYaml
+from prism_sim.scenario.config import SimYaml
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "config_reference.py"

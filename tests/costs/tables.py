@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prism.costs.table import StepTable
+from prism_sim.costs.table import StepTable
 
 BENT = StepTable(
     gpu="g",

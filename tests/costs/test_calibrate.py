@@ -8,15 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from prism.cli.costs import app
-from prism.costs.calibrate import CalibrationPlan, TimedStream, common_paces_s, measure, save
-from prism.costs.catalog import cost_model
-from prism.costs.fit import MeasuredStep
-from prism.costs.grid import read_grid
-from prism.replay.client import StreamChoice, StreamEvent
 from typer.testing import CliRunner
 
 from prism.errors import ConfigError
+from prism_replay.live.client import StreamChoice, StreamEvent
+from prism_sim.cli.costs import app
+from prism_sim.costs.calibrate import CalibrationPlan, TimedStream, common_paces_s, measure, save
+from prism_sim.costs.catalog import cost_model
+from prism_sim.costs.fit import MeasuredStep
+from prism_sim.costs.grid import read_grid
 from tests.costs.tables import BENT
 from tests.replay.scripted_server import ScriptedServer, running
 from tests.serve.conftest import serving

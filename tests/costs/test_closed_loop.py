@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.costs.model import GpuUsage, PromptChunk
-from tools.costs.closed_loop import ClosedLoop, run_closed_loop
+
+from lab.calibration.closed_loop import ClosedLoop, run_closed_loop
+from prism_sim.costs.model import GpuUsage, PromptChunk
 
 
 @dataclass

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.costs.fit import MeasuredStep, dense_knots, fit, least_squares, predict
-from prism.costs.table import StepTable, TableCost
 
 from prism.errors import ConfigError
+from prism_sim.costs.fit import MeasuredStep, dense_knots, fit, least_squares, predict
+from prism_sim.costs.table import StepTable, TableCost
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16)

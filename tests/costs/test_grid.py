@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from prism.costs.catalog import cost_model, cost_table, model_shape
-from prism.costs.gpus import gpu_spec
-from prism.costs.grid import SHIPPED, Grid, read_grid, shipped_grid, write_grid
-from prism.costs.model import PromptChunk
-from prism.costs.roofline import roofline
-from prism.costs.table import TableCost
-from tools.costs import export_aiconfigurator as exporter
 
+from lab.calibration import export_aiconfigurator as exporter
 from prism.errors import ConfigError
+from prism_sim.costs.catalog import cost_model, cost_table, model_shape
+from prism_sim.costs.gpus import gpu_spec
+from prism_sim.costs.grid import SHIPPED, Grid, read_grid, shipped_grid, write_grid
+from prism_sim.costs.model import PromptChunk
+from prism_sim.costs.roofline import roofline
+from prism_sim.costs.table import TableCost
 from tests.costs.tables import BENT
 
 GRID = Grid(package="p", version="1", license="Apache-2.0", tables=(BENT,))

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from prism.costs.catalog import cost_model, cost_table, model_shape
-from prism.costs.checkpoint import read_shape
-from prism.costs.gpus import gpu_spec
-from prism.costs.shapes import MODELS
 
 from prism.errors import ConfigError
+from prism_sim.costs.catalog import cost_model, cost_table, model_shape
+from prism_sim.costs.checkpoint import read_shape
+from prism_sim.costs.gpus import gpu_spec
+from prism_sim.costs.shapes import MODELS
 
 PUBLISHED_BILLIONS = {
     "meta-llama/Llama-3.2-1B": 1.24,

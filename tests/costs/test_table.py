@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.costs.catalog import cost_model, model_shape
-from prism.costs.gpus import gpu_spec
-from prism.costs.model import PromptChunk, prompt_s, slowdown
-from prism.costs.roofline import roofline
-from prism.costs.table import StepTable, TableCost
 
 from prism.errors import ConfigError
+from prism_sim.costs.catalog import cost_model, model_shape
+from prism_sim.costs.gpus import gpu_spec
+from prism_sim.costs.model import PromptChunk, prompt_s, slowdown
+from prism_sim.costs.roofline import roofline
+from prism_sim.costs.table import StepTable, TableCost
 from tests.costs.tables import BENT
 
 batches = st.integers(1, 80)

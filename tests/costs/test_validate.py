@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prism.cli.costs import app
-from tools.costs import measured
-from tools.costs.closed_loop import run_closed_loop
-from tools.costs.measured import ServingRow, traces_folder
-from tools.costs.validate import app as validation
-from tools.costs.validate import (
+from typer.testing import CliRunner
+
+from lab.calibration import measured
+from lab.calibration.closed_loop import run_closed_loop
+from lab.calibration.measured import ServingRow, traces_folder
+from lab.calibration.validate import app as validation
+from lab.calibration.validate import (
     closed_loop_of,
     dedicated_section,
     grid_cost,
@@ -18,9 +19,8 @@ from tools.costs.validate import (
     serving_section,
     step_section,
 )
-from typer.testing import CliRunner
-
 from prism.errors import ConfigError
+from prism_sim.cli.costs import app
 
 ROW = ServingRow("h100", "sglang", "Qwen/Qwen3-32B", 2, 1024, 128, 16, 1.0, 1.0)
 
@@ -80,7 +80,7 @@ def test_the_page_in_the_docs_is_what_the_command_writes(published: Path) -> Non
 def test_the_command_writes_a_page(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.costs.validate.ROUNDS", 1)
+    monkeypatch.setattr("lab.calibration.validate.ROUNDS", 1)
     out = tmp_path / "page.md"
     result = CliRunner().invoke(validation, ["--out", str(out), "--traces", str(published)])
     assert result.exit_code == 0

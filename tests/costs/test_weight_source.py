@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.costs.weight_source import WeightSource, weight_source
+
+from prism.models.weight_source import WeightSource, weight_source
 
 DISK = 100.0
 

@@ -1,4 +1,4 @@
-"""Parts of the steps of scripts/gpu-check, and tools/engine_check.py."""
+"""Parts of the steps of scripts/gpu-check, and lab/engine_check.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tools import engine_check
 
+from lab import engine_check
 from prism.engines.sglang import adapter, gpu
 from scripts.gpu_check.machine import build, conformance
 from scripts.gpu_check.memory import graphs, probe_capture
@@ -143,7 +143,7 @@ def test_the_checks_store_is_in_memory_only_where_weights_fit() -> None:
 
 
 def test_warnings_are_kept_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = {name: logging.getLogger(name).level for name in adapter._TALKATIVE}
+    levels = {name: logging.getLogger(name).level for name in adapter._VERBOSE_LOGGERS}
     monkeypatch.setattr(
         adapter.importlib, "import_module", lambda _: SimpleNamespace(import_models=int)
     )

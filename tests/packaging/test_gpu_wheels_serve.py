@@ -122,7 +122,7 @@ def test_a_model_is_served_twice(machine: Machine, model: tiny.TinyModel, tmp_pa
     options = ["--model", str(directory), "--streams", "2", "--tokens", "8", "--rounds", "2"]
     # Python finds the installed packages first, and the checkout only for what is not installed.
     path = os.pathsep.join(map(str, (*machine.sites, ROOT)))
-    done = machine.run("-m", "tools.engine_check", *options, PYTHONPATH=path)
+    done = machine.run("-m", "lab.engine_check", *options, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("  16 tokens") == 2
 
@@ -131,7 +131,7 @@ def test_the_wheels_hold_all_that_a_cluster_needs(machine: Machine) -> None:
     """Imports, and the Redis server that it starts."""
     modules = ["prism.cli.serve", "prism.agent.main", "prism.frontend.__main__"]
     modules += ["prism.cluster.main", "prism.engines.forkserver", "prism.serve.gpu_probe"]
-    modules += ["prism.serve.operator", "prism.models.tokenizer", "prism.replay.client"]
+    modules += ["prism.serve.operator", "prism.models.tokenizer", "prism_replay.live.client"]
     code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
     path = os.pathsep.join(map(str, (*machine.sites, ROOT)))
     done = machine.run("-c", code + REDIS, PYTHONPATH=path)

@@ -55,6 +55,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Returns the wheels of prism-replay and prism-sim by package."""
+    names = ("prism_replay", "prism_sim")
+    return {name: built(ROOT / name, tmp_path_factory.mktemp(name)) for name in names}
+
+
+@pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The wheel and nothing else, not even numpy."""
     environment = Environment(tmp_path_factory.mktemp("bare"))
@@ -62,12 +69,15 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-def test_the_wheels_hold_the_packages_and_no_more(wheel: Path, serving: Path) -> None:
+def test_the_wheels_hold_the_packages_and_no_more(
+    wheel: Path, serving: Path, studies: dict[str, Path]
+) -> None:
     names = contents(wheel, "kvcached", "kvcached_plugins")
     assert {"kvcached/py.typed", "kvcached/_core.pyi"} <= names
     assert [name for name in names if re.fullmatch(r"kvcached/_core\..*so", name)]
-    assert "prism/py.typed" in contents(serving, "prism")
-    assert serving.name.endswith("-py3-none-any.whl")
+    for package, made in {"prism": serving, **studies}.items():
+        assert f"{package}/py.typed" in contents(made, package)
+        assert made.name.endswith("-py3-none-any.whl")
 
 
 def contents(wheel: Path, *packages: str) -> set[str]:
@@ -79,20 +89,26 @@ def contents(wheel: Path, *packages: str) -> set[str]:
     command = ["git", "ls-files", "-co", "--exclude-standard", *packages]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
-    assert (
-        tracked - {f"prism/{name}" for name in ("LICENSE", "README.md", "pyproject.toml")} <= names
-    )
+    own = ("LICENSE", "README.md", "pyproject.toml")
+    assert tracked - {f"{package}/{name}" for package in packages for name in own} <= names
     return names
 
 
-def test_entry_points_and_requirements(wheel: Path, serving: Path) -> None:
+def test_entry_points_and_requirements(
+    wheel: Path, serving: Path, studies: dict[str, Path]
+) -> None:
     assert entry_points(wheel) == ["kvcached"] * 3 + ["kvctl"]  # SGLang's two, vLLM's
-    commands = ["prism-models", "prism-replay", "prism-serve", "prism-sim"]
-    assert entry_points(serving) == [*commands, "prism_cpu", "prism_cuda"]
+    assert entry_points(serving) == ["prism-models", "prism-serve", "prism_cpu", "prism_cuda"]
+    assert [entry_points(made) for made in studies.values()] == [["prism-replay"], ["prism-sim"]]
     assert required(wheel) == ["numpy>=1.26"]
     version = wheel.name.split("-")[1]
     assert serving.name.split("-")[1] == version
     assert f"prism-kvcached[tools]=={version}" in required(serving)
+    assert not [
+        line for line in required(serving) if re.match("matplotlib|prism-(replay|sim)", line)
+    ]
+    assert f"prism-serving=={version}" in required(studies["prism_replay"])
+    assert f"prism-replay=={version}" in required(studies["prism_sim"])
 
 
 def entry_points(wheel: Path) -> list[str]:
@@ -147,15 +163,29 @@ def test_kvctl_without_its_extra_names_it(bare: Environment, tmp_path: Path) -> 
     assert "'prism-kvcached[tools]'" in done.stderr
 
 
-def test_both_wheels_and_their_requirements_make_the_commands(
-    wheel: Path, serving: Path, tmp_path: Path
+def test_a_wheel_and_what_it_requires_make_its_commands(
+    wheel: Path, serving: Path, studies: dict[str, Path], tmp_path: Path
 ) -> None:
-    environment = Environment(tmp_path / "both")
-    environment.install(wheel)
-    environment.install(serving)
-    named = [re.split(r"[\[<>=;]", line)[0] for line in required(serving)]
-    environment.lend("numpy", *(name for name in named if name != "prism-kvcached"))
-    for command in ("prism-serve", "prism-replay", "prism-models", "prism-sim"):
+    """A serving node needs neither of the wheels of studies."""
+    environment = Environment(tmp_path / "serving")
+    install(environment, wheel, serving)
+    check_commands(environment, serving, tmp_path, "prism-serve", "prism-models")
+    install(environment, studies["prism_replay"])
+    check_commands(environment, serving, tmp_path, "prism-replay")
+    install(environment, studies["prism_sim"])
+    check_commands(environment, serving, tmp_path, "prism-sim")
+
+
+def install(environment: Environment, *wheels: Path) -> None:
+    """Installs the wheels, and lends the packages of others that they require."""
+    for wheel in wheels:
+        environment.install(wheel)
+        named = [re.split(r"[\[<>=;]", line)[0] for line in required(wheel)]
+        environment.lend(*(name for name in named if not name.startswith("prism-")))
+
+
+def check_commands(environment: Environment, serving: Path, tmp_path: Path, *commands: str) -> None:
+    for command in commands:
         done = environment.run(command, "--help", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert f"Usage: {command}" in done.stdout

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from papers import ablations, mlfq, mux_planners
 
+from lab.papers import ablations, mlfq, mux_planners
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.baselines import mux_placement

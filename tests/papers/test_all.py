@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from papers import catalog, report
-from papers.lab import Lab, Progress
+
+from lab.papers import catalog, report
+from lab.papers.lab import Lab, Progress
 
 pytestmark = pytest.mark.slow
 

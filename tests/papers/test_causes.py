@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from papers.lines import Lines
-from papers.muxserve_parts import apart, fairness
-from papers.prism_pair import by_deadline_drops
-from papers.prism_sweeps import GIVEN, orders
-from papers.seallm_setup import FIXED
-from papers.seallm_statements import crowded_cause
-from papers.trial import ModelMeasure, TrialOutcome
+
+from lab.papers.lines import Lines
+from lab.papers.muxserve_parts import apart, fairness
+from lab.papers.prism_pair import by_deadline_drops
+from lab.papers.prism_sweeps import GIVEN, orders
+from lab.papers.seallm_setup import FIXED
+from lab.papers.seallm_statements import crowded_cause
+from lab.papers.trial import ModelMeasure, TrialOutcome
 
 
 def line(*values: float) -> list[tuple[float, float | None]]:

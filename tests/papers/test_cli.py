@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from papers import catalog, trial
-from papers import lab as laboratory
-from papers.__main__ import main
+
+from lab.papers import catalog, trial
+from lab.papers import lab as laboratory
+from lab.papers.__main__ import main
 
 pytestmark = pytest.mark.slow
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from papers import findings
-from papers.findings import Statement
-from papers.lines import first_at_target, up_to
-from papers.prism_parts import spread
+
+from lab.papers import findings
+from lab.papers.findings import Statement
+from lab.papers.lines import first_at_target, up_to
+from lab.papers.prism_parts import spread
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from papers.lab import Lab
-from papers.prism_pair import phased
-from prism.replay.lengths import Lengths
 
+from lab.papers.lab import Lab
+from lab.papers.prism_pair import phased
 from prism.errors import ConfigError
+from prism_replay.lengths import Lengths
 
 LENGTHS = Lengths(input_median=100, input_sigma=0.5, input_max=500, output_median=20)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from papers.prism_pair import Shares, causes, patient, said
+
+from lab.papers.prism_pair import Shares, causes, patient, said
 
 
 def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)) -> Shares:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from papers import prism_sweeps, prism_table1
-from papers.lab import Lab
-from papers.lines import Lines
-from papers.prism_setup import Cluster
-from papers.prism_sweeps import AWARE, EIGHT_8B, LISTED, orders, tpot_part, with_models
-from papers.trial import Trial
-from prism.sim.scenario import load
+
+from lab.papers import prism_sweeps, prism_table1
+from lab.papers.lab import Lab
+from lab.papers.lines import Lines
+from lab.papers.prism_setup import Cluster
+from lab.papers.prism_sweeps import AWARE, EIGHT_8B, LISTED, orders, tpot_part, with_models
+from lab.papers.trial import Trial
+from prism_sim.scenario.scenario import load
 
 
 def a_lab(folder: Path) -> Lab:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from papers import (
-    findings,
-    prism_calibration,
-    prism_large,
-    prism_overall,
-    prism_table1,
-)
-from papers.lines import Lines
-from papers.prism_parts import best_idle, robust
-from papers.prism_sweeps import AWARE, GIVEN, LISTED, PRISM_FIRST, with_named
+
+from lab.papers import findings, prism_calibration, prism_large, prism_overall, prism_table1
+from lab.papers.lines import Lines
+from lab.papers.prism_parts import best_idle, robust
+from lab.papers.prism_sweeps import AWARE, GIVEN, LISTED, PRISM_FIRST, with_named
 
 
 def test_table_1_is_the_papers_and_its_order_that_of_its_shares() -> None:

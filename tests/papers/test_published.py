@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from papers import muxserve, muxserve_parts, seallm
-from papers.catalog import STUDIES
-from papers.lines import Lines
-from papers.muxserve import in_time, outperforms, quite_bad
-from papers.seallm import worst_of
-from papers.seallm_statements import (
+
+from lab.papers import muxserve, muxserve_parts, seallm
+from lab.papers.catalog import STUDIES
+from lab.papers.lines import Lines
+from lab.papers.muxserve import in_time, outperforms, quite_bad
+from lab.papers.seallm import worst_of
+from lab.papers.seallm_statements import (
     FAST_FALL,
     SLIGHT_FALL,
     WORSE,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from papers import catalog, report
-from papers.findings import Findings
-from papers.sources import STYLES, Sources
-from prism.replay.bursty import PRESETS
-from prism.replay.trace import models_of
+
+from lab.papers import catalog, report
+from lab.papers.findings import Findings
+from lab.papers.sources import STYLES, Sources
+from prism_replay.generators.bursty import PRESETS
+from prism_replay.trace import models_of
 
 ARENA = """id,timestamp_s,model_id,input_tokens,output_tokens
 0,0.5,3,11,21

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from papers import lab as laboratory
-from papers import muxserve_setup, prism_sweeps, seallm_setup, tuning
-from papers.lab import Lab
-from papers.prism_setup import Cluster
-from papers.trial import Trial, TrialOutcome
-from prism.sim.scenario import read_config, resolve
 
+from lab.papers import lab as laboratory
+from lab.papers import muxserve_setup, prism_sweeps, seallm_setup, tuning
+from lab.papers.lab import Lab
+from lab.papers.prism_setup import Cluster
+from lab.papers.trial import Trial, TrialOutcome
 from prism.policies import registry
+from prism_sim.scenario.scenario import read_config, resolve
 
 COMPARED = {
     (name, *system)

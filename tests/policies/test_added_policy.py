@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prism.sim.api import run_scenario
-from prism.sim.points import Point, PointOutcome
-from prism.sim.scenario import load
-from prism.sim.world import World
 
 from prism.config.knobs import own_knobs
 from prism.errors import ConfigError
 from prism.policies import prism, registry
 from prism.policies.data import Action, Activate, Evict, Refuse
 from prism.policies.policy import Policy
-from prism.sim import points
+from prism_sim.api import run_scenario
+from prism_sim.cluster.world import World
+from prism_sim.scenario.scenario import load
+from prism_sim.sweeps import points
+from prism_sim.sweeps.points import Point, PointOutcome
 from tests.policies.clusters import SETTINGS, active, gpu, model, view
 from tests.policies.installed import importable, install_example, write_package
 from tests.sim.command import call

@@ -12,8 +12,8 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from papers import round_robin
 
+from lab.papers import round_robin
 from prism.policies.baselines import doubling_budget as db
 from prism.policies.baselines import temporal
 from prism.policies.baselines.doubling_budget import DbSettings

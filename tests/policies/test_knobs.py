@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from papers import ablations
 
+from lab.papers import ablations
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings
 from prism.policies.baselines.aegaeon import AegaeonSettings

@@ -11,11 +11,11 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from prism.sim.copies import SimModel
 
 from prism.messages.beginnings import BEGINNING_TOKENS, REMEMBERED_S, SLACK_REQUESTS
 from prism.messages.requests import Request, Resume
 from prism.queueing import BundledRedis, RequestQueue
+from prism_sim.cluster.copies import SimModel
 from tests.queueing.requests import request
 from tests.queueing.test_requests import DEVICE, OTHER, TTL_S, entries, waiting
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism.replay.results import RequestRecord
-from prism.replay.trace import TraceRequest
+from prism_replay.results import RequestRecord
+from prism_replay.trace import TraceRequest
 
 
 def a_request(arrival_s: float = 0.0, model: str = "good", **fields: Any) -> TraceRequest:

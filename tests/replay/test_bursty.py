@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.replay.bursty import (
+
+from prism.errors import ConfigError
+from prism_replay.generators.base import generate
+from prism_replay.generators.bursty import (
     PAUSE_MIN_S,
     PRESETS,
     BurstyConfig,
     burst_sizes,
     presence,
 )
-from prism.replay.generate import generate
-from prism.replay.kinds import config_of_preset
-from prism.replay.stats import TraceStats, by_model, describe
-
-from prism.errors import ConfigError
+from prism_replay.generators.kinds import config_of_preset
+from prism_replay.report.stats import TraceStats, by_model, describe
 
 HOURS_8 = 8 * 3600.0
 SMALL = BurstyConfig(("a", "b", "c"), 1800.0, 0.5)

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from prism.cli.replay import app
-from prism.replay.results import read_results
-from prism.replay.trace import models_of, read_trace, write_trace
 
 from prism.cli.ends import run
+from prism_replay.cli.replay import app
+from prism_replay.results import read_results
+from prism_replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
 from tests.replay.scripted_server import ScriptedServer
 
@@ -62,7 +62,7 @@ def test_interrupting_the_process_leaves_partial_results(
 ) -> None:
     path, out = tmp_path / "t.jsonl", tmp_path / "r.json"
     write_trace(path, [a_request(), a_request(0.0, "stuck"), a_request(900.0)])
-    command = [sys.executable, "-m", "prism.cli.replay", "run", path, "--url", server.url]
+    command = [sys.executable, "-m", "prism_replay.cli.replay", "run", path, "--url", server.url]
     process = subprocess.Popen([*command, "--out", out], stdout=subprocess.PIPE, text=True)
     while len(server.requests) < 2:
         time.sleep(0.02)

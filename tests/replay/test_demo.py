@@ -13,12 +13,12 @@ import httpx
 import psutil
 import pytest
 import yaml
-from prism.cli.demo_page import TimedAction, steps_of
-from prism.replay.results import read_results
-from prism.replay.trace import models_of, read_trace, write_trace
 
+from lab.demo.page import TimedAction, steps_of
 from prism.config.resolve import load
 from prism.scheduler.journal import Ended, Opened, Started
+from prism_replay.results import read_results
+from prism_replay.trace import models_of, read_trace, write_trace
 from tests.engines.subjects import prepared
 from tests.replay.records import a_request
 
@@ -41,7 +41,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 
 def start_demo(directory: Path, config: Path, trace: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "prism.cli.demo", "--config", config, "--trace", trace]
+    command = [sys.executable, "-m", "lab.demo.__main__", "--config", config, "--trace", trace]
     return subprocess.Popen(
         [*command, "--results", directory / "results"],
         stdout=subprocess.PIPE,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prism.replay.formats import read_format
-from prism.replay.trace import models_of
 
 from prism.errors import TraceError
+from prism_replay.formats.reader import read_format
+from prism_replay.trace import models_of
 
 ARENA = "id,timestamp_s,model_id,input_tokens,output_tokens\n"
 AZURE, AT = "TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:17:0"

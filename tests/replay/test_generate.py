@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.replay.generate import (
+
+from prism.errors import ConfigError
+from prism_replay.generators.base import (
     apportion,
     generate,
     power_law_shares,
     tail_share,
 )
-from prism.replay.lengths import Lengths
-from prism.replay.production import ProductionConfig, resolve_shares
-from prism.replay.slo import Slo, with_slos
-from prism.replay.stats import coefficient_of_variation, describe
-
-from prism.errors import ConfigError
+from prism_replay.generators.production import ProductionConfig, resolve_shares
+from prism_replay.lengths import Lengths
+from prism_replay.report.stats import coefficient_of_variation, describe
+from prism_replay.slo import Slo, with_slos
 from tests.replay.records import a_request
 
 HOURS_4 = 4 * 3600.0

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.replay import metrics
-from prism.replay.report import milliseconds, percent
-from prism.replay.results import (
+
+from prism.errors import ConfigError
+from prism_replay import metrics
+from prism_replay.report.page import milliseconds, percent
+from prism_replay.results import (
     Counters,
     Latency,
     ReplayResults,
@@ -20,8 +22,6 @@ from prism.replay.results import (
     scale_key,
     write_results,
 )
-
-from prism.errors import ConfigError
 from tests.replay.records import a_record
 
 Values = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.replay.prompts import PromptSource, parse_token_range
-from prism.replay.results import Counters
-from prism.replay.sampling import Growth, StatusTracker
-from prism.replay.slo import Slo, parse_slos
 
 from prism.errors import ConfigError
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
+from prism_replay.live.prompts import PromptSource, parse_token_range
+from prism_replay.live.sampling import Growth, StatusTracker
+from prism_replay.results import Counters
+from prism_replay.slo import Slo, parse_slos
 from tests.replay.records import a_request
 
 

@@ -7,12 +7,12 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
-from prism.replay.metrics import summarize
-from prism.replay.plots import OTHERS, all_plots
-from prism.replay.report import render
-from prism.replay.results import Counters, ReplayResults, RunConfig, StatusSample
-from prism.replay.theme import MARKERS
 
+from prism_replay.metrics import summarize
+from prism_replay.report.page import render
+from prism_replay.report.plots import OTHERS, all_plots
+from prism_replay.report.theme import MARKERS
+from prism_replay.results import Counters, ReplayResults, RunConfig, StatusSample
 from tests.replay.records import a_record
 
 NASTY = '<b>$x_1$ & "m"'

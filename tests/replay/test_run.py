@@ -8,11 +8,11 @@ import signal
 from typing import Any
 
 import pytest
-from prism.replay.results import ReplayResults, RequestRecord, RunConfig
-from prism.replay.runner import run_replay
-from prism.replay.trace import Trace, TraceRequest
 
 from prism.errors import ConfigError
+from prism_replay.live.runner import run_replay
+from prism_replay.results import ReplayResults, RequestRecord, RunConfig
+from prism_replay.trace import Trace, TraceRequest
 from tests.replay.records import a_request
 from tests.replay.scripted_server import SLOW_STEP_S, ScriptedServer, running
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.replay.formats import FORMATS, read_format
-from prism.replay.lengths import EmpiricalLengths, lengths_of
-from prism.replay.rows import ReadOptions
-from prism.replay.sampled import tokens_of
-from prism.replay.servegen import ClientWindow
-from prism.replay.stats import by_model
-from prism.replay.trace import TraceRequest, models_of, read_trace, write_trace
-from prism.replay.write import write_mooncake
 
 from prism.errors import TraceError
+from prism_replay.formats.reader import FORMATS, read_format
+from prism_replay.formats.rows import ReadOptions
+from prism_replay.formats.sampled import tokens_of
+from prism_replay.formats.servegen import ClientWindow
+from prism_replay.formats.writers import write_mooncake
+from prism_replay.lengths import EmpiricalLengths, lengths_of
+from prism_replay.report.stats import by_model
+from prism_replay.trace import TraceRequest, models_of, read_trace, write_trace
 from tests.replay.records import a_request
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

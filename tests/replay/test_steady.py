@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from prism.replay.generate import generate, power_law
-from prism.replay.lengths import EmpiricalLengths
-from prism.replay.stats import describe
-from prism.replay.steady import SteadyConfig
 
 from prism.errors import ConfigError
+from prism_replay.generators.base import generate, power_law
+from prism_replay.generators.steady import SteadyConfig
+from prism_replay.lengths import EmpiricalLengths
+from prism_replay.report.stats import describe
 
 NAMES = tuple(f"m{rank}" for rank in range(20))
 BASE = SteadyConfig(NAMES, 3600.0, 10.0)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prism.replay.trace import models_of, read_trace, write_trace
 
 from prism.errors import TraceError
+from prism_replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
 
 GOOD: dict[str, Any] = {"timestamp": 0, "model": "a", "input_length": 3, "output_length": 2}

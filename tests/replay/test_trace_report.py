@@ -7,17 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
-from prism.cli.replay import app
-from prism.cli.trace import commands
-from prism.replay.formats import read_format
-from prism.replay.generate import generate
-from prism.replay.kinds import config_of_preset
-from prism.replay.stats import describe
-from prism.replay.trace import models_of, read_trace, write_trace
-from prism.replay.trace_report import published, render
 from typer.main import get_group
 
 from prism.cli.ends import run
+from prism_replay.cli.replay import app
+from prism_replay.cli.trace import commands
+from prism_replay.formats.reader import read_format
+from prism_replay.generators.base import generate
+from prism_replay.generators.kinds import config_of_preset
+from prism_replay.report.stats import describe
+from prism_replay.report.trace_page import published, render
+from prism_replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
 from tests.replay.test_report import Page
 

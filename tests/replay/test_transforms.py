@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.replay import transforms
-from prism.replay.trace import TraceRequest
 
 from prism.errors import TraceError
+from prism_replay import transforms
+from prism_replay.trace import TraceRequest
 from tests.replay.records import a_request
 
 

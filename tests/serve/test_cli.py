@@ -211,9 +211,9 @@ def test_an_engine_that_is_not_installed(folder: Path) -> None:
 
 SUBCOMMANDS = {
     "prism.cli.serve": ("", "up", "check", "status", "activate", "evict", "prefetch", "flush"),
-    "prism.cli.replay": ("run", "report", "generate", "stats", "convert"),
+    "prism_replay.cli.replay": ("run", "report", "generate", "stats", "convert"),
     "prism.cli.models": ("prepare", "list"),
-    "prism.cli.demo": ("",),
+    "lab.demo.__main__": ("",),
 }
 
 

@@ -16,7 +16,7 @@ SMALL = ["--streams", "2", "--tokens", "6", "--prompt-tokens", "20", "--capacity
 
 
 def check(*arguments: str) -> int:
-    from tools.engine_check import main
+    from lab.engine_check import main
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from prism.costs.model import GpuUsage, PromptChunk
-from prism.replay.trace import TraceRequest
-from prism.sim.setup import ClusterSetup, DegreeSetup, DeviceSetup, EngineSettings, ModelSetup
-from prism.sim.workload import Workload, workload
-
 from prism.policies.kv_blocks import KvShape
+from prism_replay.trace import TraceRequest
+from prism_sim.core.setup import ClusterSetup, DegreeSetup, DeviceSetup, EngineSettings, ModelSetup
+from prism_sim.core.workload import Workload, workload
+from prism_sim.costs.model import GpuUsage, PromptChunk
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from prism.cli import sim
+from prism_sim.cli import sim
 
 CONFIG = """
 gpus: {type: h100, count: 2, memory: 40GiB}

@@ -1,4 +1,4 @@
-"""`prism.sim` as a Python API: what notebooks call, and the tables that it gives."""
+"""`prism_sim` as a Python API: what notebooks call, and the tables that it gives."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 
 import polars as pl
 import pytest
-from prism.replay.trace import TraceRequest
-from prism.sim.tables import TABLES
 
-import prism.sim
+import prism_sim
 from prism.errors import ConfigError, TraceError
 from prism.policies import static
 from prism.policies.policy import KV_LIMIT, Policy
-from prism.sim import Results, simulate, tables
+from prism_replay.trace import TraceRequest
+from prism_sim import Results, simulate
+from prism_sim.output import tables
+from prism_sim.output.tables import TABLES
 
 ROOT = Path(__file__).parent.parent.parent
 SETUP: dict[str, Any] = {
@@ -46,7 +47,7 @@ def results() -> Results:
 
 def test_the_api_is_what_it_was() -> None:
     """A change of these breaks notebooks."""
-    assert prism.sim.__all__ == ["Results", "simulate"]
+    assert prism_sim.__all__ == ["Results", "simulate"]
     parameters = ["setup", "trace", "changes", "policy", "judge", "progress"]
     assert list(inspect.signature(simulate).parameters) == parameters
     public = {name for name in vars(Results) if not name.startswith("_")}
@@ -188,7 +189,7 @@ def test_without_polars_there_is_csv(
     names = {path.name for path in tmp_path.iterdir()}
     assert {f"{name}.csv" for name in TABLES} <= names
     assert not [name for name in names if name.endswith(".parquet")]
-    with pytest.raises(ConfigError, match=r"pip install 'prism-serving\[frames\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'prism-sim\[frames\]'"):
         tables.frame("models", results._run)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prism.sim.base_slos import base_slos
-from prism.sim.scenario import load
-from prism.sim.summary import summarize
-from prism.sim.world import World
 
+from prism_sim.cluster.world import World
+from prism_sim.output.summary import summarize
+from prism_sim.scenario.base_slos import base_slos
+from prism_sim.scenario.scenario import load
 from tests.sim.clusters import cluster, model, request, work
 
 CONFIG = """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.sim.batch import Batch
-from prism.sim.request import SimRequest
+
+from prism_sim.core.request import SimRequest
+from prism_sim.engine.batch import Batch
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40)), min_size=1, max_size=8)
 

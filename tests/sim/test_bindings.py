@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from prism.sim.records import Records
-from prism.sim.setup import ActivationSettings, ClusterSetup
-from prism.sim.world import World
 
 from prism.policies.data import Activate, ClusterView, Settings
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ActivationSettings, ClusterSetup
 from tests.sim.clusters import cluster, model, request, work
 
 Arrival = tuple[float, str, int, int]

@@ -10,21 +10,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from prism.costs.grid import Grid, write_grid
-from prism.costs.table import TableCost
-from prism.replay.generate import generate
-from prism.replay.kinds import config_of, config_of_preset
-from prism.replay.metrics import summarize as summarize_records
-from prism.sim.scenario import load
-from prism.sim.summary import request_records, summarize
-from prism.sim.tables import TABLES
-from prism.sim.world import World
 from typer.testing import CliRunner
 
-from prism.cli import replay as replay_cli
-from prism.cli import sim as cli
 from prism.errors import ConfigError
 from prism.policies import registry
+from prism_replay.cli import replay as replay_cli
+from prism_replay.generators.base import generate
+from prism_replay.generators.kinds import config_of, config_of_preset
+from prism_replay.metrics import summarize as summarize_records
+from prism_sim.cli import sim as cli
+from prism_sim.cluster.world import World
+from prism_sim.costs.grid import Grid, write_grid
+from prism_sim.costs.table import TableCost
+from prism_sim.output.summary import request_records, summarize
+from prism_sim.output.tables import TABLES
+from prism_sim.scenario.scenario import load
 from tests.costs.tables import BENT
 from tests.sim.command import CONFIG, call, line
 
@@ -238,8 +238,8 @@ def test_traces_and_costs_have_their_commands(
     ("asked", "module"),
     [
         (("study", "prism-table1", "--out", "x"), "papers"),
-        (("parity", "--config", "x.yaml"), "tools.parity"),
-        (("calibrate", "validate"), "tools.costs.validate"),
+        (("parity", "--config", "x.yaml"), "lab.parity"),
+        (("calibrate", "validate"), "lab.calibration.validate"),
     ],
 )
 def test_commands_that_moved_name_their_place(

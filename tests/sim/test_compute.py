@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from prism.costs.model import GpuUsage
-from prism.sim.compute import Compute, Gpu, Job
-from prism.sim.kernel import Kernel
+
+from prism_sim.core.kernel import Kernel
+from prism_sim.costs.model import GpuUsage
+from prism_sim.engine.compute import Compute, Gpu, Job
 
 PREFILL, DECODE = GpuUsage(1.0, 0.2), GpuUsage(0.2, 0.8)
 

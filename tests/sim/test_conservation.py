@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from prism.replay.trace import TraceRequest
-from prism.sim.records import Records
-from prism.sim.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
-from prism.sim.world import World
 
 from prism.policies import registry
 from prism.policies.data import Settings
+from prism_replay.trace import TraceRequest
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
 from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 
 POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++", "qlm", "qlm-aware")

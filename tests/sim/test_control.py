@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from prism.sim.records import Records
-from prism.sim.setup import ClusterSetup
-from prism.sim.world import World
 
 from prism.policies import registry
 from prism.policies.placement import Hosted, Placement, Unit
@@ -19,6 +16,9 @@ from prism.policies.steps import (
     StepJob,
     StepRequest,
 )
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ClusterSetup
 from tests.sim.clusters import cluster, model, request, work
 
 TARGET = Placement((Unit(("gpu:0",), (Hosted("a"), Hosted("b"))),))

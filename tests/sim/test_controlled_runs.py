@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from prism.replay.trace import TraceRequest
-from prism.sim.scenario import load
-from prism.sim.setup import ClusterSetup, EngineSettings
-from prism.sim.world import World
 
+from prism_replay.trace import TraceRequest
+from prism_sim.cluster.world import World
+from prism_sim.core.setup import ClusterSetup, EngineSettings
+from prism_sim.scenario.scenario import load
 from tests.sim.clusters import MIB, cluster, model, parts, request
 from tests.sim.test_conservation import NAMES, assert_equal, odd_cost, simulate, step_by_step
 

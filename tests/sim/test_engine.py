@@ -7,16 +7,16 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from prism.costs.model import PromptChunk
-from prism.replay.trace import TraceRequest
-from prism.sim.records import Records
-from prism.sim.setup import DegreeSetup, EngineSettings
-from prism.sim.world import World
 
 from prism.policies import registry
 from prism.policies.kv_blocks import STEP_OVERHEAD, KvShape
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.scheduler.journal import Stepped
+from prism_replay.trace import TraceRequest
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import DegreeSetup, EngineSettings
+from prism_sim.costs.model import PromptChunk
 from tests.sim.clusters import MIB, LinearCost, cluster, model, request, work
 
 Steps = list[tuple[list[int], int]]

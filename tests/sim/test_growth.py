@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prism.sim.view import Viewer
-from prism.sim.world import World
 
+from prism_sim.cluster.view import Viewer
+from prism_sim.cluster.world import World
 from tests.sim.clusters import cluster, model, request, work
 
 

@@ -9,8 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
-from prism.sim.intervals import Interval, interval, t_quantile
 
+from prism_sim.sweeps.intervals import Interval, interval, t_quantile
 from tests.sim.command import call
 
 CONFIG = """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prism.sim.kernel import Alarm, Kernel
+
+from prism_sim.core.kernel import Alarm, Kernel
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from prism.costs.model import GpuUsage
-from prism.sim.records import Decision
-from prism.sim.setup import ActivationSettings, ClusterSetup
-from prism.sim.world import World
 
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Decision
+from prism_sim.core.setup import ActivationSettings, ClusterSetup
+from prism_sim.costs.model import GpuUsage
 from tests.sim.clusters import LinearCost, cluster, model, parts, request, work
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prism.sim.records import Records
-from prism.sim.request import SimRequest
-from prism.sim.resident import Resident
-from prism.sim.scenario import load
-from prism.sim.setup import ActivationSettings, ClusterSetup
-from prism.sim.world import World
 
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.scheduler.local import Waiting
+from prism_sim.cluster.resident import Resident
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import ActivationSettings, ClusterSetup
+from prism_sim.scenario.scenario import load
 from tests.sim.clusters import MIB, cluster, model, parts, request, work
 from tests.sim.test_engine import Recorder
 

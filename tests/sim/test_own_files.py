@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from prism.costs.table import TableCost
-from prism.sim.points import Point, PointOutcome
-from prism.sim.scenario import load
 
 from prism.errors import ConfigError
-from prism.sim import points
+from prism_sim.costs.table import TableCost
+from prism_sim.scenario.scenario import load
+from prism_sim.sweeps import points
+from prism_sim.sweeps.points import Point, PointOutcome
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "own_hardware"
 

@@ -12,20 +12,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prism.replay.formats import read_window
-from prism.replay.rows import ReadOptions
-from prism.replay.trace import TraceRequest, read_trace, write_trace
-from prism.sim.engine import SimEngine
-from prism.sim.prefix import HASH_TOKENS, SimPrefixCache
-from prism.sim.records import Records
-from prism.sim.request import SimRequest
-from prism.sim.results import results_of, write_json
-from prism.sim.scenario import load
-from prism.sim.setup import ClusterSetup
-from prism.sim.world import World
-from tools.costs.measured import traces_folder
 
+from lab.calibration.measured import traces_folder
 from prism.errors import ConfigError
+from prism_replay.formats.reader import read_window
+from prism_replay.formats.rows import ReadOptions
+from prism_replay.trace import TraceRequest, read_trace, write_trace
+from prism_sim.cluster.world import World
+from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
+from prism_sim.core.records import Records
+from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import ClusterSetup
+from prism_sim.engine.engine import SimEngine
+from prism_sim.output.results import results_of, write_json
+from prism_sim.scenario.scenario import load
 from tests.sim.clusters import cluster, model, parts, request, work
 from tests.sim.test_conservation import POLICIES, known, setups
 

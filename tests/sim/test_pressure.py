@@ -6,11 +6,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from prism.sim.records import Records
-from prism.sim.setup import ActivationSettings, ClusterSetup
-from prism.sim.world import World
-
 from prism.policies.data import Settings
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ActivationSettings, ClusterSetup
 from tests.sim.clusters import cluster, model, request, work
 
 HOUR_S = 3600.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism.sim import simulate
+from prism_sim import simulate
 
 SETUP: dict[str, Any] = {
     "gpus": {"type": "h100", "count": 1, "memory": "40GiB"},

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prism.replay.trace import TraceRequest
-from prism.sim.records import Records
-from prism.sim.resident import Stage
-from prism.sim.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup, EngineSettings
-from prism.sim.world import World
 
 from prism.policies.data import Evict, Migrate
 from prism.policies.placement import Hosted, Placement, Unit
+from prism_replay.trace import TraceRequest
+from prism_sim.cluster.resident import Stage
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup, EngineSettings
 from tests.sim.clusters import MIB, cluster, model, parts, request, work
 from tests.sim.test_conservation import (
     CONTROLLED,

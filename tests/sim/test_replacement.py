@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from prism.sim.records import Records
-from prism.sim.setup import ClusterSetup
-from prism.sim.workload import Workload
-from prism.sim.world import World
 
 from prism.policies import registry
 from prism.policies.placement import Hosted, Placement, Problem, Unit
 from prism.policies.policy import Policy
-from prism.sim import replacement
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ClusterSetup
+from prism_sim.core.workload import Workload
+from prism_sim.placement import replacement
 from tests.sim.clusters import cluster, model, request, work
 
 MODELS = [model(0, "a"), model(1, "b")]

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prism.sim.records import Records
-from prism.sim.setup import ActivationSettings, ClusterSetup
-from prism.sim.world import World
 
 from prism.policies.data import Activate, Evict
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ActivationSettings, ClusterSetup
 from tests.sim.clusters import cluster, model, request, work
 
 # An engine runs 16 requests at a time, each for 200 steps of 11 ms: seven requests a second.

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from prism.sim.scenario import Scenario, load
-from prism.sim.world import World
 
 from prism.errors import ConfigError
+from prism_sim.cluster.world import World
+from prism_sim.scenario.scenario import Scenario, load
 
 CONFIG = """
 gpus: {{type: h100, count: 1, memory: {memory}, memory_fraction: 1}}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prism.sim.profile import loads
-from prism.sim.search import PIECES, expected, search
 
 from prism.policies.placement import Placement, Problem
+from prism_sim.core.profile import loads
+from prism_sim.placement.search import PIECES, expected, search
 from tests.sim.clusters import cluster, model, request, work
 
 MODELS = [model(0, "steady"), model(1, "bursty"), model(2, "never")]

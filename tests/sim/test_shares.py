@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prism.sim.scenario import load
-from prism.sim.world import World
 
 from prism.policies.baselines.dedicated import least_degree
 from prism.policies.baselines.groups import Group
@@ -15,6 +13,8 @@ from prism.policies.baselines.mux_throughput import Candidate
 from prism.policies.bins import part
 from prism.policies.placement import Hosted, ModelSpecView, Placement, Unit
 from prism.policies.target import part_bytes
+from prism_sim.cluster.world import World
+from prism_sim.scenario.scenario import load
 
 GIB = 1 << 30
 SCENARIO = """

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from prism.cli.sim import main
-from prism.replay.formats import FORMATS
-from prism.sim.points import Point, PointOutcome
-from prism.sim.scenario import Scenario, load
 
-from prism.sim import points
+from prism_replay.formats.reader import FORMATS
+from prism_sim.cli.sim import main
+from prism_sim.scenario.scenario import Scenario, load
+from prism_sim.sweeps import points
+from prism_sim.sweeps.points import Point, PointOutcome
 
 BASE = """
 models:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prism.sim.records import Records
-from prism.sim.scenario import check, load, read_config
-from prism.sim.setup import ActivationSettings, ClusterSetup
-from prism.sim.stores import HostStores
-from prism.sim.world import World
 
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.data import Action, Activate, Evict, Migrate
+from prism_sim.cluster.stores import HostStores
+from prism_sim.cluster.world import World
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ActivationSettings, ClusterSetup
+from prism_sim.scenario.scenario import check, load, read_config
 from tests.sim.clusters import MIB, cluster, model, request, work
 
 # 16 MiB a model: 0.5 s from host memory, 4 s from disk, 2 s over the network.

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
-from prism.sim.activation import activation_s, migration_s
-from prism.sim.setup import ActivationSettings, ClusterSetup, DeviceSetup
-from prism.sim.timeline import write_timeline
-from prism.sim.world import World
 
 from prism.policies.data import Migrate
+from prism_sim.cluster.activation import activation_s, migration_s
+from prism_sim.cluster.world import World
+from prism_sim.core.setup import ActivationSettings, ClusterSetup, DeviceSetup
+from prism_sim.output.timeline import write_timeline
 from tests.sim.clusters import MIB, cluster, model, request, work
 
 SETTINGS = ActivationSettings(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prism.replay.trace import TraceRequest
-from prism.sim.setup import ActivationSettings, ClusterSetup, EngineSettings
-from prism.sim.world import World
 
 from prism.errors import ConfigError
+from prism_replay.trace import TraceRequest
+from prism_sim.cluster.world import World
+from prism_sim.core.setup import ActivationSettings, ClusterSetup, EngineSettings
 from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 from tests.sim.command import call
 from tests.sim.test_conservation import (

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from prism.sim.world import World
-
 from prism.policies import registry
 from prism.policies.data import Action, ClusterView, Migrate
+from prism_sim.cluster.world import World
 from tests.sim.clusters import cluster, model, request, work
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools import servegen
+
+from lab import servegen
 
 HEAD = "model,client,t_s,rate_rps,iat_cv,dist,p1,p2\n"
 

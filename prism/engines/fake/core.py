@@ -1,8 +1,8 @@
-"""Continuous batching as a real engine does it, with arithmetic in place of a model.
+"""Continuous batching like that of a real engine, with arithmetic instead of a model.
 
-A sequence computes the KV of its tokens, prefill in chunks and then one token per step; whenever
-all are computed it produces the next. A sequence that finds no block for its next token retracts
-the newest one, which goes back to the head of the queue with what it has produced.
+A sequence computes the KV of its tokens: prefill in chunks, then one token per step. When all are
+computed, it produces the next token. If a sequence finds no free block for its next token, the
+newest sequence is retracted: it returns to the head of the queue and keeps its output.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 import kvcached
-from prism.costs.prefill_speed import Speed
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.fake import leak
 from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
 from prism.engines.fake.options import FakeOptions, needs
-from prism.engines.fake.sampling import refused, shown
+from prism.engines.fake.sampling import reject_unsupported, with_requested_data
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.fake.weights import FakeWeights
 from prism.engines.gpu_share import GpuShare
@@ -30,20 +29,24 @@ from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.requests import Chunk, Failure, Request, Resume
+from prism.models.prefill_speed import Speed
 
 
 class InjectedFault(EngineError):
-    """The exception that PRISM_FAKE asked for."""
+    """Exception that PRISM_FAKE asks for."""
 
 
 @dataclass(slots=True, eq=False)
 class FakeSequence:
-    """`tokens`: prompt and output; the KV of the first `computed` of them is in `blocks`."""
+    """State of one request."""
 
     request: Request
     seed: int
+    # Prompt and output.
     tokens: list[int]
+    # Number of tokens whose KV is in `blocks`.
     computed: int = 0
+    # Number of prompt tokens found in the prefix cache.
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
     resume: Resume | None = None
@@ -70,7 +73,7 @@ class FakeSequence:
 
 
 class FakeCore:
-    """See `prism.engines.core.EngineCore`."""
+    """`prism.engines.core.EngineCore` of the fake engine."""
 
     def __init__(self, context: EngineContext, options: FakeOptions) -> None:
         self._context = context
@@ -90,16 +93,17 @@ class FakeCore:
         self._cancelled: list[FakeSequence] = []
         self._totals = RequestTotals()
         self._speeds: dict[str | None, Speed] = {}
-        self._due_s = 0.0  # when the time of the last step was over; 0: nothing runs
+        self._due_s = 0.0  # planned end of the last step; 0: nothing runs
 
-    # --- the model's life ------------------------------------------------------------------
+    # --- activation and deactivation -------------------------------------------------------
 
     def activate(self, order: ActivateEngine) -> Activated:
-        """Stages: "shrink", "reserve", "weights" (takes activation_s), "build"."""
+        """Activates a model. Stages: "shrink", "reserve", "weights" (takes activation_s),
+        "build"."""
         timeline = Timeline()
         name = order.model.name
-        doomed = {name, "*"} & set(self._options.fail_activation)
-        if doomed and self._options.claim_fault():
+        must_fail = {name, "*"} & set(self._options.fail_activation)
+        if must_fail and self._options.claim_fault():
             raise ActivationError(f"PRISM_FAKE fails the activation of {name}")
         if name in self._options.fail_reuse and self._served and self._options.claim_fault():
             raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
@@ -138,7 +142,7 @@ class FakeCore:
     def _load_weights(self, memory: FakeMemory, order: ActivateEngine) -> dict[str, int]:
         if self._weights is None:
             return {}
-        memory.hand_over_weights()
+        memory.release_weight_lease()
         try:
             return self._weights.load(order.model)
         except ActivationError:
@@ -184,8 +188,8 @@ class FakeCore:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             excess = len(request.prompt_ids) + request.sampling.max_tokens - self._context_tokens
-            if (refusal := refused(request)) is not None:
-                self._rejected.append(refusal)
+            if (rejection := reject_unsupported(request)) is not None:
+                self._rejected.append(rejection)
                 continue
             if excess > 0 or not request.prompt_ids:
                 self._rejected.append(_too_long(request, excess))
@@ -202,13 +206,13 @@ class FakeCore:
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         sequences = (*self._running, *self._waiting)
-        return [self._take_out(sequence, targets) for sequence in sequences]
+        return [self._export(sequence, targets) for sequence in sequences]
 
-    def _take_out(self, sequence: FakeSequence, targets: Sequence[str] | None) -> Request:
+    def _export(self, sequence: FakeSequence, targets: Sequence[str] | None) -> Request:
         request = sequence.request
         resume = Resume(sequence.tokens[len(request.prompt_ids) :])
         if self._memory is not None and sequence.computed and targets is not None:
-            resume = self._memory.leave(sequence.blocks, sequence.computed, resume, targets)
+            resume = self._memory.export_kv(sequence.blocks, sequence.computed, resume, targets)
         self._drop(sequence)
         return msgspec.structs.replace(request, resume=resume)
 
@@ -234,7 +238,7 @@ class FakeCore:
         return output
 
     def _drop(self, sequence: FakeSequence) -> None:
-        """Out of the batch or the queue, its memory into the prefix cache."""
+        """Removes a sequence from the batch or the queue; its blocks go to the prefix cache."""
         if sequence in self._running:
             self._running.remove(sequence)
         else:
@@ -262,17 +266,18 @@ class FakeCore:
             self._running.append(self._waiting.popleft())
 
     def _import(self, memory: FakeMemory, sequence: FakeSequence) -> None:
-        """KV that came with a request that moved here, beyond what the prefix cache has."""
+        """Imports the KV of a request that moved here, except what the prefix cache has."""
         resume, sequence.resume = sequence.resume, None
         if resume is None or not resume.kv_tokens:
             return
         start, end = sequence.computed, resume.kv_tokens
-        if memory.join(resume, sequence.blocks, start) and end > start:
+        if memory.import_kv(resume, sequence.blocks, start) and end > start:
             sequence.computed = end
             self._totals.imported_tokens += end - start
 
     def _extend(self, memory: FakeMemory, sequence: FakeSequence) -> bool:
-        """Give it blocks for all its tokens. False: no room, and it has what it had."""
+        """Allocates blocks for all tokens of a sequence. Returns False without free blocks; the
+        sequence is then unchanged."""
         short = sequence.blocks_short
         blocks = memory.alloc(short) if short > 0 else []
         sequence.blocks += blocks or []
@@ -290,7 +295,7 @@ class FakeCore:
         self._totals.retractions += 1
 
     def _compute(self, memory: FakeMemory) -> None:
-        """Compute a chunk of every sequence, and take the time that it would take."""
+        """Computes a chunk of every sequence, and waits as long as a real step would take."""
         started_s = time.monotonic()
         budget = self._context.config.engine.prefill_chunk_tokens
         prefilled = tokens = 0
@@ -307,8 +312,9 @@ class FakeCore:
         self._measure(prefilled, time.monotonic() - started_s)
 
     def _pass_time(self, tokens: int) -> None:
-        """Every token of a step is computed, a decode's as well as a prompt's. As on a GPU, what
-        this process does itself since the last step, for its length at most, goes on beside it."""
+        """Waits for the duration of a step, which grows with its tokens of prefill and decode. As
+        on a GPU, the process's own work since the last step overlaps with the step: it is deducted
+        up to the step's duration."""
         seconds = self._options.decode_step_ms / 1000 if self._running else 0.0
         if self._options.prefill_tokens_per_s:
             seconds += tokens / self._options.prefill_tokens_per_s
@@ -340,7 +346,7 @@ class FakeCore:
             self._drop(sequence)
         cached = sequence.cached if first_index == 0 else 0
         chunk = Chunk(request.id, request.attempt, first_index, [token], reason, cached)
-        return shown(chunk, request, memory.embedding)
+        return with_requested_data(chunk, request, memory.embedding)
 
     def _inject_fault(self, request: Request) -> None:
         count, options = self._totals.output_tokens, self._options

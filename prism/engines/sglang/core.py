@@ -15,7 +15,6 @@ import torch
 
 import kvcached
 from prism.config.memory import BLOCK_TOKENS
-from prism.costs.prefill_speed import Speed
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.kv_direct import DirectMoves
@@ -40,6 +39,7 @@ from prism.errors import (
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.gpu import OutsideMemory
 from prism.messages.requests import Chunk, Failure, Request
+from prism.models.prefill_speed import Speed
 
 log = logging.getLogger("prism.engine")
 

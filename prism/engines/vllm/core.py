@@ -1,7 +1,7 @@
-"""vLLM behind Prism's engine interface (see `prism.engines.core.EngineCore`).
+"""vLLM as a `prism.engines.core.EngineCore`.
 
-KV does not move from engine to engine: an exported request takes its output along, and its KV is
-computed again.
+KV does not move between engines: an exported request keeps its output, and its KV is computed
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import msgspec
 from vllm.v1.engine import FinishReason
 
 import kvcached
-from prism.costs.prefill_speed import Speed
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.model_memory import MemoryPlan
@@ -25,13 +24,14 @@ from prism.engines.request_checks import failure
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
 from prism.engines.timeline import Timeline
 from prism.engines.vllm import host
-from prism.engines.vllm.adapter import needs, weight_key
+from prism.engines.vllm.capabilities import needs, weight_key
 from prism.engines.vllm.memory import EngineMemory, plan
 from prism.engines.vllm.requests import convert, logprobs_of
 from prism.engines.vllm.scheduler import PoolScheduler
 from prism.errors import ActivationError, RequestError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.requests import Chunk, Failure, Request, Resume, Sampling
+from prism.models.prefill_speed import Speed
 
 _FINISHED = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _WARM_UP_STEPS_MAX = 16
@@ -45,7 +45,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Active:
-    """vLLM for one model, and its memory."""
+    """vLLM's engine core for one model, and the model's memory."""
 
     order: ActivateEngine
     memory: EngineMemory
@@ -65,7 +65,7 @@ class VllmCore:
         self._device = context.open_device()
         self._client, self._share = GpuShare.open(context, self._device, needs(context.device))
         place = context.config.device(context.device)
-        # KV space and weights of one model after another are laid out in these addresses.
+        # Addresses for the KV space and weights of each active model.
         pages = -(-place.capacity_bytes // place.page_bytes)
         self._client.reserve_addresses(2 * pages * place.page_bytes)
         self._access = StoreAccess.open(context, self._client, weight_key)
@@ -73,17 +73,24 @@ class VllmCore:
         self._active: _Active | None = None
         self._by_rid: dict[str, _Running] = {}
         self._rids = itertools.count()
-        self._ended = StepOutput()  # what the next step says beside its own
+        self._ended = StepOutput()  # ends of requests to report with the next step
         self._totals = RequestTotals()
         self._speeds: dict[str, Speed] = {}
 
-    # --- the model's life ------------------------------------------------------------------
+    # --- activation and deactivation -------------------------------------------------------
 
     def activate(self, order: ActivateEngine) -> Activated:
-        """Stages: "shrink" (others make room), "reserve" (it in the ledger), "store" (vLLM's
-        configuration, the files' hash, the stored copy), "layout" (the model on the meta device,
-        its parameters in pages), "weights", "build" (KV space, vLLM's scheduler), "warm_up",
-        "keep" (into the store)."""
+        """Activates a model. Stages:
+
+        "shrink": other engines free memory.
+        "reserve": memory is reserved in the ledger.
+        "store": vLLM's configuration, hash of the files, lookup of the stored copy.
+        "layout": the model is built on the meta device, its parameters are placed in pages.
+        "weights": the weights are loaded.
+        "build": KV space and vLLM's scheduler.
+        "warm_up": the first tokens.
+        "keep": a copy of the weights is stored.
+        """
         timeline = Timeline()
         place = self._context.config.device(self._context.device)
         planned = plan(
@@ -122,7 +129,10 @@ class VllmCore:
             raise
 
     def _build(self, order: ActivateEngine, memory: EngineMemory) -> tuple[int, ...]:
-        """vLLM raises errors of every kind for bad files; all mean that this model cannot run."""
+        """Builds vLLM and warms the model up. Returns the model's fingerprint.
+
+        Raises ActivationError for any error of vLLM, since bad files cause errors of every kind.
+        """
         try:
             vllm = host.build(order, memory, self._context.config.engine)
             self._active = _Active(order, memory, vllm)
@@ -141,7 +151,7 @@ class VllmCore:
         raise problem
 
     def _warm_up(self, order: ActivateEngine, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Greedy tokens for a fixed prompt. Raises SelfCheckError for wrong ones."""
+        """Returns greedy tokens for a fixed prompt. Raises SelfCheckError for wrong tokens."""
         active = self._required()
         vocab_size = active.vllm.vllm_config.model_config.get_vocab_size()
         greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
@@ -167,7 +177,8 @@ class VllmCore:
         self._take_down(memory)
 
     def _take_down(self, memory: EngineMemory, *, served: bool = True) -> None:
-        """REQUIRES: nobody else refers to vLLM."""
+        """Tears vLLM down and releases the model's memory. REQUIRES: vLLM is referenced only
+        here."""
         active, self._active = self._active, None
         host.tear_down(active.vllm if active else None)
         del active
@@ -253,7 +264,7 @@ class VllmCore:
         return outputs
 
     def _computed(self, active: _Active) -> list[Any]:
-        """What one step of vLLM put out."""
+        """Runs one step of vLLM and returns its outputs."""
         outputs, _ = active.vllm.step()
         return list(outputs[0].outputs) if 0 in outputs else []
 
@@ -300,7 +311,7 @@ class VllmCore:
         )
 
     def _figures(self, active: _Active) -> dict[str, Any]:
-        """The model's part of EngineStatus. What could be evicted is published as well."""
+        """Returns the model's part of EngineStatus, and publishes the evictable bytes."""
         scheduler, kv, model = active.scheduler, active.memory.kv, active.order.model
         pool, waiting = scheduler.pool, len(scheduler.waiting_requests())
         self._client.publish_evictable(pool.evictable_bytes_max())
@@ -330,7 +341,7 @@ def _chunk(running: _Running, token_ids: list[int], reason: str | None) -> Chunk
 
 
 def _activation_error(order: ActivateEngine, error: Exception) -> ActivationError:
-    """Ours say what is wrong already."""
+    """Returns the error with the model's name and the reason. An ActivationError has both."""
     if isinstance(error, ActivationError):
         return type(error)(str(error), error.missing_bytes)
     reason = f"{type(error).__name__}: {error}"

@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 
 from kvcached import ClientUsage, Device
-from prism.replay.client import Sender, Stream, StreamEvent, connect
-from prism.replay.trace import TraceRequest
+from prism_replay.live.client import Sender, Stream, StreamEvent, connect
+from prism_replay.trace import TraceRequest
 
 FIRST_ID = 256  # of prompts: ids below are special tokens and bytes
 LOOK_S = 0.002

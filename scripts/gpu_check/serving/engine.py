@@ -95,7 +95,7 @@ def serve(report: Report, folders: list[Path], sizes: Sizes, env: dict[str, str]
 
 
 def attempt(report: Report, env: dict[str, str], options: list[str], limit_s: float) -> None:
-    """Runs tools.engine_check and reports its rounds. Raises the errors of `run_check`."""
+    """Runs lab.engine_check and reports its rounds. Raises the errors of `run_check`."""
     try:
         run_check(report, env, NAME, options, limit_s)
     finally:

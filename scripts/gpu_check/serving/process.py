@@ -56,7 +56,7 @@ def run_folder(report: Report, sizes: Sizes) -> Path:
 
 
 def store_options(report: Report, sizes: Sizes) -> list[str]:
-    """Returns the option for the weight store of tools.engine_check. A store that a killed process
+    """Returns the option for the weight store of lab.engine_check. A store that a killed process
     leaves is removed with the run."""
     folder = run_folder(report, sizes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,8 @@ class ServingError(RuntimeError):
 def run_check(
     report: Report, env: dict[str, str], name: str, options: list[str], limit_s: float
 ) -> dict[str, Any]:
-    """Runs tools.engine_check as `run_on_device` does. Returns its rounds and their figures."""
-    return run_on_device(report, env, name, ["-m", "tools.engine_check", *options], limit_s)
+    """Runs lab.engine_check as `run_on_device` does. Returns its rounds and their figures."""
+    return run_on_device(report, env, name, ["-m", "lab.engine_check", *options], limit_s)
 
 
 def run_bench(

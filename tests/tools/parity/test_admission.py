@@ -7,15 +7,15 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.parity.admission import (
+
+from lab.parity.admission import (
     compare_devices,
     compare_order,
     compare_pairs,
     compare_turns,
 )
-from tools.parity.results import CLASSES
-from tools.parity.runs import History
-
+from lab.parity.results import CLASSES
+from lab.parity.runs import History
 from tests.tools.parity.worlds import left, queued, run, stepped
 
 BOTH = (queued(0, 0.0), queued(1, 0.1))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 from rich.console import Console
-from tools.parity.admission import compare_order
-from tools.parity.causes import Causes, Moments
-from tools.parity.console import print_parity
-from tools.parity.results import CLASSES, Compared, ParityResults
 
+from lab.parity.admission import compare_order
+from lab.parity.causes import Causes, Moments
+from lab.parity.console import print_parity
+from lab.parity.results import CLASSES, Compared, ParityResults
 from prism.policies import registry
 from prism.scheduler.journal import Queued, Stepped
 from prism.scheduler.local import Limits

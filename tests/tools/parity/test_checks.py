@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tools.parity.checks import check_plans, check_queue
-from tools.parity.journals import Dated
 
+from lab.parity.checks import check_plans, check_queue
+from lab.parity.journals import Dated
 from prism.policies import registry
 from prism.policies.data import ClusterView, GpuView, ModelView, Settings
 from prism.scheduler.journal import MemoryJournal, Opened, Planned, QueueJournal, Stepped, fields_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.parity.journals import read_journals
 
+from lab.parity.journals import read_journals
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.scheduler.journal import (

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 import yaml
-from prism.replay.trace import TraceRequest, write_trace
-from tools.parity.__main__ import main
-from tools.parity.results import ParityResults
 
+from lab.parity.__main__ import main
+from lab.parity.results import ParityResults
+from prism_replay.trace import TraceRequest, write_trace
 from tests.frontend.tiny_model import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
@@ -26,7 +26,7 @@ FAKE = '{"decode_step_ms": 4, "prefill_tokens_per_s": 20000, "activation_s": 0.0
 
 def live_parity(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(temporary), "PRISM_FAKE": FAKE}
-    command = [sys.executable, "-m", "tools.parity", *arguments]
+    command = [sys.executable, "-m", "lab.parity", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env=environment
     )

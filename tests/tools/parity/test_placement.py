@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tools.parity.placement import compare_placement
-from tools.parity.results import CLASSES, Compared
-from tools.parity.runs import History, Placed
 
+from lab.parity.placement import compare_placement
+from lab.parity.results import CLASSES, Compared
+from lab.parity.runs import History, Placed
 from tests.tools.parity.worlds import placed
 
 

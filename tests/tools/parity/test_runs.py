@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from prism.replay.results import ReplayResults
-from prism.sim.world import World
-from tools.parity.latency import figures, simulated_records
-from tools.parity.results import Figure
-from tools.parity.runs import live_run, simulated_run
 
+from lab.parity.latency import figures, simulated_records
+from lab.parity.results import Figure
+from lab.parity.runs import live_run, simulated_run
 from prism.errors import ConfigError
 from prism.scheduler.journal import Ended, Left, Queued, Started, Stepped
+from prism_replay.results import ReplayResults
+from prism_sim.cluster.world import World
 from tests.sim.clusters import cluster, model, request, work
 from tests.tools.parity.worlds import journals, queued, replayed, stepped
 

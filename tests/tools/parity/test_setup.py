@@ -6,12 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from prism.costs.calibrate import save
-from prism.costs.model import GpuUsage, PromptChunk
-from prism.costs.prefill_speed import PRIOR_TOKENS_PER_S
-from prism.costs.table import StepTable, TableCost, linear_decode
-from prism.sim.world import World
-from tools.parity.setup import (
+
+from lab.parity.setup import (
     HostCost,
     LiveMeasurements,
     cluster_setup,
@@ -20,11 +16,15 @@ from tools.parity.setup import (
     measured,
     replayed,
 )
-
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
+from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.scheduler.journal import Ended, Served, Started
+from prism_sim.cluster.world import World
+from prism_sim.costs.calibrate import save
+from prism_sim.costs.model import GpuUsage, PromptChunk
+from prism_sim.costs.table import StepTable, TableCost, linear_decode
 from tests.tools.parity.worlds import journals, queued, stepped
 from tests.tools.parity.worlds import replayed as results_of
 

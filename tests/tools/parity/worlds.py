@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prism.replay.metrics import summarize
-from prism.replay.results import ReplayResults, RequestRecord, RunConfig
-from tools.parity.journals import Dated, Journals
-from tools.parity.runs import History, Placed, Wait, waits_of
-
+from lab.parity.journals import Dated, Journals
+from lab.parity.runs import History, Placed, Wait, waits_of
 from prism.scheduler.journal import Ended, Left, Opened, Queued, Started, Stepped
+from prism_replay.metrics import summarize
+from prism_replay.results import ReplayResults, RequestRecord, RunConfig
 
 START_S = 1000.0
 

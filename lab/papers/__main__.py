@@ -1,0 +1,112 @@
+"""`python -m lab.papers`: the evaluations of the papers, beside the figures that they publish."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lab.papers import catalog, report
+from lab.papers.catalog import Study
+from lab.papers.lab import Lab
+from lab.papers.sources import Sources
+from prism.cli.ends import new_app, run
+from prism.errors import ConfigError
+from prism_sim.cli.console import Bar
+from prism_sim.cli.options import make_folder
+
+app = new_app()
+ALL = "all"
+Name = Annotated[str | None, typer.Argument(metavar="[NAME|all]", help="See --list.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="A folder NAME in it gets all files.")
+]
+Traces = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PRISM_TRACES", help="Folder of your own arena_chat, servegen, maf, sharegpt files."
+    ),
+]
+Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
+
+
+@app.command(
+    epilog="Example: python -m lab.papers prism-table1 --out results/studies; "
+    "python -m lab.papers --list"
+)
+def study(
+    name: Name = None,
+    *,
+    out: Out = None,
+    list_: Annotated[bool, typer.Option("--list", help="Name all studies.")] = False,
+    quick: Annotated[bool, typer.Option(help="A size for tests; figures mean nothing.")] = False,
+    traces: Traces = None,
+    jobs: Jobs = 0,
+    seed: Annotated[int, typer.Option(help="Of traces.")] = 0,
+) -> None:
+    """Run an evaluation of the Prism, MuxServe or SeaLLM paper and compare.
+
+    OUT/NAME gets report.html, study.json, comparisons.csv, points.csv, and the setups as YAML that
+    `prism-sim run` opens. Points that are in OUT/points are not simulated again; `all` also writes
+    OUT/studies.md.
+    """
+    if list_:
+        for known in catalog.STUDIES.values():
+            typer.echo(f"{known.name}: {known.title} ({known.source})")
+        return
+    if name is None:
+        raise ConfigError(f"study: name one of all, {', '.join(catalog.STUDIES)}")
+    chosen = list(catalog.STUDIES.values()) if name == ALL else [catalog.get(name)]
+    if out is None:
+        raise ConfigError("study: give --out FOLDER")
+    make_folder(out)
+    sources = Sources(traces)
+    sources.described()
+    run_all(chosen, out, sources, quick=quick, jobs=jobs, seed=seed)
+
+
+def run_all(
+    studies: list[Study], out: Path, sources: Sources, *, quick: bool, jobs: int, seed: int
+) -> None:
+    """Each study in a folder of its name. Raises ConfigError."""
+    console, errors = Console(), Console(stderr=True)
+    results = []
+    for chosen in studies:
+        since_s = time.perf_counter()
+        folder = out / chosen.name
+        make_folder(folder)
+        lab = Lab(
+            folder,
+            lambda what, name=chosen.name: Bar(errors, f"{name}: {what}"),  # type: ignore[misc]
+            quick=quick,
+            jobs=jobs or os.cpu_count() or 1,
+            seed=seed,
+            sources=Sources(sources.folder),
+        )
+        ran = chosen.run(lab)
+        found = report.result(
+            chosen,
+            ran,
+            quick=quick,
+            seed=seed,
+            traces=sources.described(),
+            shortened=list(lab.sources.shortened),
+        )
+        report.write(folder, found)
+        console.print(report.table(found))
+        console.print(f"results: {folder} ({time.perf_counter() - since_s:.0f} s)")
+        results.append(found)
+    if len(results) > 1:
+        (out / "studies.md").write_text(report.markdown(results), encoding="utf-8")
+
+
+def main() -> None:
+    run(lambda: app(prog_name="python -m lab.papers"), "papers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Prism at large scale: 58 models on up to 32 GPUs, Figure 12 (§7.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lab.papers import findings, tuning
+from lab.papers import prism_sweeps as sweeps
+from lab.papers.findings import Findings, Statement
+from lab.papers.lab import Lab
+from lab.papers.lines import Lines, first_at_target, mean
+from lab.papers.prism_setup import FAIR_TUNED, fifty_eight, model_names, prepared
+from lab.papers.tuning import Settings, Tuned
+
+STYLE = "arena-chat"
+SLO_SCALE, TPOT_PART = 5.0, 0.4
+"""Of TTFT 5 and of TPOT 2, at which (b) has Prism at 99 % with 16 GPUs."""
+LARGE_RATES = (4.0, 8.0, 16.0, 24.0)
+GPUS = {"prism": 16, "muxserve++": 32, sweeps.GIVEN: 32}
+"""For nearly 99 % TTFT."""
+EVEN_MORE = ("static", "qlm")
+"""Those with fewer than 99 % TTFT on all 32 GPUs."""
+IMPROVES = {"static": True, "muxserve++": True, sweeps.GIVEN: True, "qlm": False}
+"""Whether attainments rise with GPUs."""
+TPOT_GPUS = {"static": 20, "muxserve++": 29, "qlm": 29}
+"""For 99 % TPOT at an SLO scale of up to 3; of the latter two: at least."""
+TPOT_ORDER: sweeps.Levels = ("static", ("muxserve++", "qlm"))
+SAVED = 2.0
+TUNING_SECONDS = 150.0
+SOURCE = "§7.5, Figure 12"
+
+
+def large(lab: Lab) -> Findings:
+    counts, study = lab.pick((12, 16, 32), (32,)), Findings([], [], {}, [FAIR_TUNED])
+    trace = lab.sources.styled(STYLE, model_names(58), lab.pick(300.0, 100.0), lab.seed)
+    nodes = {"gpus": {"type": "h100", "count": 32, "nodes": 1}}
+    cluster = prepared(lab, "fifty-eight", fifty_eight(), trace, nodes, tpot_part=TPOT_PART)
+    fixed: dict[str, Any] = {"slo_scale": SLO_SCALE}
+    cluster = replace(cluster, tuned=_tuned(lab, nodes, fixed))
+    enough = {**fixed, "gpus.count": lab.pick(16, 32)}
+    load = sweeps.held_rate(lab, cluster, enough, lab.pick(LARGE_RATES, (0.4,)))
+    fixed["rate_scale"] = load
+    points = sweeps.sweep(lab, cluster, "gpus.count", counts, fixed)
+    sweeps.gather(study, points, cluster, STYLE, "gpus", where=f"rate scale {load:g}")
+    found = {metric: sweeps.attainments(points, metric) for metric in sweeps.METRICS}
+    for metric, each in found.items():
+        title = f"{metric.upper()} of 58 models by GPUs"
+        study.plots[metric] = sweeps.figure(title, "GPUs", each, metric)
+        shares = {policy: mean(line) for policy, line in each.items()}
+        what = f"mean {metric.upper()} attainment over the GPUs"
+        study.comparisons.extend(sweeps.orders(what, shares, f"{SOURCE} (a)"))
+    study.comparisons.extend(ttft_gpus(found["ttft"], counts[-1]))
+    study.comparisons.extend(tpot_gpus(found["tpot"], counts[-1]))
+    study.comparisons.extend(improvements(found))
+    return study
+
+
+def _tuned(lab: Lab, nodes: dict[str, Any], fixed: Settings) -> Tuned:
+    there = tuning.elsewhere(lab)
+    seconds, rate, gpus = lab.pick(TUNING_SECONDS, 100.0), lab.pick(16.0, 0.4), lab.pick(16, 32)
+    trace = there.sources.styled(STYLE, model_names(58), seconds, there.seed)
+    cluster = prepared(
+        there, "tuning-fifty-eight", fifty_eight(), trace, nodes, tpot_part=TPOT_PART
+    )
+    load = f"another such trace, {seconds:g} s, {gpus} GPUs at rate scale {rate:g}"
+    return sweeps.tuned_on(lab, [cluster], {**fixed, "gpus.count": gpus, "rate_scale": rate}, load)
+
+
+def ttft_gpus(ttft: Lines, most: int) -> list[Statement]:
+    needed = {policy: first_at_target(line) for policy, line in ttft.items()}
+    what, source, compared = "GPUs for 99 % TTFT", f"{SOURCE} (a)", []
+    for policy, said in GPUS.items():
+        if policy in needed:
+            there = findings.reached(
+                f"{what}, {policy}",
+                needed[policy],
+                said,
+                source,
+                unit="GPUs",
+                most=most,
+                within=0.3,
+            )
+            compared.append(there)
+    for policy in EVEN_MORE:
+        if policy in needed:
+            gpus, more = needed[policy], f"more than {most}"
+            shown = f"not up to {most}" if gpus is None else f"{gpus:.4g} GPUs"
+            compared.append(findings.claim(f"{what}, {policy}", gpus is None, shown, more, source))
+    saved = findings.ratio(needed.get("muxserve++"), needed.get("prism"))
+    return [*compared, findings.factor("GPUs, MuxServe++ over Prism", saved, SAVED, source)]
+
+
+def tpot_gpus(tpot: Lines, most: int) -> list[Statement]:
+    """Which baseline needs the fewest."""
+    needed = {policy: first_at_target(line) or most + 1.0 for policy, line in tpot.items()}
+    what = f"GPUs for 99 % TPOT among the baselines ({most + 1}: not up to {most})"
+    return [
+        findings.order(what, needed, levels, f"{SOURCE} (b)", smaller=True)
+        for levels in (TPOT_ORDER, sweeps.with_named(TPOT_ORDER, sweeps.GIVEN))
+        if levels is TPOT_ORDER or sweeps.GIVEN in needed
+    ]
+
+
+def improvements(found: Mapping[str, Lines]) -> list[Statement]:
+    """From the fewest GPUs to the most, by more than EQUAL of all requests; no claim where both are
+    so near to 100 % that nothing can rise."""
+    compared, bar = [], 100 * findings.EQUAL
+    for metric, by_policy in found.items():
+        for policy, rises in IMPROVES.items():
+            ends = sweeps.known_ends(by_policy.get(policy, []))
+            if ends is None:
+                continue
+            (fewest, first), (most, last) = ends
+            holds = (last - first > bar) is rises if first < 100 - bar else None
+            what = f"{metric.upper()} attainment, {policy}, from {fewest} to {most} GPUs"
+            shown = f"{first:.1f} %, then {last:.1f} %"
+            said = "improves" if rises else "does not improve"
+            compared.append(findings.claim(what, holds, shown, said, f"{SOURCE} (a)"))
+    return compared

@@ -1,0 +1,389 @@
+"""Two models on one GPU: Prism's Figures 3, 8 and 11 (§3.2, §7.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from lab.papers import findings
+from lab.papers.findings import Findings, Plot, Statement
+from lab.papers.lab import Lab
+from lab.papers.lines import Lines, problems, row
+from lab.papers.prism_setup import FAIR, Cluster, prepared
+from lab.papers.prism_sweeps import SLO_SCALES
+from lab.papers.sources import without_slo
+from lab.papers.trial import Series, Trial, TrialOutcome
+from lab.papers.tuning import Systems
+from prism_replay.lengths import Lengths, LengthSource, requests_at
+from prism_replay.trace import Trace, TraceRequest
+
+GB = 1e9
+SLO_SCALE = SLO_SCALES["arena-chat"]
+PAIR = [("Llama-3.1-8B", 1), ("Llama-3.1-8B", 1)]
+ONE_GPU: dict[str, Any] = {"gpus": {"type": "h100", "count": 1}}
+
+Phase = tuple[float, float, float]
+"""Seconds, and the requests per second of the first and the second model."""
+
+
+def phased(
+    lab: Lab, phases: Sequence[Phase], lengths: Sequence[LengthSource], wave: float = 0.0
+) -> Trace:
+    """Poisson arrivals of two models whose rates change from phase to phase and, by the part
+    `wave`, up and down within a minute."""
+    rng = np.random.default_rng([lab.seed, 13])
+    found: list[TraceRequest] = []
+    for model, source in enumerate(lengths):
+        moments_s: list[float] = []
+        start_s = 0.0
+        for seconds, *rates in phases:
+            highest = rates[model] * (1 + wave)
+            drawn = np.sort(rng.uniform(0, seconds, rng.poisson(highest * seconds)))
+            swing = 1 + wave * np.sin(2 * np.pi * (drawn / 60 + 0.5 * model))
+            kept = drawn[rng.random(len(drawn)) * (1 + wave) < swing]
+            moments_s += (start_s + kept).tolist()
+            start_s += seconds
+        requests = requests_at(f"m{model}", np.array(moments_s), source, rng)
+        found += [without_slo(request, request.model) for request in requests]
+    return sorted(found, key=lambda request: request.timestamp)
+
+
+def kv_line(found: TrialOutcome) -> list[tuple[float, float]]:
+    """Of both models, in bytes."""
+    series = _series(found)
+    held = zip(series.time_s, zip(*series.kv_bytes.values(), strict=True), strict=True)
+    return [(t, sum(values)) for t, values in held]
+
+
+def tokens_line(found: TrialOutcome) -> list[tuple[float, float]]:
+    return list(zip(_series(found).time_s, _series(found).tokens, strict=True))
+
+
+def mean_between(line: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
+    inside = [value for t, value in line if start_s <= t < end_s]
+    return sum(inside) / len(inside) if inside else 0.0
+
+
+def _series(found: TrialOutcome) -> Series:
+    assert found.series is not None
+    return found.series
+
+
+def with_series(
+    lab: Lab, config: str, policies: Systems
+) -> tuple[dict[str, TrialOutcome], list[str]]:
+    """The policies that were simulated; and why others were not."""
+    trials = [
+        Trial(config, {"slo_scale": SLO_SCALE, "policy": policy}, variant=variant, series=True)
+        for policy, variant in policies.values()
+    ]
+    outcomes = lab.run(trials, "policies")
+    found = {p: o for p, o in zip(policies, outcomes, strict=True) if o.series is not None}
+    return found, problems(outcomes)
+
+
+# --- Figure 3 ------------------------------------------------------------------------------
+
+BY_DEADLINE = "qlm, late queues by deadline"
+FIG3 = {
+    "muxserve++": ("muxserve++", ""),
+    "static": ("static", ""),
+    "qlm": ("qlm", ""),
+    BY_DEADLINE: ("qlm", "by-deadline"),
+    "prism": ("prism", ""),
+}
+"""name -> (policy, variant). QLM's published code orders a queue in which not all can be in time by
+deadline; ours, by fewest late requests, which serves more in time and swaps less."""
+
+
+def fig3(lab: Lab) -> Findings:
+    """T1: both models fluctuate, the first has more; T2: the first is idle, the second spikes."""
+    half_s, fast = lab.pick(120.0, 10.0), lab.pick(1.0, 0.1)
+    phases = [(half_s, 36.0 * fast, 12.0 * fast), (2 * half_s, 0.0, 70.0 * fast)]
+    trace = phased(lab, phases, [lab.sources.sharegpt()] * 2, wave=0.6)
+    cluster = prepared(lab, "pair", PAIR, trace, ONE_GPU)
+    found, remarks = with_series(lab, cluster.config, FIG3)
+    kv = {p: kv_line(o) for p, o in found.items()}
+    first = {p: mean_between(line, 0, half_s) / GB for p, line in kv.items()}
+    then = {p: mean_between(line, half_s, 3 * half_s) / GB for p, line in kv.items()}
+    drops, by_deadline = (
+        _drops(kv[name], half_s) if name in kv else None for name in ("qlm", BY_DEADLINE)
+    )
+    source, t2 = "§3.2, Figure 3", ("qlm", ("muxserve++", "static"))
+    compared = [
+        findings.order("T1: mean KV memory (GB)", first, ("muxserve++", "static"), source),
+        findings.order("T2: mean KV memory (GB), first model idle", then, t2, source),
+        findings.claim(
+            "T1: QLM's KV memory drops to nearly nothing as it swaps",
+            None if drops is None else drops > 0,
+            "-" if drops is None else f"{drops} times",
+            "periodically",
+            source,
+        ),
+        *by_deadline_drops(drops, by_deadline),
+        findings.unsaid(
+            "T2: KV memory, Prism over MuxServe++ (Prism is not in the figure)",
+            findings.ratio(then.get("prism"), then.get("muxserve++")),
+            "ours",
+        ),
+    ]
+    table = [
+        row(o, policy=p, kv_t1_gb=first[p], kv_t2_gb=then[p], load="T1, T2")
+        for p, o in found.items()
+    ]
+    plots = {"kv": Plot("KV memory", "s", "GB", plotted(kv, GB))}
+    return Findings(compared, table, plots, [FAIR, cluster.described()], remarks)
+
+
+def plotted(found: Mapping[str, Sequence[tuple[float, float]]], unit: float = 1.0) -> Lines:
+    return {name: [(t, value / unit) for t, value in line] for name, line in found.items()}
+
+
+def by_deadline_drops(drops: int | None, changed: int | None) -> list[Statement]:
+    """Only where QLM itself has no drops is there a cause to name."""
+    if drops is None or changed is None or drops > 0:
+        return []
+    verdict = "names the cause" if changed else "is not the cause"
+    what = f"ablation: T1: drops of {BY_DEADLINE}"
+    return [Statement(what, f"{changed} times", "not published", verdict, "ours")]
+
+
+def _drops(line: Sequence[tuple[float, float]], until_s: float) -> int:
+    """How often KV memory falls below a tenth of its mean."""
+    held = [v / GB for t, v in line if t < until_s]
+    low = [v < 0.1 * sum(held) / len(held) for v in held]
+    return sum(now and not before for before, now in pairwise(low))
+
+
+# --- Figure 8 ------------------------------------------------------------------------------
+
+FIG8 = {"prism": ("prism", ""), "static": ("static", "")}
+
+
+def fig8(lab: Lab) -> Findings:
+    """After 20 s the first model's demand falls and the second one's surges."""
+    fast, surge_s = lab.pick(1.0, 0.1), 20.0
+    phases = [(surge_s, 40.0 * fast, 12.0 * fast), (lab.pick(40.0, 10.0), 2.0 * fast, 90.0 * fast)]
+    end_s = sum(seconds for seconds, _, _ in phases)
+    trace = phased(lab, phases, [lab.sources.sharegpt()] * 2)
+    cluster = prepared(lab, "pair", PAIR, trace, ONE_GPU)
+    found, remarks = with_series(lab, cluster.config, FIG8)
+    kv, tokens = ({p: line(o) for p, o in found.items()} for line in (kv_line, tokens_line))
+    means = [
+        {p: mean_between(line, surge_s, end_s) / unit for p, line in each.items()}
+        for each, unit in ((kv, GB), (tokens, 1))
+    ]
+    compared = [
+        findings.factor(
+            f"{what} after the surge, Prism over static partition",
+            findings.ratio(values.get("prism"), values.get("static")),
+            None,
+            "§7.4, Figure 8",
+        )
+        for what, values in zip(("KV memory", "throughput"), means, strict=True)
+    ]
+    plots = {
+        "kv": Plot("KV memory", "s", "GB", plotted(kv, GB)),
+        "tokens": Plot("Output tokens", "s", "tokens/s", plotted(tokens)),
+    }
+    table = [
+        row(o, policy=p, kv_gb=means[0][p], tokens_per_s=means[1][p], load="surge")
+        for p, o in found.items()
+    ]
+    return Findings(compared, table, plots, [FAIR, cluster.described()], remarks)
+
+
+# --- Figure 11 ---------------------------------------------------------------------------
+
+KEPT = 90.0
+GAINED = 40.0
+FIRST_SCALE = 8.0
+PATIENT_SCALE = 64.0
+"""Of the first model in an ablation: what time it has to spare is what the scheduler can give."""
+LOCAL = {"with": "", "without": "no-local"}
+SMALLER_GPU: dict[str, Any] = {"gpus": {**ONE_GPU["gpus"], "memory": "56GB"}}
+"""Beside two models of 8B, some 13 GB for KV: what the two compete for, as in the figure."""
+
+LONG = Lengths(input_median=900, input_sigma=0.6, input_max=4000, output_median=150)
+SHORT = Lengths(input_median=300, input_sigma=0.6, input_max=2000, output_median=150)
+Pair = dict[str, TrialOutcome]
+Shares = dict[str, tuple[float, float]]
+"""With and without: TTFT attainment of the first and the second model, in percent."""
+
+
+def fig11(lab: Lab) -> Findings:
+    """The first model's SLO scale is eight; the second's requests are shorter, its scale varies."""
+    scales = lab.pick((2.0, 4.0, 8.0, 16.0), (4.0,))
+    table: list[dict[str, Any]] = []
+    by_rate: dict[float, list[Pair]] = {}
+    for rate in lab.pick((11.0, 13.0, 15.0), (4.0,)):
+        cluster, by_rate[rate] = _at(lab, rate, scales)
+        for scale, pair in zip(scales, by_rate[rate], strict=True):
+            table += [
+                row(o, scheduler=n, rate_rps=rate, slo_scale=scale, **_each(o))
+                for n, o in pair.items()
+            ]
+    shares = {rate: [_shares(p) for p in pairs] for rate, pairs in by_rate.items()}
+    gained, relative, kept_high = said(shares)
+    second: list[Statement] = []
+    first: list[Statement] = []
+    if not (gained.agrees and relative.agrees and kept_high.agrees):
+        by_load = causes(shares)
+        above = [rate for rate in shares if rate > min(shares)]
+        longer = {r: [_shares(p) for p in _at(lab, r, scales, PATIENT_SCALE)[1]] for r in above}
+        second, first = [by_load[0], *patient(shares, longer)], by_load[1:]
+    compared = [gained, relative, *second, kept_high, *first]
+    last = max(by_rate)
+    plots = _plots(f"at {last:g} req/s", scales, by_rate[last])
+    return Findings(compared, table, plots, [FAIR, cluster.described()])
+
+
+def _plots(where: str, scales: Sequence[float], pairs: Sequence[Pair]) -> dict[str, Plot]:
+    xlabel, ylabel = "SLO scale of the second", "TTFT attainment (%)"
+    plots = {}
+    for number, model in enumerate(("m0", "m1")):
+        lines: Lines = {
+            name: [(x, _share(pair[name], model)) for x, pair in zip(scales, pairs, strict=True)]
+            for name in LOCAL
+        }
+        plots[model] = Plot(f"Model {number + 1} {where}", xlabel, ylabel, lines)
+    waiting: Lines = {
+        name: list(zip(series.time_s, series.waiting["m1"], strict=True))
+        for name, found in pairs[-1].items()
+        if (series := found.series) is not None
+    }
+    queue = Plot("Second model's queue, last scale", "s", "requests", waiting)
+    return {**plots, "queue": queue}
+
+
+def _at(
+    lab: Lab, rate_rps: float, scales: Sequence[float], first: float = FIRST_SCALE
+) -> tuple[Cluster, list[Pair]]:
+    """With and without the scheduler at each scale of the second model. rate_rps: of the first
+    model, whose scale is `first`; the second has half as many again."""
+    phases = [(lab.pick(60.0, 8.0), rate_rps, 1.5 * rate_rps)]
+    trace = phased(lab, phases, [LONG, SHORT])
+    name = f"pair-{rate_rps:g}-rps-{LONG.input_median}-{SHORT.input_median}-tokens"
+    cluster = prepared(lab, name, PAIR, trace, SMALLER_GPU)
+    trials = [
+        Trial(config, {"policy": "prism"}, variant=variant, series=True)
+        for config in (_rescaled(lab, name, cluster, trace, (first, scale)) for scale in scales)
+        for variant in LOCAL.values()
+    ]
+    outcomes = iter(lab.run(trials, f"{rate_rps:g} req/s"))
+    return cluster, [{name: next(outcomes) for name in LOCAL} for _ in scales]
+
+
+def _rescaled(
+    lab: Lab, name: str, cluster: Cluster, trace: Trace, scales: tuple[float, float]
+) -> str:
+    """The setup with SLOs times a scale of each model's own."""
+    data, of_model = lab.read(cluster.config), dict(zip(("m0", "m1"), scales, strict=True))
+    for model in data["models"]:
+        model["slo"] = {
+            key: f"{float(text.removesuffix('ms')) * of_model[model['name']]:.3f}ms"
+            for key, text in model["slo"].items()
+        }
+    first, second = scales
+    return lab.setup(f"{name}-scale-{first:g}-{second:g}", data, trace)
+
+
+def _share(found: TrialOutcome, model: str) -> float:
+    return 100 * found.models[model].ttft
+
+
+def _each(found: TrialOutcome) -> dict[str, float]:
+    return {f"ttft_{name}": _share(found, name) for name in found.models}
+
+
+def _shares(pair: Pair) -> Shares:
+    return {name: (_share(found, "m0"), _share(found, "m1")) for name, found in pair.items()}
+
+
+def gain(pairs: Sequence[Shares]) -> float:
+    """Of the second model, in points, at the scale at which it is largest."""
+    return max(pair["with"][1] - pair["without"][1] for pair in pairs)
+
+
+def relative_gain(pairs: Sequence[Shares]) -> float | None:
+    """As `gain`, in percent of what the second model has without the scheduler."""
+    ratios = [findings.ratio(pair["with"][1], pair["without"][1]) for pair in pairs]
+    return max((100 * (ratio - 1) for ratio in ratios if ratio is not None), default=None)
+
+
+def kept(pairs: Sequence[Shares]) -> float:
+    """The least that the first model has with the scheduler."""
+    return min(pair["with"][0] for pair in pairs)
+
+
+def said(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
+    """The gain, read as points of attainment and as a part of it, and what the first model keeps.
+    A gain counts only at loads at which the first keeps KEPT: both belong to one statement."""
+    source, published = "§7.4, Figure 11", f"by more than {GAINED:g} %"
+    what = f"second model's TTFT attainment gained at loads at which the first has {KEPT:g} %"
+    high = [pairs for pairs in by_rate.values() if kept(pairs) > KEPT]
+    readings = (
+        ("points", "points", [gain(pairs) for pairs in high]),
+        ("a part of what it has without", "%", [relative_gain(pairs) for pairs in high]),
+    )
+    compared = []
+    for reading, unit, gains in readings:
+        best = max((points for points in gains if points is not None), default=None)
+        holds, shown = None if best is None else best > GAINED, "-"
+        if best is not None:
+            shown = f"{best:.1f} {unit} at most"
+        compared.append(
+            findings.claim(f"{what}, read as {reading}", holds, shown, published, source)
+        )
+    firsts = {rate: kept(pairs) for rate, pairs in by_rate.items()}
+    what = f"first model keeps a high attainment (above {KEPT:g} %) at every load"
+    shown = ", ".join(f"{rate:g} req/s {share:.1f} %" for rate, share in firsts.items())
+    holds = min(firsts.values()) > KEPT
+    return [*compared, findings.claim(what, holds, shown, "consistently", source)]
+
+
+def causes(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
+    """Whether the load decides what each model gains: it does if the gains at two loads differ by
+    more than EQUAL of all requests."""
+    first = {
+        rate: max(pair["with"][0] - pair["without"][0] for pair in pairs)
+        for rate, pairs in by_rate.items()
+    }
+    second = {rate: gain(pairs) for rate, pairs in by_rate.items()}
+    return [
+        _by_load("second model's points gained", second),
+        _by_load("first model's points gained by the same scheduler", first),
+    ]
+
+
+def patient(
+    by_rate: Mapping[float, Sequence[Shares]], changed: Mapping[float, Sequence[Shares]]
+) -> list[Statement]:
+    """Whether both statements hold where the first model has more time to spare, load by load."""
+    compared = []
+    for rate, pairs in changed.items():
+        before, after = kept(by_rate[rate]), kept(pairs)
+        shown = (
+            f"{gain(by_rate[rate]):+.1f} with the first at {before:.1f} %, "
+            f"changed {gain(pairs):+.1f} with the first at {after:.1f} %"
+        )
+        verdict = "is not the cause"
+        if after > before + 100 * findings.EQUAL:
+            holds = after > KEPT and gain(pairs) > GAINED
+            verdict = "names the cause" if holds else "in its direction"
+        what = (
+            f"ablation: first model's SLO scale {PATIENT_SCALE:g} instead of {FIRST_SCALE:g}, "
+            f"{rate:g} req/s: second model's points gained"
+        )
+        compared.append(Statement(what, shown, "not published", verdict, "ours"))
+    return compared
+
+
+def _by_load(what: str, gains: Mapping[float, float]) -> Statement:
+    shown = ", ".join(f"{points:+.1f} at {rate:g} req/s" for rate, points in gains.items())
+    apart = max(gains.values()) - min(gains.values()) > 100 * findings.EQUAL
+    verdict = "names a cause" if apart else "is not the cause"
+    return Statement(f"ablation: load: {what}", shown, "not published", verdict, "ours")

@@ -1,0 +1,188 @@
+"""Prism's Figure 10, and what its thresholds do (§6.2, §7.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lab.papers import findings
+from lab.papers.findings import Findings, Plot, Statement
+from lab.papers.lab import Lab
+from lab.papers.lines import Lines, row
+from lab.papers.prism_setup import FAIR, Cluster
+from lab.papers.prism_sweeps import OSDI, SLO_SCALES, TPOT_SCALES, held_rate, several
+from lab.papers.sources import STYLES
+from lab.papers.trial import Trial, TrialOutcome
+from lab.papers.tuning import Settings
+
+Traces = Sequence[TrialOutcome]
+"""Of one setting, an outcome for each trace."""
+
+# --- Figure 10 -----------------------------------------------------------------------------
+
+GLOBAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "with": ("", {}),
+    "without": ("no-global", {}),
+    "without, models in order": ("in-order", {}),
+    "with all moves": ("", {"scheduler.contended_requests": 0.0}),
+}
+"""name -> (variant, changes). What "without" starts from decides what there is to gain: models that
+went where memory was free are spread already; those that stand as they are listed are not. "With
+all moves" is Algorithm 1 by rates alone, where there is room now."""
+LISTED = "the first four models on one GPU, the others on the other"
+ALL = "every move that Algorithm 1 finds by rates and that has room"
+TPOT_SCALE = 2.0
+"""That of §7.5, tighter than those of Figure 7."""
+
+
+def fig10(lab: Lab) -> Findings:
+    """At the load that Prism holds, and half as much again."""
+    bars: Lines = {name: [] for name in GLOBAL}
+    plot = Plot("TTFT attainment", "", "TTFT attainment (%)", bars, bars=True)
+    study = Findings([], [], {"ttft": plot}, [FAIR])
+    for style in STYLES:
+        clusters, scale = several(lab, style), SLO_SCALES[style]
+        load = held_rate(lab, clusters[0], {"slo_scale": scale})
+        study.budget.append(f"{style}: {clusters[0].described()}")
+        for rate in (load, 1.5 * load):
+            where = f"{style}, rate scale {rate:g}"
+            fixed = {"policy": "prism", "slo_scale": scale, "rate_scale": rate}
+            judge = TPOT_SCALE / TPOT_SCALES[style]
+            found = {
+                name: _on_all(lab, clusters, {**fixed, **changes}, variant, judge)
+                for name, (variant, changes) in GLOBAL.items()
+            }
+            study.comparisons.extend(_gains(where, judge, found))
+            for name, traces in found.items():
+                bars[name].append((where, _mean(_each(traces, "ttft", judge))))
+                study.rows.extend(
+                    row(o, scheduler=name, load=where, trace=i) for i, o in enumerate(traces)
+                )
+    return study
+
+
+def _on_all(
+    lab: Lab, clusters: Sequence[Cluster], settings: Settings, variant: str = "", judge: float = 1.0
+) -> Traces:
+    """judge: a part of the SLOs at which attainment is measured as well."""
+    scales = (1.0, judge)
+    return lab.run([Trial(c.config, dict(settings), scales, variant) for c in clusters])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _each(traces: Traces, metric: str, judge: float) -> list[float]:
+    """Attainments in percent; TPOT at the part `judge` of its SLO."""
+    judged = f"{judge:g}" if metric == "tpot" else "1"
+    return [100 * o.attainment(metric, judged) for o in traces]
+
+
+def spread(values: Sequence[float | None], unit: str) -> str:
+    """Over the traces."""
+    known = [v for v in values if v is not None]
+    if len(known) < 2:
+        return ""
+    return f" ({min(known):.2f}{unit} to {max(known):.2f}{unit} over {len(known)} traces)"
+
+
+def _gains(where: str, judge: float, found: Mapping[str, Traces]) -> list[Statement]:
+    compared = []
+    for metric in ("ttft", "tpot"):
+        each = {name: _each(traces, metric, judge) for name, traces in found.items()}
+        shares = {name: _mean(values) for name, values in each.items()}
+        gain = findings.ratio(shares["with"], shares["without"])
+        what = f"{where}: {metric.upper()} attainment with over without the global scheduler"
+        whole = findings.factor(what, gain, None, "§7.4, Figure 10 (a)")
+        pairs = zip(each["with"], each["without"], strict=True)
+        apart = spread([findings.ratio(a, b) for a, b in pairs], "x")
+        compared.append(msgspec.structs.replace(whole, ours=whole.ours + apart))
+        every = findings.ratio(shares["with all moves"], shares["without"])
+        if whole.agrees is False:
+            listed = findings.ratio(shares["with"], shares["without, models in order"])
+            compared.append(findings.cause(f"{what}, {LISTED}", gain, listed))
+            compared.append(findings.cause(f"{what}, {ALL}", gain, every))
+        else:
+            compared.append(findings.unsaid(f"{what}, {ALL}", every, "§6.2, Algorithm 1"))
+    return compared
+
+
+# --- thresholds ----------------------------------------------------------------------------
+
+
+def sensitivity(lab: Lab) -> Findings:
+    clusters, scale = several(lab, "hyperbolic"), SLO_SCALES["hyperbolic"]
+    load = 1.5 * held_rate(lab, clusters[0], {"slo_scale": scale})
+    fixed = {"policy": "prism", "slo_scale": scale, "rate_scale": load}
+
+    def with_(key: str, seconds: Sequence[int]) -> dict[int, Traces]:
+        changes = {s: {f"scheduler.{key}": f"{s}s"} for s in seconds}
+        return {s: _on_all(lab, clusters, {**fixed, **change}) for s, change in changes.items()}
+
+    by_idle = with_("idle_threshold", lab.pick((5, 20, 45, 90), (20, 45)))
+    by_window = with_("rate_window", lab.pick((15, 60, 240), (60,)))
+    study = Findings(_thresholds(by_idle, by_window), [], {}, [FAIR, clusters[0].described()])
+    named = (("idle", "Idle threshold", by_idle), ("window", "Rate window", by_window))
+    for name, title, found in named:
+        means: Lines = {"prism": [(s, _mean(each)) for s, each in _ttfts_ms(found).items()]}
+        study.plots[name] = Plot(title, "s", "mean TTFT (ms)", means)
+        study.rows.extend(
+            row(o, threshold=name, seconds=s, trace=i)
+            for s, traces in found.items()
+            for i, o in enumerate(traces)
+        )
+    return study
+
+
+def _thresholds(by_idle: Mapping[int, Traces], by_window: Mapping[int, Traces]) -> list[Statement]:
+    usual = by_idle[45]
+    minutes = sum(o.window_s for o in usual) / 600
+    activated = sum(o.counts.get("active", 0) - len(o.models) for o in usual)
+    migrated = sum(o.counts.get("migrated", 0) for o in usual)
+    moved = "activations in 10 minutes at 45 s, beyond the first of each model and for migrations"
+    source = f"§7.5, {OSDI}"
+    return [
+        best_idle(_ttfts_ms(by_idle)),
+        robust(_ttfts_ms(by_window)),
+        findings.value(moved, (activated - migrated) / minutes, 2, source),
+        findings.value("migrations in 10 minutes at 45 s", migrated / minutes, 3, source),
+    ]
+
+
+ROBUST = 1.1
+"""Mean TTFTs no further apart are called robust; the paper has no figure for it."""
+
+
+def _ttfts_ms(found: Mapping[int, Traces]) -> dict[int, list[float]]:
+    """Mean TTFT of each trace."""
+    summaries = {s: [o.summary for o in traces if o.summary] for s, traces in found.items()}
+    return {s: [one.total.ttft_ms.mean or 0.0 for one in each] for s, each in summaries.items()}
+
+
+def _shown(ttfts_ms: Mapping[int, Sequence[float]]) -> str:
+    return ", ".join(
+        f"{s} s {_mean(each):.0f} ms{spread(each, ' ms')}" for s, each in ttfts_ms.items()
+    )
+
+
+def best_idle(ttfts_ms: Mapping[int, Sequence[float]]) -> Statement:
+    # the largest of what is below zero is the shortest
+    faster = {f"{s} s": -_mean(each) for s, each in ttfts_ms.items()}
+    what = "45 s of idle time has the shortest mean TTFT of the thresholds tried"
+    source, said = f"A.4, Figure 15 (a), {OSDI}", "best at about 45 s"
+    return findings.best(what, "45 s", faster, said, source, shown=_shown(ttfts_ms))
+
+
+def robust(ttfts_ms: Mapping[int, Sequence[float]]) -> Statement:
+    means = [_mean(each) for each in ttfts_ms.values()]
+    apart = findings.ratio(max(means), min(means)) if len(means) > 1 else None
+    return findings.claim(
+        "mean TTFT is robust to the window for rates",
+        None if apart is None else apart <= ROBUST,
+        _shown(ttfts_ms) if apart is None else f"{apart:.2f}x apart: {_shown(ttfts_ms)}",
+        "generally robust, stable at about 60 s",
+        f"A.4, Figure 15 (b), {OSDI}",
+    )

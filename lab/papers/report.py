@@ -1,0 +1,156 @@
+"""What a study leaves: study.json, comparisons.csv, points.csv and one HTML page with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import msgspec
+from rich.table import Table
+
+from lab.papers.catalog import Study
+from lab.papers.findings import Findings, Plot, Statement, overall
+from prism_replay.report.page import environment
+from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to_svg
+from prism_replay.results import write_json
+from prism_sim.output.results import write_csv
+
+SCHEMA = "prism-sim-study/1"
+SIZE = (6.2, 3.3)
+
+
+class StudyResult(msgspec.Struct, frozen=True):
+    name: str
+    title: str
+    source: str
+    setup: str
+    shortened: str
+    differs: str
+    quick: bool
+    """The size for tests; its figures mean nothing."""
+    seed: int
+    traces: str
+    """Where the load came from."""
+    findings: Findings
+    schema: str = SCHEMA
+
+    @property
+    def verdict(self) -> str:
+        return overall(self.findings.comparisons)
+
+
+def result(
+    study: Study,
+    found: Findings,
+    *,
+    quick: bool,
+    seed: int,
+    traces: str,
+    shortened: Sequence[str] = (),
+) -> StudyResult:
+    """shortened: what is smaller in this run, beside what always is."""
+    parts = {name: getattr(study, name) for name in ("name", "title", "source", "setup")}
+    return StudyResult(
+        **parts,
+        shortened="; ".join(text for text in (study.shortened, *shortened) if text),
+        differs=study.differs,
+        quick=quick,
+        seed=seed,
+        traces=traces,
+        findings=found,
+    )
+
+
+def write(folder: Path, found: StudyResult) -> None:
+    write_json(folder / "study.json", found)
+    compared = [msgspec.to_builtins(c) for c in found.findings.comparisons]
+    write_csv(folder / "comparisons.csv", compared)
+    write_csv(folder / "points.csv", found.findings.rows)
+    (folder / "report.html").write_text(page(found), encoding="utf-8")
+
+
+def page(found: StudyResult) -> str:
+    heads = list(dict.fromkeys(key for row in found.findings.rows for key in row))
+    cells = [[_cell(row.get(head)) for head in heads] for row in found.findings.rows]
+    template = environment("lab.papers", "prism_replay").get_template("study.html")
+    return template.render(found=found, plots=drawn(found.findings), heads=heads, rows=cells)
+
+
+def drawn(found: Findings) -> dict[str, str]:
+    with mpl.rc_context(RC):
+        return {name: _svg(name, plot) for name, plot in found.plots.items()}
+
+
+def _svg(name: str, plot: Plot) -> str:
+    figure, axes = new_axes(plot.title, plot.xlabel, plot.ylabel, SIZE)
+    draw = _bars if plot.bars else _curves
+    draw(axes, plot)
+    if plot.log:
+        axes.set_yscale("log")
+    if any(label for label in axes.get_legend_handles_labels()):
+        figure.legend(loc="outside lower center", ncols=3)
+    return to_svg(figure, name)
+
+
+def _curves(axes: Any, plot: Plot) -> None:
+    for number, (label, points) in enumerate(plot.lines.items()):
+        known = [(x, y) for x, y in points if y is not None]
+        if known:
+            xs, ys = zip(*known, strict=True)
+            color = series_color(min(number, SERIES_MAX - 1))
+            marker = "o" if len(known) <= 24 else None
+            axes.plot(xs, ys, marker=marker, markersize=4, color=color, label=label)
+
+
+def _bars(axes: Any, plot: Plot) -> None:
+    labels = list(dict.fromkeys(str(x) for points in plot.lines.values() for x, _ in points))
+    width = 0.8 / max(1, len(plot.lines))
+    for number, (label, points) in enumerate(plot.lines.items()):
+        places = [labels.index(str(x)) + (number + 0.5) * width - 0.4 for x, _ in points]
+        color = series_color(min(number, SERIES_MAX - 1))
+        axes.bar(places, [y or 0.0 for _, y in points], width, color=color, label=label)
+    axes.set_xticks(range(len(labels)), labels)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def table(found: StudyResult) -> Table:
+    size = " (quick: figures mean nothing)" if found.quick else ""
+    made = Table(title=f"{found.name}: {found.verdict}{size}", caption=found.source)
+    for column in ("statement", "ours", "published", "verdict"):
+        made.add_column(column, overflow="fold")
+    for c in found.findings.comparisons:
+        made.add_row(c.what, c.ours, c.published, c.verdict)
+    return made
+
+
+def markdown(results: Sequence[StudyResult]) -> str:
+    """All studies as one page: a table of verdicts, then a section for each."""
+    lines = ["| study | verdict | of |", "|---|---|---|"]
+    lines += [f"| [{r.name}](#{r.name}) | {r.verdict} | {r.source} |" for r in results]
+    return "\n".join(lines) + "\n" + "".join(_section(r) for r in results)
+
+
+def _section(found: StudyResult) -> str:
+    lines = [f"\n## {found.name}", f"{found.title} ({found.source}).", ""]
+    lines += ["| statement | ours | published | verdict |", "|---|---|---|---|"]
+    lines += [_line(c) for c in found.findings.comparisons]
+    parts = {"Setup": found.setup, "Shortened": found.shortened, "Why it may differ": found.differs}
+    lines += ["", *(f"{head}: {_sentence(text)}" for head, text in parts.items() if text)]
+    lines += [_sentence(text) for text in (*found.findings.budget, *found.findings.remarks)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(c: Statement) -> str:
+    cells = (f"{c.what} ({c.source})", c.ours, c.published, c.verdict)
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."

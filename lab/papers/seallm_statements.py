@@ -1,0 +1,159 @@
+"""Statements of SeaLLM's paper, as its studies read them off lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lab.papers import findings
+from lab.papers.findings import Statement
+from lab.papers.lines import Lines, Points, best_ratio, lines, ratio_at, ratios
+from lab.papers.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
+
+BASELINES = ("vllm", "alpaserve", "muxserve")
+
+
+def most(found: Lines, over: str, *, smaller: bool) -> float | None:
+    """SeaLLM's best factor over another system; None where that one was not run."""
+    return best_ratio(found, "seallm", over, smaller=smaller)
+
+
+def shares_cause(what: str, found: Lines, *, smaller: bool) -> Statement:
+    """Whether MuxServe gains by taking the SMs that are free."""
+    here, fixed = (most(found, name, smaller=smaller) for name in ("muxserve", FIXED))
+    return findings.cause(f"{what}, over muxserve with fixed shares of the compute", here, fixed)
+
+
+def tail_cause(points: Points, name: str) -> Statement:
+    """The tail over a baseline without the service of several GPUs, whose longest answers make
+    it."""
+    whole, others = (most(lines(points, m), name, smaller=True) for m in (tail_s, others_tail_s))
+    what = f"P99 latency, over {name}, of the slowest service but {LARGEST}"
+    return findings.cause(what, whole, others)
+
+
+def _others(found: Lines, place: int) -> list[float]:
+    """The baselines' figures at the x of this place."""
+    return [v for n in BASELINES if n in found and (v := found[n][place][1]) is not None]
+
+
+def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool | None, str]:
+    """Whether SeaLLM is best at every x, and at how many; at how many of these with an equal. None
+    where it has an equal at all of them."""
+    won = tied = 0
+    for place, (_, own) in enumerate(found["seallm"]):
+        others = _others(found, place)
+        if own is None or any(findings.behind(own, v, smaller=smaller) for v in others):
+            continue
+        won += 1
+        tied += any(findings.same(own, v) for v in others)
+    whole = len(found["seallm"])
+    equal = f", with an equal at {tied}" if tied else ""
+    holds = None if tied == whole else won == whole
+    return holds, f"at {won} of {whole}{equal}"
+
+
+@dataclass(frozen=True)
+class Fall:
+    """What a paper says of a fall, and the points of attainment that we read into it."""
+
+    said: str = "falls"
+    least_points: float = 0.0
+    most_points: float = 100.0
+
+    @property
+    def reading(self) -> str:
+        if self.least_points:
+            return f" (read as: by {self.least_points:g} points or more)"
+        return f" (read as: by up to {self.most_points:g} points)" if self.most_points < 100 else ""
+
+
+FAST_FALL = Fall("degrades fast", least_points=10.0)
+SLIGHT_FALL = Fall("slightly decreased", most_points=10.0)
+WORSE = Fall("worse")
+
+
+def falls(found: Lines, system: str, what: str, source: str, fall: Fall) -> Statement:
+    """Whether a system's SLO attainment is lower at the last x than at the first, by as much as
+    `fall` says. A fall of less than EQUAL is none."""
+    shares = [v for _, v in found.get(system, [])]
+    first, last = (shares[0], shares[-1]) if shares else (None, None)
+    what = f"{system}{what}{fall.reading}"
+    if first is None or last is None:
+        return findings.claim(what, None, "-", fall.said, source)
+    down = first - last
+    holds = findings.behind(last, first) and fall.least_points <= down <= fall.most_points
+    return findings.claim(what, holds, f"{first:.1f} % to {last:.1f} %", fall.said, source)
+
+
+def faster(found: Lines, over: str, what: str, said: str, source: str) -> Statement:
+    """Whether SeaLLM's figure is smaller than that of `over` at every x; neither borne out nor
+    refuted where they are equal at some."""
+    each = ratios(found, "seallm", over, smaller=True)
+    shown = ", ".join(f"{r:.2f}x at {x:g}" for x, r in each)
+    if len(each) < len(found["seallm"]):
+        return Statement(what, shown or "-", said, "cannot be formed here", source)
+    slower = [f"{x:g}" for x, r in each if r < 1 - findings.EQUAL]
+    equal = [f"{x:g}" for x, r in each if abs(r - 1) <= findings.EQUAL]
+    if slower:
+        return Statement(what, shown, said, f"not at {', '.join(slower)}", source, agrees=False)
+    if len(equal) == len(each):
+        return Statement(what, shown, said, "no difference here", source)
+    verdict = f"holds, but equal at {', '.join(equal)}" if equal else "holds"
+    return Statement(what, shown, said, verdict, source, None if equal else True)
+
+
+SIMILAR = 0.25
+"""Within which part of the other we read "similar"."""
+
+
+def similar(found: Lines, other: str, what: str, source: str) -> Statement:
+    """Whether SeaLLM's figure is near that of `other` at every x."""
+    each = [r for _, r in ratios(found, "seallm", other)]
+    what = f"{what} (read as: within {SIMILAR:.0%} at every x)"
+    if len(each) < len(found["seallm"]):
+        return findings.claim(what, None, "-", "similar", source)
+    holds = all(abs(r - 1) <= SIMILAR for r in each)
+    shown = f"{min(each):.2f} to {max(each):.2f} of {other}'s"
+    return findings.claim(what, holds, shown, "similar", source)
+
+
+def shrinks(found: Lines, what: str, source: str, *, smaller: bool) -> Statement:
+    """Whether SeaLLM's factor over the best baseline is smaller at the last x than at the first."""
+    ends = [found["seallm"][i][0] for i in (0, -1)]
+    first, last = (_lead_at(found, x, smaller=smaller) for x in ends)
+    if first is None or last is None:
+        return findings.claim(what, None, "-", "get smaller", source)
+    shown = f"{first:.2f}x at {ends[0]:g}, {last:.2f}x at {ends[-1]:g}"
+    return findings.claim(what, findings.behind(last, first), shown, "get smaller", source)
+
+
+def _lead_at(found: Lines, x: Any, *, smaller: bool) -> float | None:
+    each = (ratio_at(found, x, "seallm", n, smaller=smaller) for n in BASELINES if n in found)
+    return min((r for r in each if r is not None), default=None)
+
+
+def gains_of(found: Lines) -> list[tuple[Any, float]]:
+    """SeaLLM's lead over the best baseline, in points, by x."""
+    return [
+        (x, own - max(others))
+        for place, (x, own) in enumerate(found["seallm"])
+        if own is not None and (others := _others(found, place))
+    ]
+
+
+def crowded_cause(found: Lines) -> Statement:
+    """The paper's MuxServe found no placement on the most crowded cluster: SeaLLM's lead there
+    without it, beside its lead anywhere else."""
+    x, last = found["seallm"][-1]
+    known = {n: ratio_at(found, x, "seallm", n) for n in BASELINES if n in found}
+    leads = {name: r for name, r in known.items() if r is not None}
+    others = gains_of({name: points[:-1] for name, points in found.items()})
+    wanted = 1 + max((gain for _, gain in others), default=0.0) / max(last or 0.0, 1.0)
+    return findings.cause(
+        f"SLO attainment at {x:g}, over the best baseline but muxserve, which had no placement "
+        "there in the paper",
+        min(leads.values(), default=None),
+        min((r for name, r in leads.items() if name != "muxserve"), default=None),
+        wanted=max(wanted, 1 + findings.EQUAL),
+    )

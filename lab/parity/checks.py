@@ -1,0 +1,78 @@
+"""Recorded decisions made again: the code that the simulator runs gets the inputs that the live
+schedulers' journals kept. No clock is involved, so that every decision must be the same."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lab.parity.causes import waiting_of
+from lab.parity.journals import Dated, Journals
+from lab.parity.results import Check
+from prism.policies.data import Settings
+from prism.policies.policy import Policy
+from prism.scheduler.journal import Left, Opened, Planned, Queued, Stepped, fields_of
+from prism.scheduler.local import Limits, LocalScheduler
+
+Records = tuple[Dated, ...]
+
+
+def check_all(journals: Journals, policy: Policy) -> list[Check]:
+    """Empty for journals that kept no inputs."""
+    checks = [check_plans(journals.cluster, policy)]
+    checks += [check_queue(device, records, policy) for device, records in journals.agents.items()]
+    return [check for check in checks if check.decisions]
+
+
+def check_plans(records: Records, policy: Policy) -> Check:
+    """Every plan of the cluster scheduler, also those without an action."""
+    settings, total, equal, first = Settings(), 0, 0, ""
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Opened):
+            settings = record.settings or Settings()
+        elif isinstance(record, Planned):
+            total += 1
+            again = fields_of(policy.plan(record.view, settings))
+            if msgspec.json.encode(again) == msgspec.json.encode(record.actions):
+                equal += 1
+            else:
+                first = first or f"live {record.actions}, again {again}"
+    return Check("plans of the cluster scheduler", total, equal, first)
+
+
+def check_queue(device: str, records: Records, policy: Policy) -> Check:
+    """Every step of a device's local scheduler that found requests waiting."""
+    replay = _Queue(policy)
+    total, equal, first = 0, 0, ""
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Stepped) and record.views is not None:
+            total += 1
+            again = replay.scheduler.step(record.time_s, record.views).ids
+            if again == record.ids:
+                equal += 1
+            else:
+                first = first or f"live {record.ids}, again {again}"
+        else:
+            replay.take(dated)
+    return Check(f"steps of {device}'s local scheduler", total, equal, first)
+
+
+class _Queue:
+    """A local scheduler over recorded views."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.begin(Limits())
+
+    def begin(self, limits: Limits) -> None:
+        self.scheduler = LocalScheduler(limits, self._policy.order)
+
+    def take(self, dated: Dated) -> None:
+        record = dated.record
+        if isinstance(record, Opened):
+            self.begin(record.limits or Limits())
+        elif isinstance(record, Left):
+            self.scheduler.remove(record.ids)
+        elif isinstance(record, Queued):
+            self.scheduler.add(waiting_of(record))

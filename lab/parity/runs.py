@@ -1,0 +1,190 @@
+"""What happened in either world, in the same terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from lab.parity.journals import Dated, Journals
+from prism.errors import ConfigError
+from prism.scheduler.journal import AnyRecord, Ended, Left, Queued, Started, Stepped
+from prism_replay.results import ReplayResults
+from prism_sim.cluster.world import World
+
+PLACED = ("activate", "evict", "migrate")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An action of the cluster scheduler."""
+
+    time_s: float
+    """Since the replay's start; negative before it."""
+    kind: str
+    model: str
+    device: str
+    target: str = ""
+    reason: str = ""
+    problem: str = ""
+    """Why it failed."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.device, self.target
+
+    def __str__(self) -> str:
+        to = f" to {self.target}" if self.target else ""
+        return f"{self.kind} {self.model} on {self.device}{to} at {self.time_s:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A request's stay in a device's queue, up to its dispatch."""
+
+    request: int
+    model: str
+    device: str
+    queued: int
+    """With `dispatched`, positions among the queue's records."""
+    dispatched: int
+    rank: int
+    """Of the dispatch, among all of the device."""
+    queued_s: float
+    dispatched_s: float
+    deadline_s: float
+    id: str = ""
+    """In the queue."""
+    blocked: Mapping[str, str] = field(default_factory=dict)
+    """Model -> why its first request could not start in the same step."""
+
+    def beside(self, other: Wait) -> bool:
+        """Both waited at the same time on the same device."""
+        return (
+            self.device == other.device
+            and self.queued < other.dispatched
+            and other.queued < self.dispatched
+        )
+
+    @property
+    def is_late(self) -> bool:
+        return self.dispatched_s > self.deadline_s
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the schedulers of one world did."""
+
+    placements: tuple[Placed, ...]
+    waits: Mapping[int, Wait]
+    """Request -> its last stay that ended with a dispatch."""
+
+
+def live_run(journals: Journals, results: ReplayResults) -> History:
+    """Raises ConfigError when the results are not of that cluster."""
+    start_s = results.config.started_unix_s
+    index_of = {
+        f"{record.response_id}-0": record.index
+        for record in results.records
+        if record.response_id is not None
+    }
+    if not index_of:
+        raise ConfigError(
+            "--results: no request has the server's id; replay with this version's prism-replay"
+        )
+    waits = _last_waits(
+        wait
+        for device, records in journals.agents.items()
+        for wait in waits_of(
+            device,
+            ((d.unix_s - start_s, d.ahead_s - start_s, d.record) for d in records),
+            index_of.get,
+        )
+    )
+    if not waits:
+        raise ConfigError(
+            "--journal: no request of --results is in it; name the journal of the same replay"
+        )
+    end_s = _last_answer_s(results)
+    placements = _live_placements(journals.cluster, start_s)
+    return History(tuple(p for p in placements if p.time_s <= end_s), waits)
+
+
+def _last_answer_s(results: ReplayResults) -> float:
+    """When the replay was over, since its start. The simulation ends there; a live cluster goes on
+    until it is stopped, and what it decides then has no counterpart."""
+    ends_s = [r.arrival_s + r.e2e_ms / 1000 for r in results.records if r.e2e_ms is not None]
+    return max(ends_s) if len(ends_s) == len(results.records) else inf
+
+
+def simulated_run(world: World, lead_s: float) -> History:
+    """lead_s: how much later the simulation's arrivals are than the trace's. REQUIRES: `world` has
+    run and kept its queues."""
+    placements = tuple(
+        Placed(d.time_s - lead_s, d.kind, d.model, d.device, d.target, d.reason)
+        for d in world.records.decisions
+        if d.kind in PLACED
+    )
+    waits = _last_waits(
+        wait
+        for device, memory in world.queues.items()
+        for wait in waits_of(device, ((r.time_s - lead_s, -lead_s, r) for r in memory.records), int)
+    )
+    return History(placements, waits)
+
+
+def _last_waits(waits: Iterable[Wait]) -> dict[int, Wait]:
+    """Request -> the last of its stays."""
+    return {wait.request: wait for wait in sorted(waits, key=lambda wait: wait.queued_s)}
+
+
+def waits_of(
+    device: str,
+    records: Iterable[tuple[float, float, AnyRecord]],
+    index_of: Callable[[str], int | None],
+) -> Iterable[Wait]:
+    """records: (time, how far the record's own clock is behind that time, record). index_of gives
+    None for a request that is not of the trace."""
+    queued: dict[str, tuple[int, float, float, Queued]] = {}
+    rank = 0
+    for position, (time_s, ahead_s, record) in enumerate(records):
+        if isinstance(record, Queued):
+            queued[record.id] = (position, time_s, ahead_s, record)
+        elif isinstance(record, Left):
+            for request_id in record.ids:
+                queued.pop(request_id, None)
+        elif isinstance(record, Stepped):
+            for request_id in record.ids:
+                since, since_s, shift_s, request = queued.pop(request_id)
+                rank += 1
+                index = index_of(request_id)
+                if index is not None:
+                    yield Wait(
+                        request=index,
+                        model=request.model,
+                        device=device,
+                        queued=since,
+                        dispatched=position,
+                        rank=rank,
+                        queued_s=since_s,
+                        dispatched_s=time_s,
+                        deadline_s=request.deadline_s + shift_s,
+                        id=request_id,
+                        blocked=record.blocked,
+                    )
+
+
+def _live_placements(records: Iterable[Dated], start_s: float) -> Iterable[Placed]:
+    open_: dict[str, Placed] = {}
+    found: list[Placed] = []
+    for dated in records:
+        record, time_s = dated.record, dated.unix_s - start_s
+        if isinstance(record, Started) and record.kind in PLACED:
+            open_[record.model] = Placed(
+                time_s, record.kind, record.model, record.device, record.target, record.reason
+            )
+            found.append(open_[record.model])
+        elif isinstance(record, Ended) and record.problem and record.model in open_:
+            failed = open_.pop(record.model)
+            found[found.index(failed)] = replace(failed, problem=record.problem)
+    return found

@@ -1,0 +1,298 @@
+"""A simulation of a live configuration: its devices, capacities, pages, engines, policy and limits,
+each model's memory as its engine reserved it, and times measured on the live cluster."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+
+from lab.parity.journals import Dated, Journals
+from prism.config.knobs import own_knobs
+from prism.config.memory import BLOCK_TOKENS, layout_of, memory_need
+from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.errors import ConfigError
+from prism.messages.models import ModelSpec
+from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
+from prism.policies.knobs import Knobs
+from prism.policies.kv_blocks import KvShape
+from prism.scheduler.journal import Ended, Queued, Served, Started
+from prism.scheduler.local import Limits
+from prism_replay.results import RequestRecord
+from prism_sim.core.setup import (
+    ActivationSettings,
+    ClusterSetup,
+    DegreeSetup,
+    DeviceSetup,
+    EngineSettings,
+    ModelSetup,
+)
+from prism_sim.core.workload import NO_SLO, Workload
+from prism_sim.costs.grid import read_grid
+from prism_sim.costs.model import CostModel, GpuUsage, PromptChunk
+from prism_sim.costs.shapes import short_name
+from prism_sim.costs.table import StepTable, TableCost
+
+MIXED = ("fake",)
+"""Adapters whose engines compute prompts and decodes in one step."""
+SLEEPING = ("fake",)
+"""Adapters whose steps keep no core busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMeasurements:
+    """What journals say of a live cluster."""
+
+    served: Mapping[str, Served] = field(default_factory=dict)
+    """Model -> the last report of its engine."""
+    activation_s: Mapping[str, float] = field(default_factory=dict)
+    """Model -> median seconds, the lower of two: the first activation reads files."""
+    unload_s: float = 0.0
+    """Of an eviction."""
+    reach_s: float = 0.0
+    """From a request's arrival at the frontend to its device's queue."""
+    first_activation_s: Mapping[str, float] = field(default_factory=dict)
+    """Model -> seconds of its activation before the replay: the state that this began in."""
+
+
+def measured(journals: Iterable[Journals]) -> LiveMeasurements:
+    served: dict[str, Served] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    unloads_s: list[float] = []
+    reach_s: list[float] = []
+    for found in journals:
+        unloads_s += _evictions_s(found.cluster)
+        for _, (_, _, record) in found.all_agents():
+            if isinstance(record, Served):
+                served[record.model] = record
+                seconds[record.model].append(record.seconds)
+            elif isinstance(record, Queued):
+                reach_s.append(record.time_s - record.arrival_s)
+    medians_s = {model: statistics.median_low(values) for model, values in seconds.items()}
+    return LiveMeasurements(served, medians_s, _median(unloads_s), _median(reach_s))
+
+
+def initial(
+    journals: Journals, start_unix_s: float, found: LiveMeasurements
+) -> tuple[LiveMeasurements, float]:
+    """With the durations of the initial placement; and how much later than the simulation, which
+    begins with it, the replay begins. Without a placement, that counts from the scheduler's
+    start."""
+    before = [d for d in journals.cluster if d.unix_s <= start_unix_s]
+    if not before:
+        raise ConfigError("--journal: begins after the replay; name that cluster's own journal")
+    began = [d.unix_s for d in before if isinstance(d.record, Started)]
+    begin_s = began[0] if began else before[0].unix_s
+    came: dict[str, float] = {}
+    for _, dated in journals.all_agents():
+        if isinstance(dated.record, Served) and dated.unix_s <= start_unix_s:
+            came[dated.record.model] = dated.unix_s - begin_s
+    return replace(found, first_activation_s=came), start_unix_s - begin_s
+
+
+class HostCost:
+    """A cost model whose steps keep one of `cores` busy, since engines compute with one thread."""
+
+    def __init__(self, cost: CostModel, cores: float) -> None:
+        self._cost = cost
+        self._share = GpuUsage(1.0 / cores, 1.0 / cores)
+        self.step_s = cost.step_s
+        self.prefill_s = cost.prefill_s
+        self.decode_s = cost.decode_s
+        self.decode_run_s = cost.decode_run_s
+        self.decode_steps = cost.decode_steps
+
+    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
+        return self._share if chunks or batch else GpuUsage(0.0, 0.0)
+
+
+def cores_of(config: ClusterConfig) -> float:
+    """Cores for the engines of its host devices: all of this process."""
+    if config.engine.adapter in SLEEPING:
+        return math.inf
+    return float(len(os.sched_getaffinity(0)))
+
+
+def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
+    """model -> its table in the file. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"--costs: {path} is missing; `prism-sim calibrate engine` writes it")
+    tables = {table.model: table for table in read_grid(path).tables if table.tp == 1}
+    tables |= {short_name(name): table for name, table in tables.items()}
+    found: dict[str, StepTable] = {}
+    for model in models:
+        table = tables.get(model) or tables.get(short_name(model))
+        if table is None:
+            raise ConfigError(
+                f"--costs: {path} has no table of {model};"
+                f" run `prism-sim calibrate engine --model {model}` on it"
+            )
+        found[model] = table
+    return found
+
+
+def cluster_setup(
+    config: ClusterConfig, found: LiveMeasurements, tables: Mapping[str, StepTable], cores: float
+) -> ClusterSetup:
+    """Models without a table get no requests; they get the slowest model's costs. Raises
+    ConfigError."""
+    parallel = [model.name for model in config.models if model.tp > 1]
+    if parallel:
+        raise ConfigError(f"--config: {parallel[0]} has a tp above 1; parity is for tp 1")
+    scheduler, engine = config.scheduler, config.engine
+    if scheduler.move_running:
+        raise ConfigError("--config: parity is for scheduler.migrate_running: finish")
+    return ClusterSetup(
+        devices=tuple(_device(device) for device in config.devices),
+        models=tuple(
+            _model(index, model, config, found, _cost(model.name, tables, config, cores))
+            for index, model in enumerate(config.models)
+        ),
+        policy=config.policy,
+        knobs=Knobs(own=own_knobs(config.policy, config.knobs)),
+        settings=scheduler.settings(),
+        limits=Limits(prefill_chunk_tokens=engine.prefill_chunk_tokens),
+        engine=EngineSettings(
+            max_running=engine.max_running,
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            mixed_chunk=engine.adapter in MIXED,
+        ),
+        activation=ActivationSettings(unload_s=found.unload_s),
+        interval_s=scheduler.interval_s,
+        rate_window_s=scheduler.rate_window_s,
+        warm=False,
+    )
+
+
+def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: float) -> Workload:
+    """The replayed requests, `lead_s` later, at the times when the client really sent them: its lag
+    is not the system's. Raises ConfigError for a model that `setup` lacks."""
+    number = {model.name: model.index for model in setup.models}
+    unknown = sorted({record.model for record in records} - number.keys())
+    if unknown:
+        raise ConfigError(
+            f"--results: {', '.join(unknown)} is not under models: of --config; are both of the"
+            " same cluster?"
+        )
+    return Workload(
+        models=tuple(model.name for model in setup.models),
+        arrival_s=array("d", accumulate((_sent_s(r) + lead_s for r in records), max)),
+        model=array("i", (number[record.model] for record in records)),
+        prompt_tokens=array("i", (record.input_tokens for record in records)),
+        output_tokens=array("i", (record.expected_tokens for record in records)),
+        slo_ttft_s=array("d", (_seconds(record.slo_ttft_ms) for record in records)),
+        slo_tpot_s=array("d", (_seconds(record.slo_tpot_ms) for record in records)),
+        slo_e2e_s=array("d", (_seconds(record.slo_e2e_ms) for record in records)),
+        priority=array("i", (record.priority for record in records)),
+    )
+
+
+def _sent_s(record: RequestRecord) -> float:
+    return record.arrival_s + max(0.0, record.send_lag_ms) / 1000
+
+
+def _device(device: DeviceConfig) -> DeviceSetup:
+    on_host = device.name.startswith("host:")
+    return DeviceSetup(
+        device.name,
+        "node0",
+        device.capacity_bytes,
+        device.page_bytes,
+        device.engines,
+        processor="host" if on_host else "",
+    )
+
+
+def _cost(
+    name: str, tables: Mapping[str, StepTable], config: ClusterConfig, cores: float
+) -> tuple[CostModel, float]:
+    """Of steps, and seconds of a request outside of steps."""
+    table = tables.get(name) or max(tables.values(), key=lambda t: t.dense_s[-1])
+    on_host = all(device.name.startswith("host:") for device in config.devices)
+    cost = HostCost(TableCost(table), cores) if on_host else TableCost(table)
+    return cost, table.request_s
+
+
+def _model(
+    index: int,
+    spec: ModelSpec,
+    config: ClusterConfig,
+    found: LiveMeasurements,
+    costs: tuple[CostModel, float],
+) -> ModelSetup:
+    cost, request_s = costs
+    chunk = config.engine.prefill_chunk_tokens
+    memory = found.served.get(spec.name) or _memory(spec, config)
+    weight_bytes = min(spec.weight_bytes, memory.static_bytes)
+    shape = KvShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2, BLOCK_TOKENS)
+    quantum_blocks = memory.quantum_tokens // BLOCK_TOKENS
+    return ModelSetup(
+        index=index,
+        name=spec.name,
+        tp=1,
+        weight_bytes=weight_bytes,
+        share_bytes=memory.static_bytes - weight_bytes,
+        token_bytes=spec.token_bytes,
+        kv_floor_bytes=memory.reserve_bytes,
+        block_tokens=BLOCK_TOKENS,
+        slo_ttft_s=spec.slo_ttft_s,
+        slo_tpot_s=spec.slo_tpot_s,
+        parts={1: DegreeSetup(cost, quantum_blocks, memory.quantum_bytes, shape)},
+        prefill_tokens_per_s=chunk / cost.prefill_s(chunk),
+        never_evict=spec.never_evict,
+        pinned_device=spec.pinned_device,
+        static_share=spec.static_share,
+        replicas_min=spec.replicas_min,
+        replicas_max=spec.replicas_max,
+        activation_s=found.activation_s.get(spec.name),
+        first_activation_s=found.first_activation_s.get(spec.name),
+        request_s=min(found.reach_s, request_s),
+        submit_s=max(0.0, request_s - found.reach_s),
+        speed_tokens_per_s=PRIOR_TOKENS_PER_S,
+    )
+
+
+def _memory(spec: ModelSpec, config: ClusterConfig) -> Served:
+    """Of a model whose engine was never up, as the start-up check estimates it."""
+    device = max(
+        (d for d in config.devices if spec.pinned_device in (None, d.name)),
+        key=lambda d: d.capacity_bytes,
+    )
+    need, layout = memory_need(spec, device, config.engine), layout_of(spec)
+    return Served(
+        time_s=0.0,
+        model=spec.name,
+        seconds=0.0,
+        static_bytes=need.weight_bytes + need.static_bytes,
+        reserve_bytes=need.kv_bytes,
+        quantum_bytes=layout.quantum_bytes(device.page_bytes),
+        quantum_tokens=layout.slab_tokens(device.page_bytes),
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def _evictions_s(records: Iterable[Dated]) -> list[float]:
+    started: dict[str, float] = {}
+    found: list[float] = []
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Started) and record.kind == "evict":
+            started[record.model] = dated.unix_s
+        elif isinstance(record, Ended) and record.kind == "evict" and record.model in started:
+            seconds = dated.unix_s - started.pop(record.model)
+            found += [] if record.problem else [seconds]
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _seconds(slo_ms: float | None) -> float:
+    return NO_SLO if slo_ms is None else slo_ms / 1000.0

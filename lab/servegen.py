@@ -1,0 +1,117 @@
+"""47 models with the traffic of ServeGen's production clients, on a few to many GPUs.
+
+python -m lab.servegen RATES [--gpus 8,16,24,32] [--seeds 11,23,31]
+    [--policies prism,one-place,muxserve++] [--minutes 20] [--out FOLDER]
+
+RATES is `servegen_client_rates.csv.xz`, beside its lengths. A seed draws an hour, 47 of the clients
+that send 4 to 7,200 requests in it, and which of them asks which model: 14 of 1B, 12 of 3B, 13 of
+8B, 4 of 14B, 2 of 32B (two GPUs each) and 2 of 70B (four). SLOs: the first token in 2 s, each other
+one in 100 ms. "one-place" is prism without copies. A row each: requests that met both SLOs, P99 of
+the time to the first token, activations. `--out` gets setups and traces, for `prism-sim run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import math
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars
+import yaml
+
+from prism_replay.formats.rows import ReadOptions
+from prism_replay.formats.servegen import WINDOW_S, read_servegen
+from prism_replay.trace import TraceRequest, write_trace
+from prism_sim import simulate
+
+SHAPES = (
+    *(("Llama-3.2-1B", 1),) * 14, *(("Llama-3.2-3B", 1),) * 12, *(("Llama-3.1-8B", 1),) * 13,
+    *(("Qwen3-14B", 1),) * 4, *(("Qwen3-32B", 2),) * 2, *(("Llama-3.1-70B", 4),) * 2,
+)  # fmt: skip
+DAY_S = 86_400.0
+REQUESTS_PER_HOUR = (4, 7_200)
+
+
+def drawn(rates: Path, seed: int, seconds: float, folder: Path) -> list[TraceRequest]:
+    """The requests of 47 clients in the first `seconds` of an hour, by models m00 to m46."""
+    rng = np.random.default_rng([seed, 9])
+    packed = rates.read_bytes()
+    day = polars.read_csv(lzma.decompress(packed) if rates.suffix == ".xz" else packed)
+    begin_s = float(np.min(day["t_s"].to_numpy()))
+    first_s = DAY_S * (1 + begin_s // DAY_S) + 3600.0 * int(rng.integers(0, 24))
+    name = polars.concat_str("model", polars.lit("-"), "client").alias("name")
+    hour = day.with_columns(name).filter(polars.col("t_s").is_between(first_s, first_s + 3599))
+    sent = hour.group_by("name").agg(requests=polars.col("rate_rps").sum() * WINDOW_S)
+    fit = sent.filter(polars.col("requests").is_between(*REQUESTS_PER_HOUR))["name"].sort()
+    chosen = [fit[int(number)] for number in rng.permutation(len(fit))[: len(SHAPES)]]
+    part = folder / f"rates-{seed}.csv"
+    hour.filter(polars.col("name").is_in(chosen)).drop("name").write_csv(part)
+    for lengths in rates.parent.glob("servegen*lengths*"):
+        with suppress(FileExistsError):
+            (folder / lengths.name).symlink_to(lengths.absolute())
+    models = {client: f"m{number:02}" for number, client in enumerate(chosen)}
+    return [
+        msgspec.structs.replace(request, model=models[request.model])
+        for request in read_servegen(part, ReadOptions(seed=seed, seconds=seconds))
+    ]
+
+
+def setup(policy: str, gpus: int, trace: Path) -> dict[str, Any]:
+    copies = {"replicas": {"max": 1}} if policy == "one-place" else {}
+    models = [
+        {"name": f"m{number:02}", "shape": shape, "tp": tp, **copies}
+        for number, (shape, tp) in enumerate(SHAPES)
+    ]
+    return {
+        "gpus": {"type": "h100", "count": gpus, "nodes": max(1, gpus // 8)},
+        "models": models,
+        "slo": {"ttft": "2s", "tpot": "100ms"},
+        "trace": str(trace.absolute()),
+        "policy": "prism" if policy == "one-place" else policy,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="lab.servegen", description=__doc__.splitlines()[0])
+    parser.add_argument("rates", type=Path)
+    parser.add_argument("--gpus", default="8,16,24,32")
+    parser.add_argument("--seeds", default="11,23,31")
+    parser.add_argument("--policies", default="prism,one-place,muxserve++")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        out = asked.out or Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        print(
+            "| seed | GPUs | policy | both SLOs % | P99 TTFT s | activations |\n" + "|---" * 6 + "|"
+        )
+        for seed in map(int, asked.seeds.split(",")):
+            trace = out / f"seed-{seed}.jsonl"
+            write_trace(trace, drawn(asked.rates, seed, asked.minutes * 60, out))
+            for gpus in map(int, asked.gpus.split(",")):
+                for policy in asked.policies.split(","):
+                    print(
+                        f"| {seed} | {gpus} | {policy} | {row(out, policy, gpus, trace)} |",
+                        flush=True,
+                    )
+
+
+def row(out: Path, policy: str, gpus: int, trace: Path) -> str:
+    file = out / f"{trace.stem}-{gpus}-{policy}.yaml"
+    file.write_text(yaml.safe_dump(setup(policy, gpus, trace), sort_keys=False))
+    made = simulate(file)
+    total = made.summary.total
+    activations = (made.decisions["kind"] == "activate").sum()
+    met = 100 * (total.attainment["1"].all or 0.0)
+    return f"{met:.2f} | {(total.ttft_ms.p99 or math.inf) / 1000:.1f} | {activations}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Options that commands on traces share, and their parsers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prism.errors import ConfigError, TraceError
+from prism_replay.formats.reader import FORMATS, read_format
+from prism_replay.lengths import EmpiricalLengths, Lengths, lengths_of
+from prism_replay.trace import TOKENS_MAX
+
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="JSON lines, or --format's; .gz and .xz allowed.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same result.", min=0)]
+TimeScale = Annotated[float, typer.Option(help="Multiplies timestamps; 0.5 is twice as fast.")]
+RateScale = Annotated[float, typer.Option(help="Multiplies the number of requests.")]
+Limit = Annotated[int | None, typer.Option(help="Take only the first N requests.", min=1)]
+Format = Annotated[str, typer.Option("--format", help=", ".join(FORMATS))]
+SloOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slo",
+        help="TTFT/TPOT or TTFT/TPOT/E2E in ms, for all models or as MODEL=...; may be repeated.",
+    ),
+]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT=FILE", help="Draw lengths from this trace, such as sharegpt=sg.json."
+    ),
+]
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise ConfigError before minutes of work whose result could not be written to `path`."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written; name a file in a writable folder")
+
+
+def parse_models(text: str) -> dict[str, float | None]:
+    """`"a:0.5,b"` to {"a": 0.5, "b": None}. Raises ConfigError."""
+    shares: dict[str, float | None] = {}
+    for part in text.split(","):
+        name, separator, share = part.strip().partition(":")
+        if not name or name in shares:
+            raise ConfigError(f"--models {text!r}: {name!r} is empty or given twice")
+        try:
+            shares[name] = float(share) if separator else None
+        except ValueError as error:
+            raise ConfigError(f"--models {text!r}: {share!r} is not a number") from error
+    return shares
+
+
+def parse_names(option: str, text: str) -> list[str]:
+    """`"a,b"` to its names. Raises ConfigError."""
+    names = [part.strip() for part in text.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f"{option} {text!r}: a name is empty or given twice")
+    return names
+
+
+def parse_token_counts(inputs: str, outputs: str) -> Lengths:
+    """`"40:1024"` is median and maximum. Raises ConfigError."""
+    try:
+        (input_median, input_max), (output_median, output_max) = (
+            (float(part) for part in text.split(":")) for text in (inputs, outputs)
+        )
+    except ValueError as error:
+        raise ConfigError(f"token counts {inputs!r}, {outputs!r}: write MEDIAN:MAX") from error
+    if not all(1 <= n <= TOKENS_MAX for n in (input_median, input_max, output_median, output_max)):
+        raise ConfigError(f"token counts {inputs!r}, {outputs!r}: must be from 1 to {TOKENS_MAX}")
+    return Lengths(
+        input_median=input_median,
+        input_max=int(input_max),
+        output_median=output_median,
+        output_max=int(output_max),
+    )
+
+
+def parse_lengths(text: str, option: str = "--lengths", folder: Path = Path()) -> EmpiricalLengths:
+    """`"sharegpt=sg.json"` to the pairs of that trace, relative to `folder`. Raises ConfigError,
+    TraceError that name the option."""
+    name, separator, path = text.partition("=")
+    if not separator or not path:
+        raise ConfigError(f"{option} {text!r}: write FORMAT=FILE, such as sharegpt=sg.json")
+    try:
+        return lengths_of(read_format(folder / path, name))
+    except TraceError as error:
+        raise TraceError(f"{option} {text!r}: {error}") from error

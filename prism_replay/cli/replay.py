@@ -1,0 +1,134 @@
+"""`prism-replay`: generate, describe, convert and replay multi-model traces."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from prism.cli.ends import new_app
+from prism.cli.ends import run as run_command
+from prism.errors import ConfigError
+from prism_replay.cli import options as opts
+from prism_replay.cli import trace as trace_cli
+from prism_replay.live.prompts import parse_token_range
+from prism_replay.results import ReplayResults, RunConfig, read_results, write_results
+from prism_replay.trace import TraceRequest, read_trace
+
+app = new_app(
+    "Replay multi-model traces against a live server and report SLO attainment.", "prism-replay"
+)
+INTERRUPTED = 130
+
+
+@app.command(
+    epilog="Example: prism-replay run traces/demo.jsonl --url http://127.0.0.1:8000 "
+    "--slo-scale 0.5,1,2 --out results/demo.json --html results/demo.html"
+)
+def run(
+    trace: opts.TraceFile,
+    *,
+    url: Annotated[str, typer.Option(help="Server with OpenAI's routes.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    rate_scale: opts.RateScale = 1.0,
+    time_scale: opts.TimeScale = 1.0,
+    slo_scale: Annotated[str, typer.Option(help="Scales to judge SLOs at: 0.5,1,2")] = "1",
+    seed: opts.Seed = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds for one answer.", min=0.001)] = 600.0,
+    limit: opts.Limit = None,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.", min=1)] = 512,
+    token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Results as JSON.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", "--report", help="One-page report.")
+    ] = None,
+    strict: Annotated[bool, typer.Option(help="Exit 1 when any request failed.")] = False,
+) -> None:
+    """Send the trace's requests at their times and measure TTFT, TPOT and end to end.
+
+    Arrivals never wait for answers (open loop). Ctrl-C ends early with partial results.
+    """
+    requests = trace_cli.scaled(read_trace(trace), rate_scale, time_scale, limit, seed)
+    config = RunConfig(
+        trace=trace.name,
+        url=url.rstrip("/"),
+        requests=len(requests),
+        rate_scale=rate_scale,
+        time_scale=time_scale,
+        slo_scales=parse_scales(slo_scale, "--slo-scale"),
+        seed=seed,
+        timeout_s=timeout,
+        block_tokens=block_tokens,
+        token_ids=parse_token_range(token_ids),
+    )
+    for path in (out, html):
+        opts.check_writable(path)
+    results = _replay(requests, config)
+    _write(results, out, html)
+    if results.config.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if strict and results.summary.total.errors:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: prism-replay report results/demo.json --out report.html")
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="JSON of a replay.")],
+    out: opts.Out = Path("report.html"),
+) -> None:
+    """Write the HTML report of an earlier replay."""
+    from prism_replay.report.page import write_report
+
+    opts.check_writable(out)
+    write_report(read_results(results), out)
+    Console().print(f"report: {out}")
+
+
+app.add_typer(trace_cli.commands("prism-replay"))
+
+
+def parse_scales(text: str, option: str) -> tuple[float, ...]:
+    """`"0.5,1,2"` to numbers. Raises ConfigError that names the option."""
+    try:
+        scales = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write numbers such as 0.5,1,2") from error
+    if not all(0 < scale < float("inf") for scale in scales):
+        raise ConfigError(f"{option} {text!r}: every scale must be above 0 and finite")
+    return scales
+
+
+def main() -> None:
+    """The console script: wrong input is one line on stderr and exit code 2."""
+    run_command(app, "prism-replay")
+
+
+def _replay(requests: list[TraceRequest], config: RunConfig) -> ReplayResults:
+    from prism_replay.live.runner import run_replay
+    from prism_replay.report.console import LiveProgress, print_results
+
+    console = Console()
+    with LiveProgress(console, len(requests), config.main_scale) as progress:
+        results = asyncio.run(run_replay(requests, config, progress))
+    print_results(console, results)
+    return results
+
+
+def _write(results: ReplayResults, out: Path | None, html: Path | None) -> None:
+    console = Console()
+    if out:
+        write_results(out, results)
+        console.print(f"results: {out}")
+    if html:
+        from prism_replay.report.page import write_report
+
+        write_report(results, html)
+        console.print(f"report: {html}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Bursty groups of models: traces with the statistics of the four production traces of Prism §3.1.
+
+Models belong to groups that come and go together (an application, a time zone, a release). While
+its group is present, a model's requests come in bursts with pauses of more than 10 s between them.
+Popular models have more and larger bursts. `production.py` gives calmer traces with fewer pauses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from prism.errors import ConfigError
+from prism_replay.generators.base import (
+    Arrivals,
+    GeneratorConfig,
+    apportion,
+    check_one_each,
+    laid_along,
+    power_law_shares,
+)
+from prism_replay.lengths import Floats
+
+PAUSE_MIN_S = 10.5
+"""Between bursts; published idle intervals are those above 10 s."""
+
+
+@dataclass(frozen=True)
+class BurstyConfig(GeneratorConfig):
+    """`--kind bursty`. The last 60 % of the models give 25 % of the requests."""
+
+    groups: int = 6
+    """Runs of equally popular models that come and go together."""
+    present_head: float = 0.9
+    """Part of the time that the most popular group is present."""
+    present_tail: float = 0.1
+    """The same of the least popular group; linear between."""
+    present_s: float = 900.0
+    """Mean time for which a group stays."""
+    pause_head_s: float = 35.0
+    """Mean pause between bursts of the most popular model."""
+    pause_tail_s: float = 120.0
+    """The same of the least popular model; geometric between."""
+    pause_sigma: float = 0.7
+    """Of the pauses' log-normal."""
+    burst_shape: float = 0.5
+    """Of the Gamma that burst sizes are drawn from: small for a few large ones among many small."""
+    gap_s: float = 1.0
+    """Mean time between requests of a burst."""
+
+    POSITIVE: ClassVar[tuple[str, ...]] = (
+        "seconds",
+        "rate_rps",
+        "groups",
+        "present_s",
+        "burst_shape",
+        "gap_s",
+    )
+
+    def check(self) -> None:
+        super().check()
+        check_one_each(self)
+        if not all(0 < part <= 1 for part in (self.present_head, self.present_tail)):
+            raise ConfigError("present_head, present_tail: must be above 0 and at most 1")
+        if min(self.pause_head_s, self.pause_tail_s) <= PAUSE_MIN_S or self.pause_sigma < 0:
+            raise ConfigError(
+                f"pauses: means must be above {PAUSE_MIN_S:g} s, their sigma not below 0"
+            )
+
+    def arrivals(self) -> Iterator[Arrivals]:
+        models = len(self.models)
+        total = round(self.rate_rps * self.seconds)
+        counts = apportion(total, power_law_shares(models).tolist())
+        group_of = np.arange(models) * min(self.groups, models) // models
+        present = [presence(group, self) for group in range(int(group_of[-1]) + 1)]
+        for rank, count in enumerate(counts):
+            rng = np.random.default_rng([self.seed, 1, rank])
+            yield in_bursts(count, _along(rank, models), present[group_of[rank]], self, rng), rng
+
+
+def presence(group: int, config: BurstyConfig) -> Floats:
+    """[period, (start, end)] in seconds for which the group is present, at least one."""
+    rng = np.random.default_rng([config.seed, 0, group])
+    groups = min(config.groups, len(config.models))
+    share = np.interp(_along(group, groups), [0, 1], [config.present_head, config.present_tail])
+    absent_s = config.present_s * (1 - share) / share
+    clock_s = 0.0 if rng.random() < share else float(rng.exponential(absent_s))
+    periods: list[tuple[float, float]] = []
+    while clock_s < config.seconds:
+        end_s = clock_s + float(rng.exponential(config.present_s))
+        periods.append((clock_s, min(end_s, config.seconds)))
+        clock_s = end_s + float(rng.exponential(absent_s))
+    if not periods:
+        start_s = float(rng.uniform(0, config.seconds))
+        periods = [(start_s, min(start_s + config.present_s, config.seconds))]
+    return np.array(periods)
+
+
+def in_bursts(
+    count: int, along: float, present: Floats, config: BurstyConfig, rng: np.random.Generator
+) -> Floats:
+    """`count` sorted times (s): bursts laid along the periods of `present`."""
+    present_s = float((present[:, 1] - present[:, 0]).sum())
+    pause_s = config.pause_head_s * (config.pause_tail_s / config.pause_head_s) ** along
+    bursts = int(np.clip(round(present_s / pause_s), 1, count))
+    pauses_s = _pauses_s(bursts, pause_s, config.pause_sigma, rng)
+    starts_s = laid_along(np.cumsum(pauses_s)[:-1] * (present_s / pauses_s.sum()), present)
+    sizes = burst_sizes(count, bursts, config.burst_shape, rng)
+    offsets_s = [np.cumsum(rng.exponential(config.gap_s, size)) for size in sizes]
+    moments_s = np.concatenate([s + o for s, o in zip(starts_s, offsets_s, strict=True)])
+    return np.sort(np.minimum(moments_s, config.seconds))
+
+
+def burst_sizes(
+    count: int, bursts: int, shape: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Requests of each burst, at least 1, `count` together."""
+    weights = rng.gamma(shape, size=bursts) + 1e-9
+    return 1 + rng.multinomial(count - bursts, weights / weights.sum())
+
+
+def _pauses_s(bursts: int, mean_s: float, sigma: float, rng: np.random.Generator) -> Floats:
+    """One more than there are bursts, each above PAUSE_MIN_S."""
+    rest_s = mean_s - PAUSE_MIN_S
+    drawn = rng.lognormal(math.log(rest_s) - sigma**2 / 2, sigma, bursts + 1)
+    return np.asarray(PAUSE_MIN_S + drawn)
+
+
+def _along(rank: int, size: int) -> float:
+    """0 for the first of `size`, 1 for the last."""
+    return rank / (size - 1) if size > 1 else 0.0
+
+
+def numbered(models: int) -> tuple[str, ...]:
+    """model-0 and so on, the most popular first."""
+    return tuple(f"model-{rank}" for rank in range(models))
+
+
+def _preset(models: int, **settings: Any) -> BurstyConfig:
+    return BurstyConfig(numbered(models), **settings)
+
+
+_PRESETS = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
+PRESETS: dict[str, BurstyConfig] = {name: _preset(**each) for name, each in _PRESETS.items()}
+"""The traces of Prism's Table 2."""

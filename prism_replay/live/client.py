@@ -1,0 +1,270 @@
+"""The client of one server with OpenAI's routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from prism.errors import ConfigError
+from prism.messages.cluster import ClusterStatus
+from prism_replay.results import RequestRecord
+from prism_replay.trace import TraceRequest
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: str | int | None = None
+    type: str | None = None
+
+
+class StreamChoice(msgspec.Struct, frozen=True):
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def carries_token(self) -> bool:
+        """Without ids, an empty text may still be a token: half a character."""
+        if self.token_ids is not None:
+            return bool(self.token_ids)
+        return bool(self.text) or self.finish_reason is None
+
+
+class StreamUsage(msgspec.Struct, frozen=True):
+    completion_tokens: int = 0
+
+
+class StreamEvent(msgspec.Struct, frozen=True):
+    """One `data:` line of a streamed completion, or an error response's body."""
+
+    id: str | None = None
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
+    error: ErrorBody | None = None
+
+
+@dataclass
+class Stream:
+    """What has arrived of one answer. Times are those of time.monotonic()."""
+
+    first_s: float | None = None
+    last_s: float | None = None
+    events: int = 0
+    ids: int = 0
+    usage_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    message: str = ""
+    response_id: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens received: by their ids, else the server's count, else one per event."""
+        return self.ids or self.usage_tokens or self.events
+
+    @property
+    def tpot_ms(self) -> float | None:
+        if self.first_s is None or self.last_s is None or self.tokens < 2:
+            return None
+        return _ms((self.last_s - self.first_s) / (self.tokens - 1))
+
+    def take(self, event: StreamEvent, now_s: float) -> None:
+        self.response_id = self.response_id or event.id
+        if event.error:
+            self.fail(error_code(event.error, "server_error"), event.error.message)
+        if event.usage:
+            self.usage_tokens = event.usage.completion_tokens
+        for choice in event.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            if choice.carries_token:
+                self.first_s = self.first_s if self.first_s is not None else now_s
+                self.last_s = now_s
+                self.events += 1
+                self.ids += len(choice.token_ids or ())
+
+    def fail(self, code: str, message: str) -> None:
+        self.error, self.message = self.error or code, self.message or message
+
+    def check_complete(self, expected_tokens: int) -> None:
+        """An answer that ended early without an error becomes one."""
+        if self.error is None and self.finish_reason is None:
+            self.fail("truncated", "the stream ended without a finish reason")
+        if self.finish_reason == "length" and self.tokens < expected_tokens:
+            self.fail("short", f"{self.tokens} of {expected_tokens} tokens")
+
+
+@dataclass
+class Sender:
+    """Sends completions, any number at a time. Lives on one event loop."""
+
+    http: httpx.AsyncClient
+    timeout_s: float
+    start_s: float = field(default_factory=time.monotonic)
+    """The replay's zero on time.monotonic()."""
+
+    async def send(
+        self, index: int, request: TraceRequest, prompt: str | list[int]
+    ) -> RequestRecord:
+        """Send one request and read its answer to the end. A failed request gives a record with its
+        error; a cancelled task gives the error "interrupted"."""
+        sent_s, stream = time.monotonic(), Stream()
+        await self.answer(request, prompt, stream)
+        return self._record(index, request, sent_s, stream)
+
+    async def answer(self, request: TraceRequest, prompt: str | list[int], stream: Stream) -> None:
+        """Send one request; `stream` takes its answer or its error."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._read(completion_body(request, prompt), stream)
+            stream.check_complete(request.output_length)
+        except TimeoutError:
+            stream.fail("timeout", f"no complete answer in {self.timeout_s:g} s")
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            stream.fail("connection", f"{type(error).__name__}: {error}")
+        except msgspec.DecodeError as error:
+            stream.fail("bad_answer", f"not OpenAI's stream format: {error}")
+        except asyncio.CancelledError:
+            stream.fail("interrupted", "the replay was interrupted")
+
+    async def _read(self, body: bytes, stream: Stream) -> None:
+        headers = {"content-type": "application/json"}
+        async with self.http.stream(
+            "POST", "/v1/completions", content=body, headers=headers
+        ) as answer:
+            if answer.status_code != 200:
+                error = decode_error(await answer.aread())
+                stream.fail(error_code(error, f"http_{answer.status_code}"), error.message)
+                return
+            async for line in lines_of(answer.aiter_bytes()):
+                if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                    event = msgspec.json.decode(line[5:], type=StreamEvent)
+                    stream.take(event, time.monotonic())
+
+    def _record(
+        self, index: int, request: TraceRequest, sent_s: float, stream: Stream
+    ) -> RequestRecord:
+        due_s = self.start_s + request.arrival_s
+        first_s, last_s = stream.first_s, stream.last_s
+        return RequestRecord(
+            index=index,
+            model=request.model,
+            arrival_s=request.arrival_s,
+            send_lag_ms=_ms(sent_s - due_s),
+            input_tokens=request.input_length,
+            expected_tokens=request.output_length,
+            output_tokens=stream.tokens,
+            ttft_ms=None if first_s is None else _ms(first_s - due_s),
+            tpot_ms=stream.tpot_ms,
+            e2e_ms=None if last_s is None else _ms(last_s - due_s),
+            slo_ttft_ms=request.slo_ttft_ms,
+            slo_tpot_ms=request.slo_tpot_ms,
+            slo_e2e_ms=request.slo_e2e_ms,
+            priority=request.priority,
+            error=stream.error,
+            message=stream.message,
+            response_id=stream.response_id,
+        )
+
+
+async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The lines of a stream of events. httpx would also split at Unicode's line separators, which
+    JSON permits in texts."""
+    rest = b""
+    async for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line
+    yield rest
+
+
+def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
+    """A greedy request for exactly `output_length` tokens, if the server knows `ignore_eos`.
+
+    It carries the trace's SLOs and priority, so that a server that schedules by deadline (Prism
+    §6.3) works towards the SLOs that the replay judges by.
+    """
+    body: dict[str, Any] = {
+        "model": request.model,
+        "prompt": prompt,
+        "max_tokens": request.output_length,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
+    wanted = slos | {"priority": request.priority or None}
+    return msgspec.json.encode(body | {key: v for key, v in wanted.items() if v is not None})
+
+
+def decode_error(body: bytes) -> ErrorBody:
+    """OpenAI's error object, or one with the body's text."""
+    try:
+        found = msgspec.json.decode(body, type=StreamEvent).error
+    except msgspec.DecodeError:
+        found = None
+    return found or ErrorBody(message=body[:200].decode(errors="replace"))
+
+
+def error_code(error: ErrorBody, default: str) -> str:
+    return str(error.code or error.type or default)
+
+
+def connect(url: str) -> httpx.AsyncClient:
+    """A client for any number of streams at a time; the caller closes it."""
+    return httpx.AsyncClient(
+        base_url=url,
+        timeout=httpx.Timeout(None, connect=10.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        trust_env=False,
+    )
+
+
+async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
+    """The models that the server offers. Raises ConfigError with the remedy."""
+    where = f"--url {http.base_url}"
+    try:
+        answer = await http.get("/v1/models", timeout=10.0)
+        answer.raise_for_status()
+        cards = msgspec.json.decode(answer.content, type=ModelList).data
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(
+            f"{where}: no server answers ({reason}); start one with `prism-serve`"
+        ) from error
+    except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{where}: the answer to GET /v1/models is not OpenAI's: {error}"
+        ) from error
+    return {card.id: card for card in cards}
+
+
+async def cluster_status(http: httpx.AsyncClient) -> ClusterStatus | None:
+    """The server's counters; None if it has none (not Prism, or not ready)."""
+    try:
+        answer = await http.get("/status", timeout=5.0)
+        if answer.status_code != 200:
+            return None
+        return msgspec.json.decode(answer.content, type=ClusterStatus)
+    except (httpx.TransportError, msgspec.DecodeError):
+        return None
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,225 @@
+"""The figures of a replay's report; each is a function of the results, None without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from prism_replay.lengths import Floats
+from prism_replay.report import theme
+from prism_replay.results import LABELS, Attainment, ReplayResults, RequestRecord, scale_key
+
+OTHERS = "other models"
+MIB = 1 << 20
+MAP_BIN_S = 10.0
+
+
+def all_plots(results: ReplayResults) -> dict[str, str]:
+    """Name -> SVG of every figure that has data, in the report's order."""
+    return theme.draw(
+        {
+            "attainment": partial(attainment_per_model, results),
+            "scales": partial(attainment_per_scale, results),
+            "ttft": partial(latency_cdf, results, "ttft", "Time to first token (dotted: SLO)"),
+            "tpot": partial(latency_cdf, results, "tpot", "Time per output token (dotted: SLO)"),
+            "arrivals": partial(arrivals, results),
+            "memory": partial(memory, results),
+            "maps": partial(map_rate, results),
+        },
+        last_wide=True,
+    )
+
+
+def attainment_per_model(results: ReplayResults) -> Any:
+    """Bars per model and in total at the SLO scale nearest to 1."""
+    scale = results.config.main_scale
+    groups = {"total": results.summary.total, **results.summary.models}
+    found = {name: group.attainment[scale_key(scale)] for name, group in groups.items()}
+    if all(attainment.all is None for attainment in found.values()):
+        return None
+    size = (theme.HALF[0], max(theme.HALF[1], 0.8 + 0.62 * len(found)))
+    title = f"SLO attainment per model, SLO scale {scale:g}"
+    figure, axes = theme.new_axes(title, "requests within their SLO (%)", "", size)
+    rows: Floats = np.arange(len(found), dtype=np.float64)[::-1]
+    for number, metric in enumerate(LABELS):
+        offsets = rows + 0.3 - 0.2 * number
+        _draw_bars(axes, offsets, [_percent(a, metric) for a in found.values()], metric)
+    axes.set_yticks(rows, list(found))
+    axes.set_xlim(0, 106)
+    axes.set_xticks(range(0, 101, 20))
+    axes.grid(visible=False, axis="y")
+    theme.legend_below(figure, 4)
+    return figure
+
+
+def attainment_per_scale(results: ReplayResults) -> Any:
+    """Lines of total attainment over the SLO scales; None with a single scale."""
+    scales = sorted(results.config.slo_scales)
+    found = [results.summary.total.attainment[scale_key(scale)] for scale in scales]
+    if len(scales) < 2 or all(attainment.all is None for attainment in found):
+        return None
+    xlabel, ylabel = "SLO scale (x the trace's SLOs)", "requests within their SLO (%)"
+    figure, axes = theme.new_axes("SLO attainment over SLO scale", xlabel, ylabel, theme.HALF)
+    for metric, label in LABELS.items():
+        values = [_percent(attainment, metric) for attainment in found]
+        style = {"linewidth": 2.4} if metric == "all" else {}
+        axes.plot(scales, values, marker="o", color=theme.MARKERS[metric], label=label, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(scales, [f"{scale:g}" for scale in scales])
+    axes.minorticks_off()
+    axes.set_ylim(0, 103)
+    axes.legend(loc="lower right")
+    return figure
+
+
+def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
+    """One step curve per model over a logarithmic axis of milliseconds, its SLO dotted."""
+    groups = _by_series(results)
+    series = {name: _latencies_ms(records, metric) for name, records in groups.items()}
+    series = {name: values for name, values in series.items() if len(values)}
+    if not series:
+        return None
+    figure, axes = theme.new_axes(
+        title, f"{LABELS[metric]} (ms, log)", "requests at or below (%)", theme.HALF
+    )
+    for name, values in series.items():
+        theme.draw_cdf(axes, values, _color(results, name), name)
+    slos_ms = {name: slo for name in series if (slo := _common_slo_ms(groups[name], metric))}
+    for name, slo_ms in slos_ms.items():
+        axes.axvline(slo_ms, color=_color(results, name), linestyle=":", linewidth=1.2)
+    shown = [*np.concatenate(list(series.values())), *slos_ms.values()]
+    axes.set_xlim(min(shown) / 1.3, max(shown) * 1.3)
+    theme.log_x(axes)
+    axes.set_ylim(0, 101)
+    theme.legend_below(figure, min(len(series), 4))
+    return figure
+
+
+def _latencies_ms(records: Sequence[RequestRecord], metric: str) -> Floats:
+    """Sorted, of finished requests; at least 10 us, since a log axis has no zero."""
+    found = [record.value_ms(metric) for record in records if record.ok]
+    values: Floats = np.sort([value for value in found if value is not None])
+    return np.maximum(values, 0.01)
+
+
+def _common_slo_ms(records: Sequence[RequestRecord], metric: str) -> float | None:
+    """The SLO that all of `records` share; None where they differ."""
+    slos_ms = {record.slo_ms(metric) for record in records}
+    return slos_ms.pop() if len(slos_ms) == 1 else None
+
+
+def arrivals(results: ReplayResults) -> Any:
+    """Stacked bars of requests sent per time bin."""
+    groups = _by_series(results)
+    if not groups:
+        return None
+    bin_s = _bin_s(results.summary.duration_s)
+    edges_s = np.arange(0, results.summary.duration_s + bin_s, bin_s)
+    title, ylabel = "Arrivals per model", f"requests per {bin_s:g} s"
+    figure, axes = theme.new_axes(title, "time since start (s)", ylabel, theme.HALF)
+    below = np.zeros(len(edges_s) - 1)
+    for name, records in groups.items():
+        counts = np.histogram([r.arrival_s for r in records], bins=edges_s)[0].astype(float)
+        axes.bar(
+            edges_s[:-1],
+            counts,
+            bottom=below,
+            width=bin_s * 0.9,
+            align="edge",
+            color=_color(results, name),
+            label=name,
+        )
+        below += counts
+    axes.grid(visible=False, axis="x")
+    theme.legend_below(figure, min(len(groups), 4))
+    return figure
+
+
+def memory(results: ReplayResults) -> Any:
+    """Stacked areas of mapped KV memory per model, from the server's status each second."""
+    samples = results.samples
+    if len(samples) < 2:
+        return None
+    title, ylabel = "KV cache memory per model", "mapped KV memory (MiB)"
+    figure, axes = theme.new_axes(title, "time since start (s)", ylabel, theme.HALF)
+    totals: dict[str, Floats] = {}
+    for model, name in _series(results).items():
+        mib = np.array([sample.kv_bytes.get(model, 0) / MIB for sample in samples])
+        if mib.any():
+            totals[name] = totals.get(name, 0) + mib
+    if totals:
+        colors = [_color(results, name) for name in totals]
+        times_s = [sample.t_s for sample in samples]
+        labels = list(totals)
+        axes.stackplot(times_s, list(totals.values()), labels=labels, colors=colors, alpha=0.85)
+        theme.legend_below(figure, min(len(totals), 4))
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def map_rate(results: ReplayResults) -> Any:
+    """Pages mapped and unmapped per minute, over bins of 10 s."""
+    if len(results.samples) < 2:
+        return None
+    edges_s = np.arange(0, results.samples[-1].t_s + MAP_BIN_S, MAP_BIN_S)
+    times_s = [sample.t_s for sample in results.samples]
+    title = "Page maps and unmaps"
+    figure, axes = theme.new_axes(
+        title, "time since start (s)", "operations per minute", theme.HALF
+    )
+    for name, color in (("maps", theme.series_color(0)), ("unmaps", theme.series_color(1))):
+        totals = [getattr(sample.counters, name) for sample in results.samples]
+        rates = np.diff(np.interp(edges_s, times_s, totals)) * 60 / MAP_BIN_S
+        axes.stairs(rates, edges_s, color=color, label=name, linewidth=1.6)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    return figure
+
+
+def _draw_bars(axes: Any, offsets: Floats, values: Sequence[float], metric: str) -> None:
+    axes.barh(offsets, values, height=0.18, color=theme.MARKERS[metric], label=LABELS[metric])
+    for offset, value in zip(offsets, values, strict=True):
+        if not np.isnan(value):
+            axes.annotate(
+                f"{value:.0f}",
+                (value, offset),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center_baseline",
+                fontsize=7,
+            )
+
+
+def _percent(attainment: Attainment, metric: str) -> float:
+    value = getattr(attainment, metric)
+    return float("nan") if value is None else float(value) * 100
+
+
+def _series(results: ReplayResults) -> dict[str, str]:
+    """Model -> its series: its own, or OTHERS where there are more models than colours. First the
+    trace's models by requests, then those that only the server knows."""
+    extra = {name for sample in results.samples for name in sample.kv_bytes}
+    models = [*results.summary.models, *sorted(extra - set(results.summary.models))]
+    own = theme.SERIES_MAX if len(models) <= theme.SERIES_MAX else theme.SERIES_MAX - 1
+    return {name: name if rank < own else OTHERS for rank, name in enumerate(models)}
+
+
+def _color(results: ReplayResults, series: str) -> str:
+    return theme.series_color(list(dict.fromkeys(_series(results).values())).index(series))
+
+
+def _by_series(results: ReplayResults) -> dict[str, list[RequestRecord]]:
+    series = _series(results)
+    groups: dict[str, list[RequestRecord]] = {}
+    for name in results.summary.models:
+        chosen = [record for record in results.records if record.model == name]
+        groups.setdefault(series[name], []).extend(chosen)
+    return groups
+
+
+def _bin_s(duration_s: float) -> float:
+    """A round bin of which 30 to 75 fill the run, 1 s at least."""
+    return next((b for b in (1, 2, 5, 10, 15, 30, 60, 120, 300) if duration_s / b <= 75), 600)

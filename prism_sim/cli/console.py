@@ -1,0 +1,87 @@
+"""What the terminal shows of simulations."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from prism_replay.report.console import attainment_table, latency_table, new_table
+from prism_replay.report.page import percent
+from prism_replay.results import ReplayResults
+from prism_sim.output.results import SimResults
+
+MODELS_SHOWN = 12
+
+
+class Bar:
+    """A progress bar on a terminal, nothing elsewhere. Call it with (done, total)."""
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._bar = Progress(
+            TextColumn(what),
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def print_run(console: Console, found: SimResults, replay: ReplayResults, since_s: float) -> None:
+    """Tables of one run. since_s: `time.perf_counter()` at its start."""
+    if len(found.summary.models) <= MODELS_SHOWN:
+        console.print(attainment_table(replay))
+        console.print(latency_table(replay))
+    console.print(overview(found))
+    wall_s = time.perf_counter() - since_s
+    total = found.summary.total
+    if found.prefix_hits:
+        console.print(f"{percent(found.prefix_hits['total'])} of prompt tokens were cached")
+    for code, count in total.errors.items():
+        console.print(f"{count} requests ended with {code!r}")
+    console.print(
+        f"{total.requests} requests, {found.summary.duration_s:.0f} s simulated in {wall_s:.1f} s,"
+        f" {found.events} events"
+    )
+
+
+def overview(*runs: SimResults) -> Table:
+    """Attainment over all requests: a row for each SLO scale, and each policy if there are
+    several."""
+    policies = [found.config.policy for found in runs]
+    title = f"{', '.join(policies)} on {len(runs[0].gpus)} x {runs[0].config.gpus.type}"
+    heads = ("SLO x", "TTFT", "TPOT", "E2E", "all", "P99 TTFT", "GPU busy", "activations")
+    table = new_table(title, *(("policy",) if len(runs) > 1 else ()), *heads)
+    for found in runs:
+        _add_rows(table, found, (found.config.policy,) if len(runs) > 1 else ())
+    return table
+
+
+def _add_rows(table: Table, found: SimResults, first: tuple[str, ...]) -> None:
+    total = found.summary.total
+    busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
+    p99_ms = total.ttft_ms.p99
+    for scale, part in total.attainment.items():
+        table.add_row(
+            *first,
+            scale,
+            *(percent(value) for value in (part.ttft, part.tpot, part.e2e, part.all)),
+            "-" if p99_ms is None else f"{p99_ms:.0f} ms",
+            percent(busy),
+            str(found.counts.get("active", 0)),
+        )

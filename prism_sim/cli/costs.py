@@ -1,0 +1,119 @@
+"""`prism-sim calibrate`: show the shipped step costs, and measure those of a live engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prism.cli.ends import MOVED, moved
+from prism.config.units import format_size
+from prism.errors import ConfigError
+from prism_replay.cli.options import check_writable
+from prism_sim.costs.catalog import HOST_S, cost_model, cost_table, model_shape
+from prism_sim.costs.fit import MeasuredStep
+from prism_sim.costs.gpus import gpu_spec
+
+app = typer.Typer(
+    name="calibrate",
+    help="Show the costs of steps, or measure those of a live engine.",
+    no_args_is_help=True,
+)
+
+PROMPTS = (128, 512, 2048, 8192)
+BATCHES = (1, 8, 32, 128)
+CONTEXT_TOKENS = 1000
+
+
+@app.command(epilog="Example: prism-sim calibrate show --gpu h100 --model Llama-3.1-8B --tp 2")
+def show(
+    *,
+    gpu: Annotated[str, typer.Option(help="GPU type.")],
+    model: Annotated[str, typer.Option(help="Model, by its public name.")],
+    tp: Annotated[int, typer.Option(help="GPUs per model.", min=1)] = 1,
+    host_ms: Annotated[float, typer.Option(help="Host time per step.", min=0)] = HOST_S * 1000,
+) -> None:
+    """Print prefill and decode times of a model on a GPU, and their source."""
+    cost = cost_model(gpu, model, tp, host_ms / 1000)
+    shape, spec = model_shape(model), gpu_spec(gpu)
+    console = Console()
+    console.print(
+        f"{shape.name} on {tp} x {spec.name}: weights {format_size(shape.weight_bytes(tp))} of"
+        f" {format_size(spec.memory_bytes)} per GPU, KV {format_size(shape.kv_token_bytes(tp))} a"
+        f" token; costs from {cost_table(gpu, model, tp).source}",
+        soft_wrap=True,
+    )
+    table = Table("prompt", "prefill (ms)", "batch", f"decode at {CONTEXT_TOKENS} each (ms)")
+    for prompt, batch in zip(PROMPTS, BATCHES, strict=True):
+        prefill_s, decode_s = cost.prefill_s(prompt), cost.decode_s(batch, batch * CONTEXT_TOKENS)
+        table.add_row(str(prompt), f"{prefill_s * 1e3:.2f}", str(batch), f"{decode_s * 1e3:.2f}")
+    console.print(table)
+
+
+app.command("validate", **MOVED)(moved("prism-sim calibrate validate", "lab.calibration.validate"))
+
+
+@app.command(
+    epilog="Example: prism-sim calibrate engine --url http://127.0.0.1:8000 --model smollm2-135m "
+    "--gpu host --prompts 32,64,128,256,512 --batches 1,2,4,8 --out costs.json"
+)
+def engine(
+    *,
+    url: Annotated[str, typer.Option(help="Server with OpenAI's routes.")],
+    model: Annotated[str, typer.Option(help="Model to measure.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File of tables to write or add to.")],
+    gpu: Annotated[str, typer.Option(help="Name of the GPU type in the table.")] = "host",
+    tp: Annotated[int, typer.Option(help="GPUs that serve the model.", min=1)] = 1,
+    prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "32,64,128,256,512,1024,2048",
+    batches: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,2,4,8,16",
+    output_tokens: Annotated[int, typer.Option(help="Tokens of a decode.", min=4)] = 32,
+    repeats: Annotated[int, typer.Option(help="Times to measure each point.", min=1)] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
+) -> None:
+    """Measure an idle live engine, on a GPU or a CPU, and write its table.
+
+    Simulations read it by `cost_files`. The fit's error at every point is printed.
+    """
+    from prism_replay.live.prompts import PromptSource, parse_token_range
+    from prism_sim.costs.calibrate import CalibrationPlan, calibrate, save
+
+    check_writable(out)
+    plan = CalibrationPlan(
+        model=model,
+        prompts=parse_counts("--prompts", prompts),
+        batches=parse_counts("--batches", batches),
+        output_tokens=output_tokens,
+        repeats=repeats,
+        source=PromptSource(seed, *parse_token_range(token_ids)),
+    )
+    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp, _tell)
+    save(out, fitted.table)
+    table = Table("step", "tokens", "context", "measured (ms)", "error of the fit")
+    for step, error in zip(steps, fitted.errors, strict=True):
+        kind, time_ms = "prompt" if step.prompt else "decode", f"{step.seconds * 1e3:.2f}"
+        table.add_row(kind, str(step.tokens), str(step.context_tokens), time_ms, f"{error:+.1%}")
+    Console().print(table)
+    Console().print(f"{out}: {fitted.table.name}, {fitted.table.source}", soft_wrap=True)
+
+
+def _tell(step: MeasuredStep) -> None:
+    """What is measured, on stderr, as it comes: it takes minutes on a CPU."""
+    kind = "prompt of" if step.prompt else "decode of"
+    context = "" if step.prompt else f" at {step.context_tokens} tokens of context"
+    text = f"{kind} {step.tokens}{context}: {step.seconds * 1e3:.2f} ms"
+    Console(stderr=True).print(text, highlight=False)
+
+
+def parse_counts(option: str, text: str) -> tuple[int, ...]:
+    """`"32,64"` to (32, 64), rising. Raises ConfigError."""
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers such as 32,64,128") from error
+    if counts[0] < 1:
+        raise ConfigError(f"{option} {text!r}: numbers must be above 0")
+    return counts

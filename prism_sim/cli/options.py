@@ -1,0 +1,102 @@
+"""Options that the commands share, and how they are read."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import prism_sim
+from prism.config.reader import parse
+from prism.errors import ConfigError
+from prism.policies import registry
+
+EXAMPLES = Path(prism_sim.__file__).parent / "examples"
+EXAMPLE = EXAMPLES / "eight-models.yaml"
+
+Config = Annotated[
+    Path, typer.Argument(metavar="[CONFIG]", help="YAML; without one, the bundled example.")
+]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results.")]
+NAMES = ", ".join(registry.names())
+PolicyOption = Annotated[
+    str | None, typer.Option(help=f"Policy, instead of the file's. Installed: {NAMES}.")
+]
+PoliciesOption = Annotated[
+    str | None, typer.Option(help="Several policies, one after the other: prism,static; or all.")
+]
+GpusOption = Annotated[
+    int | None, typer.Option(help="Number of GPUs, instead of the file's gpus.count.")
+]
+RateScale = Annotated[float | None, typer.Option(help="Multiplies the number of requests.")]
+SloScale = Annotated[float | None, typer.Option(help="Multiplies every SLO.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the trace. The same seed gives the same results.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Any key of the YAML: --set engine.mixed_chunk=true. May be repeated."
+    ),
+]
+
+
+def named(**options: Any) -> dict[str, Any]:
+    """Options that were given, by the keys of the YAML."""
+    keys = {"gpus": "gpus.count"}
+    return {keys.get(k, k): value for k, value in options.items() if value is not None}
+
+
+def parse_sets(texts: list[str]) -> dict[str, Any]:
+    """`["engine.max_running=8"]` to {"engine.max_running": 8}. Raises ConfigError."""
+    found = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as engine.max_running=64")
+        found[key] = parse_value(value, f"--set {text!r}")
+    return found
+
+
+def parse_value(text: str, where: str) -> Any:
+    """What YAML says. Raises ConfigError that begins with `where`."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def policy_names(text: str) -> list[str]:
+    """`"prism,static"`, or "all" that can be had. Raises ConfigError for one that there is not."""
+    if text == "all":
+        return [name for name in registry.names() if problem_of(name) is None]
+    for name in text.split(","):
+        registry.get(name)
+    return text.split(",")
+
+
+def problem_of(policy: str) -> str | None:
+    """Why it cannot be had."""
+    try:
+        registry.get(policy)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def warn_of_policies() -> None:
+    """On stderr: packages whose policies are left out because of their names."""
+    for line in registry.refused():
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def make_folder(path: Path | None) -> None:
+    """Before minutes of work: raise ConfigError if nothing can be written there."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from error

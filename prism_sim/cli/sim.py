@@ -1,0 +1,145 @@
+"""`prism-sim`: what SLO attainment do these models get on these GPUs, and how many are needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from prism.cli.ends import MOVED, moved, new_app
+from prism.cli.ends import run as run_command
+from prism.errors import ConfigError
+from prism.policies import added, registry
+from prism_replay.cli import trace as trace_cli
+from prism_replay.cli.replay import parse_scales
+from prism_sim.api import run_scenario
+from prism_sim.cli import costs as calibrate_cli
+from prism_sim.cli import options as opts
+from prism_sim.cli.console import Bar, overview, print_run
+from prism_sim.cli.sweep import plan, sweep
+from prism_sim.output.results import SimResults
+from prism_sim.output.tables import has_polars
+from prism_sim.scenario.scenario import check, load, read_config
+
+app = new_app(
+    "Simulate many models on shared GPUs, under prism-serve's own schedulers or other systems'"
+    " (prism-sim policies). Start with: prism-sim run. More: docs/prism-sim.md.",
+    "prism-sim",
+)
+
+
+@app.command(
+    epilog="Example: prism-sim run; prism-sim run cluster.yaml --policy static --gpus 4 "
+    "--out results/static --timeline"
+)
+def run(
+    config: opts.Config = opts.EXAMPLE,
+    *,
+    policy: opts.PolicyOption = None,
+    policies: opts.PoliciesOption = None,
+    gpus: opts.GpusOption = None,
+    rate_scale: opts.RateScale = None,
+    slo_scale: opts.SloScale = None,
+    seed: opts.Seed = None,
+    set_: opts.SetOption = None,
+    judge: Annotated[str, typer.Option(help="Judge at these SLO scales as well: 0.5,1,2")] = "1",
+    out: opts.Out = None,
+    requests: Annotated[bool, typer.Option(help="Write the table of requests.")] = True,
+    timeline: Annotated[bool, typer.Option(help="Also write a Chrome trace.")] = False,
+) -> None:
+    """Simulate one cluster and trace under one policy, or under each of several.
+
+    --out gets results.json, report.html, and the tables requests, models, devices and decisions as
+    CSV and Parquet; with --policies in a folder for each of them.
+    """
+    given = opts.named(gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed)
+    given |= opts.parse_sets(set_ or [])
+    scales = parse_scales(judge, "--judge")
+    if timeline and out is None:
+        raise ConfigError("--timeline needs --out FOLDER")
+    if policy is not None and policies is not None:
+        raise ConfigError("--policy and --policies: give one of the two")
+    opts.make_folder(out)
+    opts.warn_of_policies()
+    if policies is None:
+        chosen = {} if policy is None else {"policy": policy}
+        _run_one(config, {**chosen, **given}, scales, out, requests=requests, timeline=timeline)
+        return
+    names = opts.policy_names(policies)
+    for name in names:
+        check(read_config(config, {**given, "policy": name}), config)
+    runs = []
+    for name in names:
+        folder = out / name if out is not None else None
+        opts.make_folder(folder)
+        changes = {**given, "policy": name}
+        runs.append(_run_one(config, changes, scales, folder, requests=requests, timeline=timeline))
+    Console().print(overview(*runs))
+
+
+@app.command(epilog="Example: prism-sim example > cluster.yaml")
+def example() -> None:
+    """Print the bundled example's YAML, to start from."""
+    typer.echo(opts.EXAMPLE.read_text(), nl=False)
+
+
+@app.command(epilog="Example: prism-sim policies")
+def policies() -> None:
+    """List the policies and what each needs of its engines; those of packages with their names."""
+    opts.warn_of_policies()
+    for name in registry.names():
+        problem = opts.problem_of(name)
+        if problem is not None:
+            typer.echo(f"warning: {problem}", err=True)
+            continue
+        whose = f" (package {added.package(name)})" if name not in registry.own_names() else ""
+        typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}{whose}")
+
+
+app.command(
+    epilog="Example: prism-sim sweep cluster.yaml --vary policy=prism,static "
+    "--vary rate_scale=1,2,4,8 --out results/rates"
+)(sweep)
+app.command(
+    epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
+)(plan)
+app.command("study", **MOVED)(moved("prism-sim study", "lab.papers"))
+app.command("parity", **MOVED)(moved("prism-sim parity", "lab.parity"))
+app.add_typer(trace_cli.commands("prism-sim trace"), name="trace")
+app.add_typer(calibrate_cli.app)
+
+
+def _run_one(
+    config: Path,
+    changes: dict[str, Any],
+    scales: tuple[float, ...],
+    out: Path | None,
+    *,
+    requests: bool,
+    timeline: bool,
+) -> SimResults:
+    """Simulate, print, and write into `out`."""
+    console = Console()
+    since_s = time.perf_counter()
+    scenario = load(config, changes)
+    with Bar(console, "simulating") as bar:
+        results = run_scenario(scenario, scales, progress=bar)
+    print_run(console, results.found, results.replay, since_s)
+    if out is None:
+        return results.found
+    results.write(out, requests=requests, timeline=timeline)
+    if not has_polars():
+        console.print("no Parquet: it needs polars, which the extra [frames] brings")
+    console.print(f"results: {out}")
+    return results.found
+
+
+def main() -> None:
+    run_command(app, "prism-sim")
+
+
+if __name__ == "__main__":
+    main()

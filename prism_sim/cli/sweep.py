@@ -1,0 +1,221 @@
+"""`prism-sim sweep` and `prism-sim plan`: many points on all cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prism.errors import ConfigError
+from prism_replay.cli.replay import parse_scales
+from prism_replay.report.console import new_table
+from prism_replay.report.page import percent
+from prism_sim.cli.console import Bar
+from prism_sim.cli.options import (
+    EXAMPLE,
+    Config,
+    Out,
+    SetOption,
+    make_folder,
+    parse_sets,
+    parse_value,
+    policy_names,
+    warn_of_policies,
+)
+from prism_sim.scenario.scenario import read_config
+from prism_sim.sweeps.intervals import Interval, interval
+from prism_sim.sweeps.planning import CapacityPlan, Search, plans
+from prism_sim.sweeps.points import (
+    Point,
+    PointOutcome,
+    SeedGroup,
+    Store,
+    grid,
+    refuse_mistakes,
+    run_points,
+    seeded,
+    simulate,
+)
+
+Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
+Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        help="Simulate each point with so many seeds, from the file's on: means and 95 % confidence"
+        " intervals."
+    ),
+]
+SHORT = {"gpus": "gpus.count"}
+
+
+def sweep(
+    config: Config = EXAMPLE,
+    *,
+    out: Folder,
+    vary: Annotated[
+        list[str], typer.Option(help="KEY=A,B,C; the last one is the x axis. May be repeated.")
+    ],
+    set_: SetOption = None,
+    judge: Annotated[str, typer.Option(help="Judge at these SLO scales: 0.5,1,2")] = "1",
+    seeds: Seeds = 1,
+    jobs: Jobs = 0,
+) -> None:
+    """Simulate every combination of the varied keys.
+
+    --out gets sweep.json, sweep.csv and report.html. Points that are there already are not
+    simulated again: the same command continues a sweep that was stopped.
+    """
+    warn_of_policies()
+    varied = parse_varies(vary)
+    fixed = parse_sets(set_ or [])
+    make_folder(out)
+    scales = parse_scales(judge, "--judge")
+    if seeds != 1 and "seed" in varied:
+        raise ConfigError("--seeds: --vary seed names them already")
+    each = seeded(seeds_of(config, fixed, seeds))
+    combinations = grid(varied)
+    all_ = [changes | seed for changes in combinations for seed in each]
+    points = [Point(str(config), {**fixed, **changes}, scales) for changes in all_]
+    refuse_mistakes(points)
+    outcomes = _run(points, jobs, Store(out / "points", PointOutcome), "sweep")
+    shown = [
+        PointOutcome(changes, o.summary, o.counts, o.busy, o.problem)
+        for changes, o in zip(all_, outcomes, strict=True)
+    ]
+    groups = [
+        SeedGroup(changes, shown[i * len(each) : (i + 1) * len(each)])
+        for i, changes in enumerate(combinations)
+    ]
+    from prism_sim.sweeps.pages import write_sweep
+
+    write_sweep(out, groups, f"{config.stem}: {' x '.join(varied)}")
+    console = Console()
+    console.print(sweep_table(groups, list(varied)))
+    console.print(f"results: {out}")
+
+
+def plan(
+    config: Config = EXAMPLE,
+    *,
+    policies: Annotated[str, typer.Option(help="Names, or all.")] = "prism,static",
+    target: Annotated[
+        float, typer.Option(help="The part of the requests that must meet their SLO.", min=0, max=1)
+    ] = 0.99,
+    metric: Annotated[str, typer.Option(help="ttft, tpot, e2e or all.")] = "ttft",
+    max_gpus: Annotated[int, typer.Option(help="The most GPUs to try.")] = 32,
+    set_: SetOption = None,
+    seeds: Seeds = 1,
+    jobs: Jobs = 0,
+    out: Out = None,
+) -> None:
+    """Find the fewest GPUs at which each policy meets the target, in the mean over seeds.
+
+    Each policy gets the same budget: doubling, then bisection. --out gets plan.json, plan.csv and
+    report.html, with every point that was tried. Points that are there already are not simulated
+    again.
+    """
+    warn_of_policies()
+    names = policy_names(policies)
+    if metric not in ("ttft", "tpot", "e2e", "all"):
+        raise ConfigError(f"--metric {metric!r}: choose one of ttft, tpot, e2e, all")
+    make_folder(out)
+    fixed = parse_sets(set_ or [])
+    most = {**fixed, "gpus.count": max_gpus}
+    refuse_mistakes([Point(str(config), {**most, "policy": name}) for name in names], large=True)
+    points = out / "points" if out else None
+    chosen = seeds_of(config, fixed, seeds)
+    searches = [
+        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen) for name in names
+    ]
+    with Bar(Console(stderr=True), "policies") as bar:
+        found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
+    console = Console()
+    console.print(plan_table(found))
+    if out is not None:
+        from prism_sim.sweeps.pages import write_plans
+
+        write_plans(out, found, f"{config.stem}: GPUs for {target:.0%} {metric}")
+        console.print(f"results: {out}")
+
+
+def parse_vary(text: str) -> tuple[str, list[Any]]:
+    """`"rate_scale=1,2,4"` to ("rate_scale", [1, 2, 4]). Raises ConfigError."""
+    key, _, values = text.partition("=")
+    if not key or not values:
+        raise ConfigError(f"--vary {text!r}: write KEY=A,B,C, such as rate_scale=1,2,4")
+    return SHORT.get(key, key), [
+        parse_value(value, f"--vary {text!r}") for value in values.split(",")
+    ]
+
+
+def parse_varies(texts: list[str]) -> dict[str, list[Any]]:
+    """By key. Raises ConfigError for one that is given twice."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        key, values = parse_vary(text)
+        if key in found:
+            raise ConfigError(f"--vary {text!r}: {key} is varied already; give all values at once")
+        found[key] = values
+    return found
+
+
+def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:
+    """So many, from the file's own on; none for a single one. Raises ConfigError."""
+    if count < 1:
+        raise ConfigError(f"--seeds {count}: give at least 1")
+    if count == 1:
+        return ()
+    read = read_config(config, fixed)
+    if read.trace is not None:
+        print(
+            "warning: --seeds: the trace is a file, of which a seed changes at most what rate_scale"
+            " and source draw: intervals do not say how other traces differ",
+            file=sys.stderr,
+        )
+    return tuple(range(read.seed, read.seed + count))
+
+
+def sweep_table(groups: list[SeedGroup], keys: list[str]) -> Table:
+    """A row per group, at the SLO scale nearest to 1."""
+    table = new_table(None, *keys, "TTFT", "TPOT", "E2E", "all", "busy")
+    for group in groups:
+        heads = [str(group.changes[key]) for key in keys]
+        if group.problem:
+            table.add_row(*heads, group.problem.rpartition(": ")[2], "", "", "", "")
+            continue
+        found = [group.attainment(metric) for metric in ("ttft", "tpot", "e2e", "all")]
+        found.append(interval([outcome.busy for outcome in group.outcomes]))
+        many = len(group.outcomes) > 1
+        table.add_row(*heads, *(_shown(value, many=many) for value in found))
+    return table
+
+
+def plan_table(made: list[CapacityPlan]) -> Table:
+    title = f"GPUs for {made[0].target:.0%} {made[0].metric} attainment"
+    table = new_table(title, "policy", "GPUs", "attainment", "points tried")
+    for found in made:
+        gpus = str(found.gpus) if found.gpus is not None else f"{max(found.tried)}+"
+        at = found.gpus if found.gpus is not None else max(found.tried)
+        shown = _shown(
+            Interval(found.attainment, found.half_widths.get(at, 0.0)), many=found.seeds > 1
+        )
+        table.add_row(found.policy, gpus, shown, str(len(found.tried)))
+    return table
+
+
+def _shown(found: Interval, *, many: bool) -> str:
+    return percent(found.mean) + (f" ± {100 * found.half_width:.1f}" if many else "")
+
+
+def _run(
+    points: list[Point], jobs: int, store: Store[PointOutcome], what: str
+) -> list[PointOutcome]:
+    with Bar(Console(stderr=True), what) as bar:
+        cores = jobs or os.cpu_count() or 1
+        return run_points(points, simulate, jobs=cores, store=store, progress=bar)

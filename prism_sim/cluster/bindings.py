@@ -1,0 +1,121 @@
+"""Requests bound to devices in virtual queues before their model is there (QLM §4): what a policy's
+`assign` is given of the simulated cluster, and which requests start from the queues it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prism.policies.placement import Placement, Unit
+from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
+from prism_sim.cluster.activation import activation_s, home_node
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.resident import Resident, Stage
+from prism_sim.core.profile import ModelLoad
+from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import ClusterSetup, ModelSetup
+
+ASSIGN_S_PER_REQUEST = 1e-4
+"""Queues are made anew at most so often per waiting request, as orders are in `LocalScheduler`."""
+
+
+class Bindings:
+    """The queues of one cluster. Requests stay in `SimModel.unplaced` until they start."""
+
+    def __init__(
+        self,
+        assign: Assign,
+        setup: ClusterSetup,
+        loads: Sequence[ModelLoad],
+        models: Sequence[SimModel],
+        devices: Mapping[str, SimDevice],
+    ) -> None:
+        self._assign = assign
+        self._setup = setup
+        self._loads = loads
+        self._models = {model.setup.name: model for model in models}
+        self._devices = devices
+        self._instances: tuple[Unit, ...] = ()
+        self._tokens_per_s: dict[str, float] = {}
+        self._swap_s: dict[str, float] = {}
+        self._shown: dict[int, QueuedRequest] = {}
+        self.queues: tuple[VirtualQueue, ...] = ()
+        self._again_s = 0.0
+
+    def begin(self, target: Placement) -> None:
+        """The serving instances are the units of `target`; call before all else."""
+        self._instances = target.units
+        for unit in target.units:
+            for hosted in unit.models:
+                model = self._models[hosted.model].setup
+                self._tokens_per_s[model.name] = self._speed(model, unit.tp)
+                self._swap_s[model.name] = self._startup_s(model, unit)
+
+    def assign(self, now_s: float) -> tuple[VirtualQueue, ...]:
+        """The queues with all that waits now; as they were if that was a moment ago."""
+        if now_s < self._again_s:
+            return self.queues
+        shown = self._shown
+        waiting = tuple(
+            shown.get(index) or self._queued(model, request)
+            for model in self._models.values()
+            for index, request in model.unplaced.items()
+            if model.setup.name in self._tokens_per_s
+        )
+        devices = tuple(self._instance(unit) for unit in self._instances)
+        view = QueueView(now_s, waiting, devices, self.queues, self._tokens_per_s, self._swap_s)
+        self.queues = self._assign(view)
+        self._again_s = now_s + len(waiting) * ASSIGN_S_PER_REQUEST
+        return self.queues
+
+    def starting(self) -> list[tuple[Resident, SimRequest]]:
+        """The requests of the groups at the front whose model is up, with where they start; they
+        leave `SimModel.unplaced`."""
+        found: list[tuple[Resident, SimRequest]] = []
+        for queue in self.queues:
+            for group in queue.groups:
+                resident = self._devices[queue.device].residents.get(group.model)
+                if resident is None or resident.stage is not Stage.ACTIVE:
+                    break
+                waiting = self._models[group.model].unplaced
+                ids = [int(key) for key in group.requests]
+                found += [(resident, waiting.pop(index)) for index in ids if index in waiting]
+        for _, request in found:
+            self._shown.pop(request.index, None)
+        return found
+
+    def _queued(self, model: SimModel, request: SimRequest) -> QueuedRequest:
+        """Kept until the request starts: it is the same at each assignment."""
+        found = self._shown[request.index] = QueuedRequest(
+            str(request.index),
+            model.setup.name,
+            request.arrival_s,
+            request.deadline_s,
+            request.prompt_tokens,
+            self._loads[model.setup.index].output_tokens,
+        )
+        return found
+
+    def _instance(self, unit: Unit) -> QueueDevice:
+        residents = self._devices[unit.devices[0]].residents.values()
+        here = [r for r in residents if r.stage is not Stage.DRAINING]
+        return QueueDevice(
+            unit.devices[0],
+            here[0].model.name if here else None,
+            sum(r.open_requests for r in residents),
+            frozenset(hosted.model for hosted in unit.models),
+        )
+
+    def _speed(self, model: ModelSetup, tp: int) -> float:
+        """Output tokens per second at the largest batch whose KV fits."""
+        load, cost = self._loads[model.index], model.parts[tp].cost
+        tokens = load.prompt_tokens + load.output_tokens
+        room_bytes = self._setup.devices[0].capacity_bytes * tp - model.held_bytes(tp)
+        fitting = int(room_bytes / (model.token_bytes * tokens))
+        batch = max(1, min(self._setup.engine.max_running, fitting))
+        return batch / cost.decode_s(batch, round(batch * tokens))
+
+    def _startup_s(self, model: ModelSetup, unit: Unit) -> float:
+        ranks = [self._devices[name].setup for name in unit.devices]
+        where, settings = home_node(model, self._setup), self._setup.activation
+        return activation_s(model, ranks, settings, restarts=True, weights_node=where)

@@ -1,0 +1,98 @@
+"""The engine that a policy's copies get: its KV space, what sharing a pool of blocks costs, and
+whether its steps are controlled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prism.models.prefill_speed import Speed
+from prism.policies.kv_blocks import PoolUse, pool
+from prism.policies.placement import Hosted, Placement
+from prism.policies.policy import Policy
+from prism_sim.cluster.resident import Resident
+from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
+from prism_sim.core.profile import ModelLoad
+from prism_sim.core.request import Listener
+from prism_sim.core.setup import ClusterSetup
+from prism_sim.engine.compute import Compute
+from prism_sim.engine.controlled import ControlledEngine
+from prism_sim.engine.engine import SimEngine
+from prism_sim.engine.kv import KvSpace
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTerms:
+    """What an engine is made with. target: the placement that it belongs to."""
+
+    setup: ClusterSetup
+    policy: Policy
+    load: ModelLoad
+    target: Placement | None
+
+
+def make_engine(
+    resident: Resident, compute: Compute, terms: EngineTerms, listener: Listener
+) -> SimEngine:
+    """REQUIRES: the copy's accounts are open."""
+    model, tp = resident.model, resident.tp
+    part = model.parts[tp]
+    block_tokens, quantum_blocks = model.block_tokens, part.quantum_blocks
+    quantum_bytes, slower = part.quantum_bytes, 1.0
+    shared = _pool(resident, terms)
+    if shared is not None:
+        block_tokens, quantum_blocks = shared.grain_tokens, 1
+        quantum_bytes, slower = shared.grain_bytes, 1.0 + shared.step_overhead
+    sites = [device.site for device in resident.devices]
+    space = KvSpace(sites, resident.accounts, block_tokens, quantum_blocks, quantum_bytes)
+    if terms.setup.engine.prefix_reuse and terms.policy.steps is None:
+        space.cache = SimPrefixCache(HASH_TOKENS // block_tokens)
+        for site in sites:
+            site.reuses = True
+    kind = ControlledEngine if terms.policy.steps is not None else SimEngine
+    engine = kind(
+        compute,
+        [device.gpu for device in resident.devices],
+        cost=part.cost,
+        kv=space,
+        settings=terms.setup.engine,
+        listener=listener,
+    )
+    engine.slower = slower
+    engine.submit_s = model.submit_s
+    engine.speed = resident.home.speeds.setdefault(model.name, Speed())
+    engine.prefill_tokens_per_s = resident.home.speed_tokens_per_s(model)
+    if isinstance(engine, ControlledEngine):
+        engine.begin(terms.load, _sm_share(resident, terms.target))
+    return engine
+
+
+def _pool(resident: Resident, terms: EngineTerms) -> PoolUse | None:
+    """None where each model has blocks of its own: by the policy, or because heads differ in size,
+    which neither way of pooling can share (the unit's models then keep their own pages)."""
+    kind = terms.policy.kv_blocks
+    if kind is None:
+        return None
+    tp = resident.tp
+    names = _unit_names(resident, terms.target)
+    shapes = [m.parts[tp].shape for m in terms.setup.models if m.name in names and tp in m.parts]
+    try:
+        return pool(kind, resident.model.parts[tp].shape, shapes)
+    except ValueError:
+        return None
+
+
+def _unit_names(resident: Resident, target: Placement | None) -> set[str]:
+    """The models that share the copy's devices."""
+    found = {hosted.model for hosted in _unit(resident, target)}
+    return found | {guest.model.name for guest in resident.home.guests}
+
+
+def _sm_share(resident: Resident, target: Placement | None) -> float:
+    name = resident.model.name
+    return next((h.sm_share for h in _unit(resident, target) if h.model == name), 1.0)
+
+
+def _unit(resident: Resident, target: Placement | None) -> list[Hosted]:
+    """What the target has on the copy's devices."""
+    units = target.units if target is not None else ()
+    return [h for u in units if u.devices[0] == resident.home.name for h in u.models]

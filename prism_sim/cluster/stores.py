@@ -1,0 +1,55 @@
+"""Weights in the host memory of each node, as the live system's weight stores keep them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import inf
+
+from prism.models.weight_source import weight_source
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ClusterSetup, ModelSetup
+
+
+class HostStores:
+    """Every node has all models on its disk, and those that it used last in host memory. REQUIRES:
+    the setup bounds host memory."""
+
+    def __init__(self, setup: ClusterSetup, records: Records) -> None:
+        self._settings = setup.activation
+        self._records = records
+        # node -> model's index -> when its weights are whole there; the least recently used first
+        self._held: dict[str, OrderedDict[int, float]] = {
+            device.node: OrderedDict() for device in setup.devices
+        }
+        self._bytes = {model.index: model.weight_bytes for model in setup.models}
+
+    def fetch(self, model: ModelSetup, node: str, now_s: float) -> float:
+        """The node needs these weights in host memory; when they are whole there. What is on its
+        way is waited for; otherwise they come from where `weight_source` says."""
+        here = self._held[node]
+        rate = self._settings.network_bytes_s
+        others = (name for name in self._held if name != node)
+        links = {n: rate for n in others if self._held[n].get(model.index, inf) <= now_s}
+        source = weight_source(model.index in here, links, self._settings.disk_bytes_s)
+        self._records.count(f"weights_{source.kind}")
+        if source.kind == "store":
+            here.move_to_end(model.index)
+            return max(now_s, here[model.index])
+        whole_s = now_s + model.weight_bytes / source.bytes_s
+        self.keep(model, node, whole_s, now_s)
+        return whole_s
+
+    def keep(self, model: ModelSetup, node: str, whole_s: float, now_s: float) -> None:
+        """Those that were used longest ago leave for it. Without room for it, or while what is
+        there is on its way itself, it is not kept."""
+        here, most = self._held[node], self._settings.host_store_bytes or 0
+        over = sum(self._bytes[index] for index in here) + model.weight_bytes - most
+        going = []
+        for index, ready_s in here.items():
+            if over > 0 and ready_s <= now_s:
+                going.append(index)
+                over -= self._bytes[index]
+        if over <= 0:
+            for index in going:
+                del here[index]
+            here[model.index] = whole_s

@@ -1,0 +1,118 @@
+"""A device that prefills for all models, group by group (Aegaeon §4.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from prism.policies.turns import PrefillGroup, PrefillQueue
+from prism_sim.cluster.seat import Seat, blocks_of, kv_bytes
+from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import ModelSetup
+from prism_sim.costs.model import PromptChunk, prompt_s
+from prism_sim.engine.compute import Compute, Job
+
+
+@dataclass(slots=True)
+class Group:
+    """Prompts of one model. size: of those that ever joined. switch_s: to it from the group before,
+    until that begins; prompts_s: of those that wait."""
+
+    model: ModelSetup
+    switch_s: float
+    prompts_s: float = 0.0
+    waiting: deque[SimRequest] = field(default_factory=deque)
+    size: int = 0
+
+
+class PrefillDevice:
+    """One prompt at a time: a batch of prompts takes as long as one after the other (§4.2).
+    done: gets each request when it has its first token; its KV goes to the host meanwhile."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        seat: Seat,
+        chunk_tokens: int,
+        done: Callable[[ModelSetup, SimRequest, Seat], None],
+    ) -> None:
+        self._compute = compute
+        self._seat = seat
+        self._chunk_tokens = chunk_tokens
+        self._done = done
+        self._groups: deque[Group] = deque()
+        self._running: SimRequest | None = None
+        # A switch or a prompt is under way, and until when.
+        self._busy = False
+        self._until_s = 0.0
+
+    def view(self) -> PrefillQueue:
+        """Loads are reckoned by the cost tables."""
+        left_s = max(0.0, self._until_s - self._compute.kernel.time_s)
+        load_s = left_s + sum([g.switch_s + g.prompts_s for g in self._groups])
+        groups = tuple([PrefillGroup(g.model.name, g.size) for g in self._groups])
+        return PrefillQueue(groups, load_s)
+
+    def requests(self) -> list[SimRequest]:
+        """All that it holds."""
+        held = [request for group in self._groups for request in group.waiting]
+        return held if self._running is None else [self._running, *held]
+
+    def add(self, model: ModelSetup, request: SimRequest, place: int | None) -> None:
+        """place: of the group that it joins; None: a new one."""
+        if place is None:
+            last = self._groups[-1].model if self._groups else self._seat.model
+            switch_s = 0.0 if model is last else self._seat.switch_s(model)
+            self._groups.append(Group(model, switch_s))
+            place = -1
+        group = self._groups[place]
+        group.waiting.append(request)
+        group.prompts_s += self._prompt_s(model, request)
+        group.size += 1
+        self._next()
+
+    def _next(self) -> None:
+        if self._busy:
+            return
+        while self._groups and not self._groups[0].waiting:
+            self._groups.popleft()
+        if self._groups:
+            group, kernel = self._groups[0], self._compute.kernel
+            wait_s = self._seat.take(group.model)
+            self._busy, self._until_s = True, kernel.time_s + wait_s
+            group.switch_s = 0.0
+            kernel.after(wait_s, self._start)
+
+    def _start(self) -> None:
+        group, now_s = self._groups[0], self._compute.kernel.time_s
+        request = self._running = group.waiting.popleft()
+        request.started_s, request.device = now_s, self._seat.device.number
+        blocks = blocks_of(group.model, request.prompt_tokens)
+        if kv_bytes(group.model, blocks) > self._seat.kv_room_bytes():
+            self._seat.drop_ahead()  # this prompt joined after the fetch had begun
+        self._seat.hold(blocks)
+        following = next((g.model for g in self._groups if g.model is not group.model), None)
+        if following is not None:
+            most = max([blocks, *(blocks_of(group.model, r.prompt_tokens) for r in group.waiting)])
+            self._seat.fetch_ahead(following, kv_bytes(group.model, most))
+        cost = group.model.parts[1].cost
+        usage = partial(cost.usage, [PromptChunk(request.prompt_tokens)], 0, 0)
+        work_s = self._prompt_s(group.model, request)
+        group.prompts_s -= work_s
+        self._until_s = now_s + work_s
+        self._compute.start(Job([self._seat.device.gpu], work_s, usage, self._ended))
+
+    def _ended(self) -> None:
+        request, self._running = self._running, None
+        assert request is not None
+        request.first_s, request.todo_tokens = self._compute.kernel.time_s, 0
+        request.generated = 1
+        self._seat.hold(0)
+        self._done(self._groups[0].model, request, self._seat)
+        self._busy = False
+        self._next()
+
+    def _prompt_s(self, model: ModelSetup, request: SimRequest) -> float:
+        return prompt_s(model.parts[1].cost, request.prompt_tokens, self._chunk_tokens)

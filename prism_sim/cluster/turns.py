@@ -1,0 +1,135 @@
+"""A cluster whose devices models take turns on: token-level switching, as `TurnPolicy` decides.
+
+No model has a place: a request prefills on one device, its KV waits in the host's memory, and it
+decodes on another device in its model's turns. There is neither admission nor eviction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prism.errors import ConfigError, TooLargeError
+from prism.policies.policy import Policy
+from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.seat import Seat, blocks_of, kv_bytes
+from prism_sim.cluster.turn_decode import DecodeDevice
+from prism_sim.cluster.turn_prefill import PrefillDevice
+from prism_sim.core.kernel import Kernel
+from prism_sim.core.records import ClusterSample, Decision, Records
+from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import ClusterSetup, ModelSetup
+from prism_sim.engine.compute import Compute
+
+
+class TurnPool:
+    """All devices. Raises ConfigError for what token-level switching cannot serve."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        policy: Policy,
+        setup: ClusterSetup,
+        devices: Sequence[SimDevice],
+        records: Records,
+    ) -> None:
+        assert policy.turns is not None
+        degrees = {model.name: model.tp for model in setup.models}
+        reuse = setup.engine.prefix_reuse
+        check_turns(policy.name, len(devices), degrees, prefix_reuse=reuse)
+        self._kernel = kernel
+        self._policy = policy.turns
+        self._records = records
+        self._refused: set[int] = set()
+        self._on_the_way: dict[int, SimRequest] = {}
+        compute = Compute(kernel)
+        count, part = len(devices), policy.turns.prefill_part
+        prefills = min(count - 1, max(1, round(part * count)))
+        seats = [Seat(kernel, setup, device) for device in devices]
+        chunk_tokens = setup.engine.prefill_chunk_tokens
+        self._prefills = [
+            PrefillDevice(compute, seat, chunk_tokens, self._prefilled) for seat in seats[:prefills]
+        ]
+        self._decodes = [
+            DecodeDevice(
+                compute,
+                seat,
+                settings=setup.engine,
+                policy=policy.turns,
+                ended=self._end,
+                switched=self._switched,
+            )
+            for seat in seats[prefills:]
+        ]
+        self._largest = seats[0]
+
+    def reach(self, model: ModelSetup, request: SimRequest) -> None:
+        """A request arrives."""
+        tokens = request.prompt_tokens + request.output_tokens
+        if kv_bytes(model, blocks_of(model, tokens)) > self._largest.most_kv_bytes(model):
+            self._refuse(model)
+            self._records.finish(request, self._kernel.time_s, "unserved")
+            return
+        queues = [device.view() for device in self._prefills]
+        number, place = self._policy.prefill_on(model.name, queues)
+        self._prefills[number].add(model, request, place)
+
+    def requests(self) -> list[SimRequest]:
+        """All that have not ended."""
+        prefilling = [request for device in self._prefills for request in device.requests()]
+        decoding = [request for device in self._decodes for request in device.requests()]
+        return [*prefilling, *self._on_the_way.values(), *decoding]
+
+    def counted(self, sample: ClusterSample) -> ClusterSample:
+        """With the requests that wait for their prefill, and with the others."""
+        waiting = sum(len(device.requests()) for device in self._prefills)
+        running = sum(len(device.requests()) for device in self._decodes)
+        return sample._replace(waiting=waiting, running=running + len(self._on_the_way))
+
+    def _prefilled(self, model: ModelSetup, request: SimRequest, seat: Seat) -> None:
+        if request.generated >= request.output_tokens:
+            self._end(request)
+            return
+        self._on_the_way[request.index] = request
+        copy_s = seat.copy_s(model, request.kv_tokens)
+        self._kernel.after(copy_s, self._decode, model, request)
+
+    def _decode(self, model: ModelSetup, request: SimRequest) -> None:
+        """Its KV is in the host's memory."""
+        del self._on_the_way[request.index]
+        number = self._policy.decode_on(model.name, [d.models() for d in self._decodes])
+        self._decodes[number].add(model, request)
+
+    def _end(self, request: SimRequest) -> None:
+        self._records.finish(request, self._kernel.time_s)
+
+    def _switched(self, model: ModelSetup, seat: Seat, turn_s: float) -> None:
+        reason = f"a turn of {turn_s:.2f} s"
+        now_s, name = self._kernel.time_s, seat.device.name
+        self._records.decide(Decision(now_s, "active", model.name, name, reason=reason))
+
+    def _refuse(self, model: ModelSetup) -> None:
+        if model.index not in self._refused:
+            self._refused.add(model.index)
+            why = "KV of its longest request does not fit beside its weights"
+            now_s = self._kernel.time_s
+            self._records.decide(Decision(now_s, "refuse", model.name, "", reason=why))
+
+
+def check_turns(policy: str, gpus: int, degrees: Mapping[str, int], *, prefix_reuse: bool) -> None:
+    """What token-level switching cannot serve. degrees: of tensor parallelism, by model. Raises
+    ConfigError; TooLargeError: there are too few GPUs."""
+    wide = next((name for name, tp in degrees.items() if tp > 1), None)
+    if wide is not None:
+        raise ConfigError(
+            f"policy: {policy!r} has one GPU for each turn, and {wide} has tp {degrees[wide]}; "
+            "leave that model out or take another policy"
+        )
+    if prefix_reuse:
+        raise ConfigError(
+            f"engine.prefix_reuse: {policy!r} keeps no prefixes on its devices; leave it off"
+        )
+    if gpus < 2:
+        raise TooLargeError(
+            f"gpus.count: policy {policy!r} prefills and decodes on different GPUs; give it at "
+            "least 2"
+        )

@@ -1,0 +1,195 @@
+"""The cluster as the policies see it: one `ClusterView` of the simulated state.
+
+Built anew for each plan, so it is kept cheap: an absent model without requests keeps its view
+from the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import structs
+
+from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, beside
+from prism.policies.replicas import to_adjust
+from prism_sim.cluster.activation import startup_s
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.resident import Resident, Stage
+from prism_sim.core.records import ClusterSample
+from prism_sim.core.setup import ClusterSetup, ModelSetup
+
+
+class Viewer:
+    """Not pure: it remembers views of models that did not change. startup: the setup, for policies
+    that ask how long a model takes to come up on each device."""
+
+    def __init__(
+        self, models: Sequence[SimModel], devices: Sequence[SimDevice], startup: ClusterSetup | None
+    ) -> None:
+        self._startup = startup
+        self._models = models
+        self._by_name = {model.setup.name: model for model in models}
+        self._devices = devices
+        self._absent: dict[int, ModelView] = {}
+        # (model, degree) -> its view while it is nowhere and asks for nothing
+        self._plain: dict[tuple[int, int], ModelView] = {}
+
+    def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
+        """A view for each copy, in the order of the models; one for a model that is nowhere.
+        The target of a migration shows only as memory taken (`gpus`)."""
+        views: list[ModelView] = []
+        for model in self._models:
+            shown = [r for r in model.residents if r.replaces is None]
+            rate = rates.get(model.setup.name, 0.0)
+            views.extend(self._resident_view(model, r, now_s, rate / len(shown)) for r in shown)
+            if not shown:
+                views.append(self._absent_view(model, now_s, rate))
+        return tuple(views)
+
+    def loads(
+        self, now_s: float, rates: Mapping[str, float], settings: Settings
+    ) -> Iterator[DeviceLoad]:
+        """For `Policy.calm`: of devices with several busy models, little memory free, or a model
+        whose copies may change: they alone can matter. free_part counts what runs in flight
+        may still take as taken, as long as it then is not below `short_fraction`.
+        """
+        low_part = settings.short_fraction
+        running: dict[SimDevice, list[float]] = {}
+        for name, rate in rates.items():
+            model = self._by_name[name]
+            shown = [r for r in model.residents if r.replaces is None]
+            for resident in shown:
+                devices = resident.devices
+                part = rate * model.setup.slo_tpot_s / len(shown) / len(devices)
+                for device in devices:
+                    running.setdefault(device, []).append(part)
+        unsettled = self._unsettled(now_s, rates, settings)
+        for device in self._devices:
+            ledger, parts = device.ledger, running.get(device, ())
+            free_part = (ledger.spare_bytes - device.pending_bytes) / ledger.capacity_bytes
+            if free_part < low_part:
+                device.site.sync()
+                free_part = device.room_bytes() / ledger.capacity_bytes
+            if len(parts) > 1 or free_part < low_part or device in unsettled:
+                yield DeviceLoad(beside(parts), free_part, device in unsettled)
+
+    def _unsettled(
+        self, now_s: float, rates: Mapping[str, float], settings: Settings
+    ) -> set[SimDevice]:
+        """Devices of models of which a copy may have to come or go."""
+        found: set[SimDevice] = set()
+        for model in self._models:
+            residents, setup = model.residents, model.setup
+            if not residents or setup.replicas_max == 1:
+                continue
+            waits = residents[0].waiting or model.unplaced
+            if len(residents) == 1 and setup.replicas_min == 1 and not waits:
+                continue  # most models, without a look at anything else
+            shown = [r for r in model.residents if r.replaces is None]
+            share = rates.get(model.setup.name, 0.0) / max(1, len(shown))
+            for resident in shown:
+                view = self._resident_view(model, resident, now_s, share)
+                if to_adjust(view, len(shown), settings):
+                    found.update(resident.devices)
+        return found
+
+    def sample(self, now_s: float, holding: Sequence[SimModel]) -> ClusterSample:
+        """`holding`: all models that have requests or KV memory."""
+        kv_bytes: dict[int, int] = {}
+        running = waiting = reserved_bytes = 0
+        for device in self._devices:
+            if device.gpu.jobs:
+                device.site.sync()
+            reserved_bytes += device.ledger.reserved_bytes
+        for model in holding:
+            waiting += len(model.unplaced) + sum([r.waiting for r in model.residents])
+            running += sum([r.running for r in model.residents])
+            if held_bytes := sum([r.kv_bytes for r in model.residents]):
+                kv_bytes[model.setup.index] = held_bytes
+        return ClusterSample(now_s, kv_bytes, reserved_bytes, waiting, running)
+
+    def gpus(self) -> tuple[GpuView, ...]:
+        for device in self._devices:
+            if device.gpu.jobs:
+                device.site.sync()
+        return tuple(_gpu(device) for device in self._devices)
+
+    def _absent_view(self, model: SimModel, now_s: float, rate: float) -> ModelView:
+        setup, waiting = model.setup, len(model.unplaced)
+        barred = tuple(name for name, until_s in model.barred.items() if until_s > now_s)
+        known = self._absent.get(setup.index)
+        asked = (rate, waiting, model.wanted, barred)
+        if known is not None and (
+            (known.token_rate, known.waiting, known.wanted, known.barred) == asked
+        ):
+            return known
+        view = self._absent[setup.index] = structs.replace(
+            self._plain_view(setup, setup.tp),
+            token_rate=rate,
+            waiting=waiting,
+            wanted=model.wanted,
+            barred=barred,
+        )
+        return view
+
+    def _resident_view(
+        self, model: SimModel, resident: Resident, now_s: float, rate: float
+    ) -> ModelView:
+        devices = resident.devices
+        waiting, running = resident.waiting + len(model.unplaced), resident.running
+        idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
+        target = resident.replaced_by if resident.stage is Stage.ACTIVE else None
+        return structs.replace(
+            self._plain_view(model.setup, len(devices)),
+            token_rate=rate,
+            waiting=waiting,
+            running=running,
+            idle_s=idle_s,
+            owes_s=resident.repaid_s - now_s if resident.repaid_s > now_s else 0.0,
+            device=resident.home.name,
+            state=resident.state,
+            peers=tuple(d.name for d in devices[1:]) if len(devices) > 1 else (),
+            oldest_wait_s=now_s - resident.first_s if resident.queue else 0.0,
+            load_s=resident.load_s,
+            moving_to=tuple(d.name for d in target.devices) if target is not None else (),
+        )
+
+    def _plain_view(self, setup: ModelSetup, tp: int) -> ModelView:
+        found = self._plain.get((setup.index, tp))
+        if found is None:
+            found = self._plain[setup.index, tp] = ModelView(
+                setup.name,
+                setup.held_bytes(tp),
+                setup.token_bytes,
+                setup.kv_floor_bytes,
+                setup.slo_ttft_s,
+                setup.slo_tpot_s,
+                never_evict=setup.never_evict,
+                pinned_device=setup.pinned_device,
+                static_share=setup.static_share,
+                replicas_min=setup.replicas_min,
+                replicas_max=setup.replicas_max,
+                tp=tp,
+                startup_s=startup_s(setup, self._startup) if self._startup else {},
+                share_bytes=setup.share_bytes,
+            )
+        return found
+
+
+def _gpu(device: SimDevice) -> GpuView:
+    """fixed_bytes: targets of migrations, whose ModelView stands on their source."""
+    fixed_bytes = 0
+    for resident in device.guests:
+        if resident.replaces is not None and resident.stage is not Stage.DRAINING:
+            fixed_bytes += resident.need_bytes(device)
+    setup_ = device.setup
+    return GpuView(
+        setup_.name,
+        setup_.capacity_bytes,
+        fixed_bytes,
+        max(0, device.room_bytes()),
+        setup_.engines - len(device.guests),
+        setup_.engines,
+        node=setup_.node,
+    )

@@ -1,0 +1,67 @@
+"""What a trace asks of each model: rates, lengths, execution times. Policies that search placements
+or control steps are given these, as profiled in advance."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from prism_sim.core.setup import ClusterSetup, ModelSetup
+from prism_sim.core.workload import NO_SLO, Workload
+from prism_sim.costs.model import CostModel, prompt_s
+
+PROFILED_REQUESTS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Of one model: means over its requests. The defaults are those of a model without any."""
+
+    requests: int = 0
+    rate_rps: float = 0.0
+    prompt_tokens: float = 1.0
+    output_tokens: float = 1.0
+    # Of a request alone on the model's own GPUs.
+    execution_s: float = 1.0
+    execution_std_s: float = 0.0
+    # End to end.
+    slo_s: float = NO_SLO
+
+
+def loads(setup: ClusterSetup, work: Workload, until_s: float | None = None) -> list[ModelLoad]:
+    """Per model. until_s: the length of the workload, default its last arrival."""
+    seconds = max(work.end_s if until_s is None else until_s, 1.0)
+    by_model: list[list[int]] = [[] for _ in setup.models]
+    for index, model in enumerate(work.model):
+        by_model[model].append(index)
+    return [
+        _load(model, work, by_model[model.index], seconds, setup.engine.prefill_chunk_tokens)
+        for model in setup.models
+    ]
+
+
+def _load(
+    model: ModelSetup, work: Workload, indices: list[int], seconds: float, chunk_tokens: int
+) -> ModelLoad:
+    if not indices:
+        return ModelLoad()
+    cost = model.parts[model.tp].cost
+    stride = max(1, len(indices) // PROFILED_REQUESTS)
+    times_s = [
+        execution_s(cost, work.prompt_tokens[i], work.output_tokens[i], chunk_tokens)
+        for i in indices[::stride]
+    ]
+    return ModelLoad(
+        requests=len(indices),
+        rate_rps=len(indices) / seconds,
+        prompt_tokens=statistics.fmean(work.prompt_tokens[i] for i in indices),
+        output_tokens=statistics.fmean(work.output_tokens[i] for i in indices),
+        execution_s=statistics.fmean(times_s),
+        execution_std_s=statistics.pstdev(times_s),
+        slo_s=statistics.fmean(work.slo_e2e_s[i] for i in indices),
+    )
+
+
+def execution_s(cost: CostModel, prompt: int, output: int, chunk_tokens: int) -> float:
+    """A request alone."""
+    return prompt_s(cost, prompt, chunk_tokens) + cost.decode_run_s(1, prompt, output - 1)

@@ -1,0 +1,59 @@
+"""The file of tables that the wheel ships, and any file of tables a user calibrated."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from prism.errors import ConfigError
+from prism_sim.costs.table import StepTable
+
+SHIPPED = Path(__file__).parent / "data" / "aiconfigurator.json.gz"
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tables and where they are from. package, version, license: of the measurements' source."""
+
+    package: str = ""
+    version: str = ""
+    license: str = ""
+    tables: tuple[StepTable, ...]
+
+
+def write_grid(path: Path, grid: Grid) -> None:
+    """JSON, compressed where the name ends in .gz; the same grid gives the same bytes. Raises
+    ConfigError."""
+    content = msgspec.json.encode(grid) + b"\n"
+    if path.suffix == ".gz":
+        content = gzip.compress(content, mtime=0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_grid(path: Path) -> Grid:
+    """Raises ConfigError: file and key."""
+    try:
+        raw = path.read_bytes()
+        content = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        return msgspec.json.decode(content, type=Grid)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}; docs/costs.md has the keys") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: not a file of cost tables: {error}") from error
+
+
+@cache
+def shipped_grid() -> Grid:
+    """The tables exported from aiconfigurator-core."""
+    return read_grid(SHIPPED)

@@ -1,0 +1,357 @@
+"""A cost model made of measured or computed points: the one implementation behind all sources.
+
+A step takes host_s + dense(tokens) + prefill attention + decode attention. `dense` is everything
+that depends only on the number of tokens in the step. All parts are piecewise linear, so sums over
+runs of decode steps have closed forms.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from prism.errors import ConfigError
+from prism_sim.costs.model import GpuUsage, PromptChunk
+
+Row = tuple[float, ...]
+FAR_TOKENS = float(1 << 20)
+CHUNKS_KEPT = 1 << 14
+
+
+class StepTable(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Points of one (GPU, model, TP), as they are in files. Between points linear, beyond the last
+    with its slope."""
+
+    gpu: str
+    model: str
+    tp: int
+    source: str
+    # dense_s[i]: seconds at dense_tokens[i] tokens.
+    dense_tokens: Row
+    dense_s: Row
+    # Prefill attention per pair of a new token and a token it attends to; prefill_s[i][j] is added
+    # to it at prefill_tokens[i] new tokens after prefill_context[j] (empty: nothing).
+    pair_s: float
+    prefill_tokens: Row = ()
+    prefill_context: Row = ()
+    prefill_s: tuple[Row, ...] = ()
+    # decode_s[i][j]: attention of decode_batch[i] requests of decode_context[j] tokens each.
+    decode_batch: Row
+    decode_context: Row
+    decode_s: tuple[Row, ...]
+    # Per step, not hidden behind the GPU.
+    host_s: float = 0.0
+    # Before a request's first token, outside of steps (HTTP, queues), where it was measured.
+    request_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_axis(self, "dense_tokens", self.dense_tokens)
+        _check_axis(self, "decode_batch", self.decode_batch)
+        _check_axis(self, "decode_context", self.decode_context)
+        _check_values(self, "dense_s", (self.dense_s,), 1, len(self.dense_tokens))
+        _check_values(
+            self, "decode_s", self.decode_s, len(self.decode_batch), len(self.decode_context)
+        )
+        if self.prefill_s:
+            _check_axis(self, "prefill_tokens", self.prefill_tokens)
+            _check_axis(self, "prefill_context", self.prefill_context)
+        if len(self.prefill_s) != len(self.prefill_tokens) or any(
+            len(row) != len(self.prefill_context) for row in self.prefill_s
+        ):
+            raise ConfigError(f"{self.name}: prefill_s: one row per prefill_tokens is needed")
+        times_s = (self.host_s, self.request_s, self.pair_s)
+        if self.tp < 1 or not all(0 <= time_s < math.inf for time_s in times_s):
+            raise ConfigError(
+                f"{self.name}: tp must be above 0, host_s, request_s and pair_s not below"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"cost table {self.model} on {self.gpu} at TP {self.tp}"
+
+
+class TableCost:
+    """CostModel over a StepTable. Keeps the decode line of each batch size it was asked for."""
+
+    def __init__(self, table: StepTable) -> None:
+        self.table = table
+        self._token_compute_s = table.dense_s[-1] / table.dense_tokens[-1]
+        self._lines: dict[int, _Line] = {}
+        self._chunks_s: dict[PromptChunk, float] = {}
+        self._alone_s: dict[PromptChunk, float] = {}
+
+    def step_s(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> float:
+        if not batch and len(chunks) == 1:
+            return self._chunk_s(chunks[0])
+        tokens = batch + sum([chunk.tokens for chunk in chunks])
+        if not tokens:
+            return 0.0
+        prefill_s = self._chunks_attention_s(chunks)
+        return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        return self._chunk_s(PromptChunk(tokens, context_tokens))
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        return self._line(batch).at(context_tokens) if batch else 0.0
+
+    def decode_run_s(self, batch: int, context_tokens: int, steps: int) -> float:
+        return self._line(batch).run_s(context_tokens, steps) if batch else 0.0
+
+    def decode_steps(self, batch: int, context_tokens: int, seconds: float, limit: int) -> int:
+        return self._line(batch).steps_in(context_tokens, seconds, limit) if batch else limit
+
+    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
+        total_s = self.step_s(chunks, batch, context_tokens)
+        if total_s <= 0:
+            return GpuUsage(0.0, 0.0)
+        tokens = batch + sum(chunk.tokens for chunk in chunks)
+        compute_s = tokens * self._token_compute_s
+        compute_s += self._chunks_attention_s(chunks)
+        memory_s = self.table.dense_s[0] + self._decode_attention_s(batch, context_tokens)
+        return GpuUsage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s))
+
+    def _dense_s(self, tokens: int) -> float:
+        return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
+
+    def _chunk_s(self, chunk: PromptChunk) -> float:
+        """A step of one chunk, kept like the chunks' attention."""
+        found = self._alone_s.get(chunk)
+        if found is None:
+            if len(self._alone_s) >= CHUNKS_KEPT:
+                self._alone_s.clear()
+            found = 0.0
+            if chunk.tokens:
+                found = self._dense_s(chunk.tokens) + self._chunks_attention_s((chunk,))
+            self._alone_s[chunk] = found
+        return found
+
+    def _chunks_attention_s(self, chunks: Sequence[PromptChunk]) -> float:
+        """The same chunks are asked for again and again: they are kept."""
+        total_s, kept = 0.0, self._chunks_s
+        last_s, last = 0.0, None
+        for chunk in chunks:
+            if chunk is not last:
+                last = chunk
+                found = kept.get(chunk)
+                if found is None:
+                    if len(kept) >= CHUNKS_KEPT:
+                        kept.clear()
+                    found = kept[chunk] = self._prefill_attention_s(chunk)
+                last_s = found
+            total_s += last_s
+        return total_s
+
+    def _prefill_attention_s(self, chunk: PromptChunk) -> float:
+        table = self.table
+        pairs = chunk.tokens * (chunk.context_tokens + (chunk.tokens + 1) / 2)
+        seconds = table.pair_s * pairs
+        if table.prefill_s:
+            seconds += _at(
+                table.prefill_tokens,
+                table.prefill_context,
+                table.prefill_s,
+                chunk.tokens,
+                chunk.context_tokens,
+            )
+        return max(0.0, seconds)
+
+    def _decode_attention_s(self, batch: int, context_tokens: int) -> float:
+        return self._line(batch).at(context_tokens) - self._dense_s(batch) if batch else 0.0
+
+    def _line(self, batch: int) -> _Line:
+        line = self._lines.get(batch)
+        if line is None:
+            line = self._lines[batch] = self._new_line(batch)
+        return line
+
+    def _new_line(self, batch: int) -> _Line:
+        base_s = self._dense_s(batch)
+        knots, seconds = _from_zero(
+            self.table.decode_context, _blend(self.table.decode_batch, self.table.decode_s, batch)
+        )
+        return _Line(
+            batch,
+            tuple(batch * context for context in knots),
+            tuple(base_s + attention_s for attention_s in seconds),
+        )
+
+
+class _Line:
+    """Seconds of a decode step of `batch` requests against their total context: piecewise linear,
+    the last piece going on beyond the knots, which start at 0."""
+
+    def __init__(self, batch: int, knots: Row, seconds: Row) -> None:
+        self._batch = batch
+        self._knots = knots
+        self._seconds = seconds
+        self._slopes = _slopes(knots, seconds)
+        self._last = len(self._slopes) - 1
+
+    def at(self, context: float) -> float:
+        piece = self._piece(context)
+        return self._value(piece, context)
+
+    def run_s(self, context: int, steps: int) -> float:
+        piece = self._piece(context)
+        if self._stays(piece, context, steps):
+            return self._sum_s(piece, context, steps)
+        return self._long_run_s(piece, context, steps)
+
+    def _long_run_s(self, piece: int, context: int, steps: int) -> float:
+        """Over several pieces, each summed as by `_sum_s`."""
+        batch, knots, last, total_s = self._batch, self._knots, self._last, 0.0
+        slopes, seconds = self._slopes, self._seconds
+        while piece < last and context + (steps - 1) * batch >= knots[piece + 1]:
+            taken = math.ceil((knots[piece + 1] - context) / batch) or 1
+            slope = slopes[piece]
+            first_s = seconds[piece] + slope * (context - knots[piece])
+            total_s += taken * first_s + slope * batch * (taken * (taken - 1) / 2)
+            context += taken * batch
+            steps -= taken
+            piece += 1
+            while piece < last and knots[piece + 1] <= context:
+                piece += 1
+        return total_s + self._sum_s(piece, context, steps)
+
+    def _stays(self, piece: int, context: int, steps: int) -> bool:
+        """Whether all of the steps lie on `piece`."""
+        if piece == self._last:
+            return True
+        return context + (steps - 1) * self._batch < self._knots[piece + 1]
+
+    def steps_in(self, context: int, seconds: float, limit: int) -> int:
+        piece, done = self._piece(context), 0
+        while not self._stays(piece, context, limit - done):
+            on_piece = self._steps_on(piece, context)
+            piece_s = self._sum_s(piece, context, on_piece)
+            if piece_s > seconds:
+                return done + self._most_steps(piece, context, seconds, on_piece)
+            seconds -= piece_s
+            context += on_piece * self._batch
+            done += on_piece
+            piece = self._piece(context)
+        return done + self._most_steps(piece, context, seconds, limit - done)
+
+    def _piece(self, context: float) -> int:
+        piece = bisect_right(self._knots, context) - 1
+        return piece if piece < self._last else self._last
+
+    def _value(self, piece: int, context: float) -> float:
+        return self._seconds[piece] + self._slopes[piece] * (context - self._knots[piece])
+
+    def _steps_on(self, piece: int, context: int) -> int:
+        """Steps until the context has left `piece`. REQUIRES: not the last one."""
+        return max(1, math.ceil((self._knots[piece + 1] - context) / self._batch))
+
+    def _sum_s(self, piece: int, context: int, steps: int) -> float:
+        slope = self._slopes[piece]
+        first_s = self._seconds[piece] + slope * (context - self._knots[piece])
+        return steps * first_s + slope * self._batch * (steps * (steps - 1) / 2)
+
+    def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
+        """Largest n <= most whose sum fits: the quadratic's root, put right where it rounds."""
+        slope = self._slopes[piece]
+        first_s = self._seconds[piece] + slope * (context - self._knots[piece])
+        growth_s = slope * self._batch
+        half_s = growth_s / 2
+        linear_s = first_s - half_s
+        if half_s * seconds > 1e-12 * linear_s * linear_s:
+            root = math.sqrt(linear_s * linear_s + 4 * half_s * seconds) - linear_s
+            steps = int(root / (2 * half_s))
+        else:
+            steps = int(seconds / linear_s)
+        steps = max(0, min(steps, most))
+        # as `_sum_s` has it, to the last bit
+        while steps > 0 and steps * first_s + growth_s * (steps * (steps - 1) / 2) > seconds:
+            steps -= 1
+        while steps < most and (
+            (steps + 1) * first_s + growth_s * ((steps + 1) * steps / 2) <= seconds
+        ):
+            steps += 1
+        return steps
+
+
+def linear_decode(context_s: float) -> tuple[Row, Row, tuple[Row, ...]]:
+    """decode_batch, decode_context and decode_s of `context_s` per token of the context."""
+    rows = tuple((0.0, batch * FAR_TOKENS * context_s) for batch in (1, 2))
+    return (1.0, 2.0), (0.0, FAR_TOKENS), rows
+
+
+def with_host(table: StepTable, host_s: float) -> StepTable:
+    """The same table with another host time per step."""
+    return msgspec.structs.replace(table, host_s=host_s)
+
+
+def _slopes(knots: Row, values: Row) -> Row:
+    if len(knots) == 1:
+        return (0.0,)
+    points = zip(pairwise(knots), pairwise(values), strict=True)
+    return tuple((high - low) / (right - left) for (left, right), (low, high) in points)
+
+
+def _from_zero(knots: Row, values: Row) -> tuple[Row, Row]:
+    """With a knot at 0, in line with the first two but not below 0."""
+    if knots[0] == 0:
+        return knots, values
+    slope = _slopes(knots, values)[0]
+    return (0.0, *knots), (max(0.0, values[0] - slope * knots[0]), *values)
+
+
+def _place(knots: Row, x: float) -> tuple[int, float]:
+    """The piece that x lies on and how far along it x is (below 0 or above 1 beyond the ends)."""
+    piece = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
+    return piece, (x - knots[piece]) / (knots[piece + 1] - knots[piece])
+
+
+def _interpolate(knots: Row, values: Row, x: float) -> float:
+    """Linear between knots, the last slope beyond them, the first value before them."""
+    if x <= knots[0] or len(knots) == 1:
+        return values[0]
+    piece, part = _place(knots, x)
+    return values[piece] + part * (values[piece + 1] - values[piece])
+
+
+def _blend(knots: Row, rows: tuple[Row, ...], x: float) -> Row:
+    """The row at x, interpolated like `_interpolate`."""
+    if x <= knots[0] or len(knots) == 1:
+        return rows[0]
+    piece, part = _place(knots, x)
+    return tuple(a + part * (b - a) for a, b in zip(rows[piece], rows[piece + 1], strict=True))
+
+
+def _at(knots: Row, columns: Row, rows: tuple[Row, ...], x: float, y: float) -> float:
+    """`_interpolate` at y of the `_blend` at x, without blending columns that it does not read."""
+    flat = y <= columns[0] or len(columns) == 1
+    column, part = (0, 0.0) if flat else _place(columns, y)
+    first = x <= knots[0] or len(knots) == 1
+    row, along = (0, 0.0) if first else _place(knots, x)
+    low, high = rows[row], rows[row if first else row + 1]
+    left = low[column] + along * (high[column] - low[column])
+    if flat:
+        return left
+    right = low[column + 1] + along * (high[column + 1] - low[column + 1])
+    return left + part * (right - left)
+
+
+def _check_axis(table: StepTable, key: str, axis: Row) -> None:
+    rising = all(left < right for left, right in pairwise(axis))
+    if not axis or axis[0] < 0 or not 0 < axis[-1] < math.inf or not rising:
+        raise ConfigError(f"{table.name}: {key}: give rising numbers, none below 0")
+
+
+def _check_values(
+    table: StepTable, key: str, rows: tuple[Row, ...], height: int, width: int
+) -> None:
+    if len(rows) != height or any(len(row) != width for row in rows):
+        raise ConfigError(f"{table.name}: {key}: give {height} rows of {width} values")
+    if any(not 0 <= value < math.inf for row in rows for value in row):
+        raise ConfigError(f"{table.name}: {key}: seconds must be 0 or more, and finite")
+    if any(high < low for row in rows for low, high in pairwise(row)):
+        raise ConfigError(f"{table.name}: {key}: more tokens must not take less time")

@@ -1,0 +1,123 @@
+"""The requests that an engine decodes together, advanced many steps at once.
+
+Every member gets one token per step, so nothing is kept per step: a member remembers the step at
+which it ends, and which of its KV blocks are full follows from the step's number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from prism_sim.core.request import SimRequest
+from prism_sim.engine.compute import Job
+
+
+@dataclass(slots=True)
+class Flight:
+    """What a job in flight does: a prefill step, or a run of decode steps."""
+
+    job: Job
+    # Requests and how many tokens of their prompts are computed.
+    chunks: list[tuple[SimRequest, int]]
+    # Decode steps of the run, and how many it began with.
+    steps: int = 0
+    context_tokens: int = 0
+    run_steps: int = 0
+    # KV of run_steps.
+    blocks: int = 0
+    # Steps whose KV is taken, and how much that is.
+    allocated: int = 0
+    allocated_blocks: int = 0
+    # Steps that are over at seen_s.
+    done: int = 0
+    seen_s: float = -1.0
+
+
+class Batch:
+    """`step`: decode steps so far. context_tokens: KV tokens of all members before the next step.
+    A member's KV grows by one token at the start of each step."""
+
+    __slots__ = ("_ends", "_fills", "_serial", "block_tokens", "context_tokens", "members", "step")
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.step = 0
+        self.context_tokens = 0
+        self.members: dict[int, SimRequest] = {}
+        # block_tokens phases: members that need a new block when step % block_tokens is the index
+        self._fills = [0] * block_tokens
+        self._ends: list[tuple[int, int, SimRequest]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def join(self, request: SimRequest) -> None:
+        """REQUIRES: at least one token of it is left to decode."""
+        request.join_step = self.step
+        request.end_step = self.step + request.output_tokens - request.generated
+        self.members[request.index] = request
+        self.context_tokens += request.kv_tokens
+        self._fills[(self.step - request.kv_tokens) % self.block_tokens] += 1
+        self._serial += 1
+        heapq.heappush(self._ends, (request.end_step, self._serial, request))
+
+    def leave(self, request: SimRequest) -> None:
+        """Its counts are what they are after the steps so far; it may join again."""
+        del self.members[request.index]
+        self._settle(request)
+        self.context_tokens -= request.kv_tokens
+        self._fills[(self.step - request.kv_tokens) % self.block_tokens] -= 1
+        request.end_step = -1
+
+    def newest(self) -> SimRequest:
+        """Who joined last: the one to retract first."""
+        return next(reversed(self.members.values()))
+
+    def steps_to_end(self) -> int:
+        """Steps until the first member ends. REQUIRES: not empty."""
+        while True:
+            end_step, _, request = self._ends[0]
+            if request.end_step == end_step and request.index in self.members:
+                return end_step - self.step
+            heapq.heappop(self._ends)
+
+    def new_blocks(self, steps: int) -> int:
+        """KV blocks that the next `steps` steps take."""
+        size, fills = self.block_tokens, self._fills
+        first = self.step % size
+        if steps == 1:
+            return fills[first]
+        rounds, rest = divmod(steps, size)
+        found = rounds * len(self.members) + sum(fills[first : first + rest])
+        return found + sum(fills[: first + rest - size]) if first + rest > size else found
+
+    def steps_within(self, blocks: int, steps: int) -> int:
+        """The most of `steps` that take no more than `blocks`; at least 1."""
+        low, high = 1, steps
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.new_blocks(middle) <= blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def advance(self, steps: int) -> list[SimRequest]:
+        """`steps` steps are over; returns who ends with the last, in the order of joining.
+        REQUIRES: steps <= steps_to_end()."""
+        self.step += steps
+        self.context_tokens += steps * len(self.members)
+        ended = []
+        while self.members and self.steps_to_end() == 0:
+            request = heapq.heappop(self._ends)[2]
+            self.leave(request)
+            ended.append(request)
+        return ended
+
+    def _settle(self, request: SimRequest) -> None:
+        steps = self.step - request.join_step
+        request.generated += steps
+        request.kv_tokens += steps
+        request.join_step = self.step

@@ -1,0 +1,347 @@
+"""An externally stepped engine and its controller: step control (MuxServe §3.3, SeaLLM §4.2,
+AlpaServe's temporal sharing).
+
+Admission is part of the control here: requests wait in the engine until a prefill names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from prism.policies.steps import (
+    DeviceStepView,
+    EngineStepView,
+    Phase,
+    StepChoice,
+    StepControl,
+    StepJob,
+    StepRequest,
+)
+from prism_sim.core.kernel import Kernel
+from prism_sim.core.profile import ModelLoad
+from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import UNBOUNDED_STEPS
+from prism_sim.engine.batch import Flight
+from prism_sim.engine.compute import Gpu
+from prism_sim.engine.engine import SimEngine
+from prism_sim.engine.memory import Ledger
+
+CHOICES_MAX = 64
+
+
+class ControlledEngine(SimEngine):
+    """Prefill and decode may run side by side. While a request is in the batch, its executed_s
+    lacks the engine's clock, which runs for all members; it is added when the request leaves."""
+
+    def begin(self, load: ModelLoad, sm_share: float) -> None:
+        """What the control is told of the model; call once."""
+        self.load = load
+        self.decode_sm_share = sm_share
+        self.waiting: dict[int, SimRequest] = {}
+        # Requests with KV that the last decode step left out.
+        self.parked: dict[int, SimRequest] = {}
+        self.kv_peak_bytes = 0
+        # A prefill found no memory: waiting requests are not shown until something changes. A
+        # control reckons in tokens, the ledger grants quanta.
+        self.short = False
+        self._clock_s = 0.0
+        self._decode_since_s = 0.0
+        self._seen: set[int] = set()
+
+    def requests(self) -> list[SimRequest]:
+        return [*super().requests(), *self.parked.values(), *self.waiting.values()]
+
+    def admit(self, requests: Iterable[SimRequest]) -> None:
+        for request in requests:
+            self.running += 1
+            request.last_s = request.arrival_s
+            self.waiting[request.index] = request
+        self.end_run()
+
+    def readmit(self) -> None:
+        """Retracted requests wait for their turn before all others."""
+        back = {request.index: request for request in self.retracted}
+        self.retracted.clear()
+        self.kv.sites[0].starved.discard(self)
+        for request in back.values():
+            request.last_s = self._kernel.time_s
+        self.waiting = {**back, **self.waiting}
+
+    def turn(self) -> None:
+        """Nothing starts by itself."""
+        if self.leaving and not self.busy:
+            self._rest()
+
+    def release(self) -> list[SimRequest]:
+        for request in self.batch.members.values():
+            request.executed_s += self._clock_s
+        parked, waiting = list(self.parked.values()), list(self.waiting.values())
+        for request in parked:
+            self.kv.release(request, self._kernel.time_s)
+        self.parked.clear()
+        self.waiting.clear()
+        self.running -= len(parked) + len(waiting)
+        return [*super().release(), *parked, *waiting]
+
+    def take_over(self, requests: Iterable[SimRequest]) -> None:
+        """Those with KV stand where decodes that were left out stand; the others wait."""
+        moved: dict[int, SimRequest] = {}
+        for request in requests:
+            self.running += 1
+            if request.todo_tokens == 0 and self.kv.take(self.kv.blocks(request.kv_tokens)):
+                self.parked[request.index] = request
+                continue
+            if request.todo_tokens == 0:
+                request.forget_kv()
+            moved[request.index] = request
+        self.waiting = {**moved, **self.waiting}
+        self._note_peak()
+        self.end_run()
+
+    # --- jobs -------------------------------------------------------------------------------
+
+    def prefill_now(self, ids: Sequence[str], sm_share: float) -> bool:
+        """One step of the whole prompts named, those whose KV fits. False: none did."""
+        assert not self.leaving
+        chunks: list[tuple[SimRequest, int]] = []
+        for key in ids:
+            request = self.waiting.get(int(key))
+            if request is None or not self.kv.take(self.kv.blocks(request.kv_tokens)):
+                continue
+            self._note_peak()
+            del self.waiting[request.index]
+            if request.started_s < 0:
+                request.started_s = self._kernel.time_s
+                self.prompt_tokens_total += request.prompt_tokens
+            self.prefills.append(request)
+            chunks.append((request, request.todo_tokens))
+        if chunks:
+            self._prefill_step(chunks, 0, sm_share)
+        return bool(chunks)
+
+    def decode_now(self, ids: Sequence[str], sm_share: float, steps_max: int) -> bool:
+        """Decode steps of those named; the others are parked. False: nothing could start."""
+        assert not self.leaving
+        chosen = {int(key) for key in ids}
+        for request in [r for i, r in self.batch.members.items() if i not in chosen]:
+            self._leave(request)
+            self.parked[request.index] = request
+        for index in [i for i in self.parked if i in chosen]:
+            self._join(self.parked.pop(index))
+        if not self.batch:
+            return False
+        self._decode_since_s = self._kernel.time_s
+        return self.start_decode(sm_share, steps_max)
+
+    def _prefill_ended(self) -> None:
+        assert self._prefill is not None
+        seconds = self._kernel.time_s - self._prefill_since_s
+        for request, _ in self._prefill.chunks:
+            request.executed_s += seconds
+            request.last_s = self._kernel.time_s
+        super()._prefill_ended()
+
+    def _decode_ended(self) -> None:
+        now_s = self._kernel.time_s
+        self._clock_s += now_s - self._decode_since_s
+        for request in self.batch.members.values():
+            request.last_s = now_s
+        for request in self._joining:
+            request.executed_s -= self._clock_s
+        ends = self.batch.steps_to_end() == (self._decode.steps if self._decode else 0)
+        super()._decode_ended()
+        if not ends:
+            self._listener.freed()
+
+    def _token_came(self, request: SimRequest) -> None:
+        joins = self._decode is None and request.generated + 1 < request.output_tokens
+        super()._token_came(request)
+        if joins:
+            request.executed_s -= self._clock_s
+
+    def _allocate(self, step: Flight, begun: int) -> None:
+        super()._allocate(step, begun)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        """Between two views a run may grow and end."""
+        self.kv_peak_bytes = max(self.kv_peak_bytes, self.kv.kv_bytes)
+
+    def _leave(self, request: SimRequest) -> None:
+        self.batch.leave(request)
+        request.executed_s += self._clock_s
+        self._usage_changed = True
+
+    def _join(self, request: SimRequest) -> None:
+        self.batch.join(request)
+        request.executed_s -= self._clock_s
+        self._usage_changed = True
+
+    def _retract(self, victim: SimRequest) -> None:
+        victim.executed_s += self._clock_s
+        super()._retract(victim)
+
+    # --- view -------------------------------------------------------------------------------
+
+    def step_view(self, model: str) -> EngineStepView:
+        busy, kv, load = self.busy, self.kv, self.load
+        decodes = self._decodes(Phase.DECODE in busy)
+        token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
+        return EngineStepView(
+            model,
+            () if self.short else self._shown(self.waiting.values()),
+            decodes,
+            busy,
+            token_bytes,
+            kv.kv_bytes,
+            self.kv_peak_bytes,
+            load.rate_rps * (load.prompt_tokens + load.output_tokens) * token_bytes,
+            self.decode_sm_share,
+            self.max_running,
+            load.execution_s,
+            load.execution_std_s,
+            self.running - len(self.waiting) - len(decodes),
+        )
+
+    def _shown(self, requests: Iterable[SimRequest], tokens: int = 0) -> tuple[StepRequest, ...]:
+        now_s = self._kernel.time_s
+        return tuple(
+            [
+                StepRequest(
+                    str(r.index),
+                    r.arrival_s,
+                    r.prompt_tokens,
+                    r.kv_tokens + tokens,
+                    r.executed_s,
+                    now_s - r.last_s,
+                )
+                for r in requests
+            ]
+        )
+
+    def _decodes(self, stepping: bool) -> tuple[StepRequest, ...]:
+        """Oldest first. In the batch, tokens and times are less by what its clocks show."""
+        parked = self._shown(self.parked.values(), 1)
+        if stepping:
+            return parked
+        now_s, step, clock_s = self._kernel.time_s, self.batch.step + 1, self._clock_s
+        shown = [
+            StepRequest(
+                str(r.index),
+                r.arrival_s,
+                r.prompt_tokens,
+                r.kv_tokens + step - r.join_step,
+                r.executed_s + clock_s,
+                now_s - r.last_s,
+            )
+            for r in self.batch.members.values()
+        ]
+        shown += parked
+        shown.sort(key=_by_arrival)
+        return tuple(shown)
+
+
+def _by_arrival(request: StepRequest) -> tuple[float, str]:
+    return (request.arrival_s, request.id)
+
+
+class StepController:
+    """Asks a policy's step control for one device and starts the jobs that it chooses. Decode steps
+    go on for `holds_s` of a choice without another question. They end with the present step when a
+    request is admitted, ends or is retracted on the device, and when a choice that does not hold
+    starts something: step by step the control would be asked anew then."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        control: StepControl,
+        gpu: Gpu,
+        ledger: Ledger,
+        expired: Callable[[], None],
+    ) -> None:
+        self._kernel = kernel
+        self._expired = expired
+        self._control = control
+        self._gpu = gpu
+        self._ledger = ledger
+        self._state: object = None
+        self._names: tuple[str, ...] = ()
+        self._quotas: Mapping[str, int] | None = None
+        self._version = 0
+        self._asking = False
+        self._again = False
+
+    def consult(self, engines: Mapping[str, ControlledEngine], changed: bool) -> None:
+        """changed: a request came or ended, so that runs in flight are to be asked for anew."""
+        self._again = True
+        if changed or tuple(sorted(engines)) != self._names:
+            self._end_runs(engines)
+            for engine in engines.values():
+                engine.short = False
+        if self._asking or not engines:
+            return
+        self._asking = True
+        for _ in range(CHOICES_MAX):
+            if not self._again:
+                break
+            self._again = False
+            self._ask(engines)
+        self._asking = False
+
+    def _ask(self, engines: Mapping[str, ControlledEngine]) -> None:
+        for engine in engines.values():
+            engine.readmit()
+        view = self._view(engines)
+        names = tuple(sorted(engines))
+        if names != self._names:
+            self._names, self._state = names, self._control.start(view)
+        choice, self._state = self._control.choose(view, self._state)
+        self._note_quotas(engines)
+        started = [self._start(job, engines[job.model], choice) for job in choice.jobs]
+        retracted = any(engine.retracted for engine in engines.values())
+        if retracted or (any(started) and choice.holds_s <= 0):
+            self._end_runs(engines)
+        if any(started):
+            self._version += 1
+            if 0 < choice.holds_s < math.inf:
+                self._kernel.after(choice.holds_s, self._expire, self._version)
+
+    def _start(self, job: StepJob, engine: ControlledEngine, choice: StepChoice) -> bool:
+        if job.phase is Phase.PREFILL:
+            started = engine.prefill_now(job.requests, job.sm_share)
+            engine.short = not started
+            self._again = self._again or not started
+            return started
+        steps_max = UNBOUNDED_STEPS if choice.holds_s > 0 else 1
+        started = engine.decode_now(job.requests, job.sm_share, steps_max)
+        # all requests may have been retracted, and wait again
+        self._again = self._again or not started
+        return started
+
+    def _end_runs(self, engines: Mapping[str, ControlledEngine]) -> None:
+        for engine in engines.values():
+            engine.end_run()
+
+    def _expire(self, version: int) -> None:
+        if version == self._version:
+            self._expired()
+
+    def _note_quotas(self, engines: Mapping[str, ControlledEngine]) -> None:
+        """Peaks are counted anew when quotas were adapted."""
+        quotas = self._control.kv_quotas(self._state)
+        if quotas is not self._quotas:
+            self._quotas = quotas
+            for engine in engines.values():
+                engine.kv_peak_bytes = engine.kv.kv_bytes
+
+    def _view(self, engines: Mapping[str, ControlledEngine]) -> DeviceStepView:
+        static_bytes = sum(account.static_bytes for account in self._ledger.accounts.values())
+        for engine in engines.values():
+            engine.catch_up()
+        return DeviceStepView(
+            self._kernel.time_s,
+            tuple(engine.step_view(name) for name, engine in engines.items()),
+            self._ledger.capacity_bytes - static_bytes,
+            max(0.0, 1.0 - self._gpu.sm_held()),
+        )

@@ -1,0 +1,134 @@
+"""One run as a whole, as results.json has it. Nothing in it depends on the machine or on the wall
+clock. `tables.py` has its tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prism.config.units import encoded
+from prism_replay.results import (
+    Counters,
+    ReplayResults,
+    RunConfig,
+    StatusSample,
+    Summary,
+)
+from prism_sim.cluster.world import World
+from prism_sim.core.records import ClusterSample, Decision, Records
+from prism_sim.output.summary import prefix_hits, request_records, summarize
+from prism_sim.scenario.config import SimYaml
+
+SCHEMA = "prism-sim/1"
+PLOTTED_REQUESTS = 50_000
+
+
+class GpuUse(msgspec.Struct, frozen=True):
+    """One GPU's part in the run."""
+
+    name: str
+    node: str
+    capacity_bytes: int
+    # The most memory that was reserved.
+    peak_bytes: int
+    # The part of the time in which some engine computed.
+    busy: float
+
+
+class SimResults(msgspec.Struct, frozen=True, kw_only=True):
+    """All of one run."""
+
+    config: SimYaml
+    summary: Summary
+    # Decisions and retractions.
+    counts: dict[str, int]
+    gpus: list[GpuUse]
+    decisions: list[Decision]
+    samples: list[ClusterSample]
+    # Of the kernel, for speed.
+    events: int
+    # With `engine.prefix_reuse`: model -> part of its prompt tokens that were cached, and "total".
+    prefix_hits: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
+    schema: str = SCHEMA
+
+
+def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimResults:
+    """REQUIRES: `world` has run."""
+    records = world.records
+    seconds = max(records.end_time_s, 1e-9)
+    return SimResults(
+        config=config,
+        summary=summarize(records, scales),
+        counts=dict(sorted(records.counts.items())),
+        gpus=[
+            GpuUse(
+                d.name,
+                d.setup.node,
+                d.setup.capacity_bytes,
+                d.ledger.peak_bytes,
+                d.gpu.busy_by(records.end_time_s) / seconds,
+            )
+            for d in world.devices
+        ],
+        decisions=records.decisions,
+        samples=records.samples,
+        events=records.events,
+        prefix_hits=prefix_hits(records) if config.engine.prefix_reuse else msgspec.UNSET,
+    )
+
+
+def write_json(path: Path, found: SimResults | Sequence[msgspec.Struct]) -> None:
+    encoded_ = msgspec.json.encode(found, enc_hook=encoded)
+    path.write_bytes(msgspec.json.format(encoded_, indent=1) + b"\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A column for each key of any row, empty where a row lacks it."""
+    heads = heads_of(rows)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(heads)
+        writer.writerows([row.get(head, "") for head in heads] for row in rows)
+
+
+def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of all rows, in the order in which they come up."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> ReplayResults:
+    """In prism-replay's form, for its tables and plots; of many requests a sample."""
+    config = results.config
+    counts = results.counts
+    counters = Counters(
+        retractions=counts.get("retractions", 0),
+        activations=counts.get("active", 0),
+        evictions=counts.get("evict", 0),
+        migrations=counts.get("migrated", 0),
+    )
+    capacity_bytes = sum(gpu.capacity_bytes for gpu in results.gpus)
+    names = records.work.models
+    samples = [
+        StatusSample(
+            sample.time_s,
+            {names[model]: size for model, size in sample.kv_bytes.items()},
+            sample.reserved_bytes,
+            capacity_bytes,
+            Counters(),
+        )
+        for sample in results.samples
+    ]
+    run = RunConfig(
+        trace=config.trace or "generated",
+        url=f"a simulated cluster of {len(results.gpus)} GPUs",
+        requests=len(records.work),
+        rate_scale=config.rate_scale,
+        slo_scales=tuple(scales),
+        seed=config.seed,
+    )
+    shown = request_records(records, PLOTTED_REQUESTS)
+    return ReplayResults(run, shown, samples, counters, results.summary)

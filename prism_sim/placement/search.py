@@ -1,0 +1,151 @@
+"""Placement searches: what they are given of the cluster, the models and the recent requests, and
+the simulator inside (AlpaServe §4, MuxServe §3.2, SeaLLM §4.1)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from prism.policies.placement import (
+    DeviceSpecView,
+    ModelSpecView,
+    Placement,
+    PlacementOutcome,
+    Problem,
+    Search,
+    StepTimes,
+)
+from prism_sim.core.profile import ModelLoad
+from prism_sim.core.records import Records
+from prism_sim.core.setup import ClusterSetup
+from prism_sim.core.workload import Workload
+from prism_sim.costs.model import PromptChunk, slowdown
+
+SEARCH_RATES = ("mean", "peak", "equal")
+PIECES = 10
+WINDOWS = 6
+"""Pieces of the trace that these are taken from, so that a model that is quiet for a while counts
+with what it asks for at other times."""
+LATENCY_DIGITS = 6
+"""After the point, of normalised latencies (1 is a request alone): the rest is rounding of step
+times, and would choose between placements that do equally well."""
+
+
+def search(
+    find: Search,
+    setup: ClusterSetup,
+    loads: Sequence[ModelLoad],
+    play: Callable[[Placement, Workload], Records],
+    work: Workload,
+) -> Placement:
+    """play: simulates a workload on a placement with the policy's own scheduling."""
+    sample = sample_of(work, setup.search_requests)
+    given = expected(loads, work, setup.search_rates)
+
+    def simulate(placement: Placement) -> PlacementOutcome:
+        return outcome(play(placement, sample), loads)
+
+    return find(problem(setup, given, simulate))
+
+
+def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[ModelLoad]:
+    """What models are placed for. rates: "mean" over the workload, as the papers have it; "peak",
+    of the busiest of PIECES equal pieces of it, each model's own; "equal" for all models."""
+    if rates == "mean":
+        return list(loads)
+    if rates == "equal":
+        mean = sum(load.rate_rps for load in loads) / max(1, len(loads))
+        return [replace(load, rate_rps=mean) for load in loads]
+    each_s = max(work.end_s, 1.0) / PIECES
+    counts = [[0] * PIECES for _ in loads]
+    for model, arrival_s in zip(work.model, work.arrival_s, strict=True):
+        counts[model][min(PIECES - 1, int(arrival_s / each_s))] += 1
+    pairs = zip(loads, counts, strict=True)
+    return [replace(load, rate_rps=max(count) / each_s) for load, count in pairs]
+
+
+def problem(
+    setup: ClusterSetup,
+    loads: Sequence[ModelLoad],
+    simulate: Callable[[Placement], PlacementOutcome],
+) -> Problem:
+    models = tuple(
+        ModelSpecView(
+            name=model.name,
+            weight_bytes=model.weight_bytes,
+            share_bytes=model.share_bytes,
+            token_bytes=model.token_bytes,
+            kv_floor_bytes=model.kv_floor_bytes,
+            rate_rps=load.rate_rps,
+            prompt_tokens=load.prompt_tokens,
+            output_tokens=load.output_tokens,
+            slo_s=load.slo_s,
+            tp_degrees=tuple(model.parts),
+            tp=model.tp,
+        )
+        for model, load in zip(setup.models, loads, strict=True)
+    )
+    devices = tuple(
+        DeviceSpecView(d.name, d.capacity_bytes, d.node, d.engines) for d in setup.devices
+    )
+    return Problem(models, devices, step_times(setup), simulate)
+
+
+def step_times(setup: ClusterSetup) -> StepTimes:
+    """Of the simulator's own cost models."""
+    parts = {model.name: model.parts for model in setup.models}
+
+    @lru_cache(maxsize=1 << 16)
+    def prefill_s(model: str, tp: int, batch: int, tokens: float, sm_share: float) -> float:
+        cost = parts[model][tp].cost
+        chunks = (PromptChunk(max(1, round(tokens))),) * batch
+        return cost.step_s(chunks, 0, 0) * slowdown(cost.usage(chunks, 0, 0), sm_share)
+
+    @lru_cache(maxsize=1 << 16)
+    def decode_s(model: str, tp: int, batch: int, tokens: float, sm_share: float) -> float:
+        cost, context = parts[model][tp].cost, round(batch * tokens)
+        return cost.decode_s(batch, context) * slowdown(cost.usage((), batch, context), sm_share)
+
+    return StepTimes(prefill_s, decode_s)
+
+
+def outcome(records: Records, loads: Sequence[ModelLoad]) -> PlacementOutcome:
+    """Unserved: missed its end-to-end SLO, or never served. Latencies are rounded, so that equal
+    ones are equal however steps are taken."""
+    work = records.work
+    names = work.models
+    requests, unserved = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    normalized: dict[str, list[float]] = {name: [] for name in names}
+    for i, model in enumerate(work.model):
+        requests[names[model]] += 1
+        latency_s = records.end_s[i] - work.arrival_s[i]
+        if i in records.errors or latency_s > work.slo_e2e_s[i]:
+            unserved[names[model]] += 1
+        else:
+            normalized[names[model]].append(latency_s / loads[model].execution_s)
+    means = {
+        name: round(sum(v) / len(v), LATENCY_DIGITS) if v else 0.0 for name, v in normalized.items()
+    }
+    return PlacementOutcome(requests, unserved, means)
+
+
+def sample_of(work: Workload, size: int) -> Workload:
+    """At most `size` requests: WINDOWS pieces of the workload, evenly spaced, one after another."""
+    if len(work) <= size:
+        return work
+    each = size // WINDOWS
+    starts = [round(i * (len(work) - each) / (WINDOWS - 1)) for i in range(WINDOWS)]
+    indices = [start + i for start in starts for i in range(each)]
+    columns = {name: getattr(work, name) for name in Workload.__slots__[1:-1]}
+    cut = {name: array(c.typecode, (c[i] for i in indices)) for name, c in columns.items()}
+    shift_s = 0.0
+    pause_s = work.end_s / len(work)
+    for n, start in enumerate(starts):
+        shift_s = shift_s - work.arrival_s[start]
+        for i in range(n * each, (n + 1) * each):
+            cut["arrival_s"][i] += shift_s
+        shift_s = cut["arrival_s"][(n + 1) * each - 1] + pause_s
+    hashes = [work.hashes[i] for i in indices] if work.hashes else ()
+    return Workload(work.models, **cut, hashes=hashes)

@@ -1,0 +1,49 @@
+"""Types of GPUs that a user describes in files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prism.config.reader import convert, read_mapping
+from prism.errors import ConfigError
+from prism_sim.costs.gpus import GPUS, GpuSpec
+from prism_sim.scenario.config import GpuFileYaml, GpuTypeYaml
+
+
+def gpu_type(name: str, files: Sequence[Path]) -> GpuSpec:
+    """Of Prism or of the files, which are read in any case. Raises ConfigError: file and key, or
+    the types there are."""
+    known = dict(GPUS)
+    for file in files:
+        for number, given in enumerate(_types(file)):
+            if given.name in known:
+                raise ConfigError(
+                    f"{file}: types[{number}].name: {given.name!r} is a type already; rename it"
+                )
+            known[given.name] = _spec(given)
+    if name not in known:
+        raise ConfigError(f"gpus.type: gpu {name!r}: known types are {', '.join(known)}")
+    return known[name]
+
+
+def _types(file: Path) -> list[GpuTypeYaml]:
+    try:
+        data = read_mapping(file, "types:", "correct gpu_files")
+        return convert(data, GpuFileYaml).types
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _spec(given: GpuTypeYaml) -> GpuSpec:
+    return GpuSpec(
+        given.name,
+        int(given.memory),
+        float(given.bandwidth),
+        given.tflops * 1e12,
+        float(given.pcie),
+        None if given.nvlink is None else float(given.nvlink),
+        given.compute_efficiency,
+        given.bandwidth_efficiency,
+        float(given.allreduce),
+    )

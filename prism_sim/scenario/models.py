@@ -1,0 +1,146 @@
+"""What a model takes of memory and time, from its shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from prism.config.slo import SloYaml
+from prism.config.units import format_size
+from prism.errors import ConfigError, TooLargeError
+from prism.models.files import config_file
+from prism.policies.kv_blocks import KvShape
+from prism_sim.core.setup import DegreeSetup, ModelSetup
+from prism_sim.costs.catalog import HOST_S, cost_model, model_shape
+from prism_sim.costs.gpus import GpuSpec
+from prism_sim.costs.shapes import ModelShape, known_shape
+from prism_sim.scenario.config import SimEngineYaml, SimModelYaml
+
+TP_DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a model's setup depends on besides itself."""
+
+    gpu: GpuSpec
+    # Of the YAML, for relative paths.
+    folder: Path
+    engine: SimEngineYaml
+    page_bytes: int
+    capacity_bytes: int
+    # Of each device.
+    nodes: tuple[str, ...]
+    # Models per device, for the layout that "auto" chooses.
+    shared: int
+    slo: SloYaml
+    slo_scale: float
+    cost_files: tuple[Path, ...] = ()
+
+
+def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Around) -> ModelSetup:
+    """longest_tokens: the most KV that one of its requests holds. Raises ConfigError: the model is
+    unknown; TooLargeError: it does not fit on its GPUs."""
+    shape = _shape(model, around.folder)
+    tp, engine = model.tp, around.engine
+    if tp < 1:
+        raise ConfigError(f"{model.name}.tp: {tp} must be at least 1")
+    if tp > len(around.nodes):
+        raise TooLargeError(
+            f"{model.name}.tp: {tp} GPUs are needed, the cluster has {len(around.nodes)}"
+        )
+    weights_bytes = shape.weight_bytes()
+    if model.weights is not None:
+        weights_bytes = int(model.weights)
+    static_bytes = int(engine.static)
+    rank_token_bytes = shape.kv_token_bytes(tp)
+    parts = model_parts(model, shape, around)
+    part = parts[tp]
+    reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
+    blocks = -(-reserve // engine.block_tokens)
+    floor_bytes = -(-blocks // part.quantum_blocks) * part.quantum_bytes
+    rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
+    if rank_bytes > around.capacity_bytes:
+        raise TooLargeError(
+            f"{model.name}: weights, engine and one request of {reserve} tokens need"
+            f" {format_size(rank_bytes)} per GPU at tp {tp}, a GPU has"
+            f" {format_size(around.capacity_bytes)}; raise its tp"
+        )
+    slo = model.slo or around.slo
+    chunk = engine.prefill_chunk_tokens
+    nodes = around.nodes if model.device is None else around.nodes[:1]
+    fewest, most = model.replicas.bounds(model.name, nodes, tp)
+    return ModelSetup(
+        index=index,
+        name=model.name,
+        tp=tp,
+        weight_bytes=weights_bytes,
+        share_bytes=static_bytes,
+        token_bytes=rank_token_bytes * tp,
+        kv_floor_bytes=floor_bytes * tp,
+        block_tokens=engine.block_tokens,
+        slo_ttft_s=slo.ttft * around.slo_scale,
+        slo_tpot_s=slo.tpot * around.slo_scale,
+        parts=parts,
+        prefill_tokens_per_s=chunk / part.cost.prefill_s(chunk),
+        never_evict=model.never_evict or fewest > 1,
+        pinned_device=model.device,
+        static_share=model.static_share,
+        replicas_min=fewest,
+        replicas_max=most,
+        request_s=float(engine.request) if engine.request else 0.0,
+    )
+
+
+def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[int, DegreeSetup]:
+    """For its own degree and the usual ones that its heads allow."""
+    given = around.engine.host
+    host_s = HOST_S if given is None else float(given)
+    name = shape_source(model, around.folder)
+    usual = (d for d in TP_DEGREES if d <= len(around.nodes) and not shape.heads % d)
+    return {
+        d: DegreeSetup(
+            cost_model(around.gpu, name, d, host_s, around.cost_files),
+            *kv_quantum(shape, d, around),
+            KvShape(
+                shape.layers,
+                max(1, -(-shape.kv_heads // d)),
+                shape.head_dim,
+                shape.kv_dtype_bytes,
+                around.engine.block_tokens,
+            ),
+        )
+        for d in sorted({model.tp, *usual})
+    }
+
+
+def kv_quantum(shape: ModelShape, tp: int, around: Around) -> tuple[int, int]:
+    """(KV blocks, bytes on one device) of the smallest growth: a page in each of the model's K and
+    V buffers, or, token-interleaved, as many pages as hold a block."""
+    layout, block_tokens = around.engine.kv_layout, around.engine.block_tokens
+    page_bytes, buffers = around.page_bytes, 2 * shape.layers
+    block_bytes = shape.kv_token_bytes(tp) * block_tokens
+    per_layer_pages = math.ceil(block_bytes / buffers / page_bytes)
+    per_layer_bytes = per_layer_pages * page_bytes * buffers
+    finer = layout == "auto" and per_layer_bytes * around.shared > 0.05 * around.capacity_bytes
+    if layout == "per_layer" or (layout == "auto" and not finer):
+        return per_layer_bytes // block_bytes, per_layer_bytes
+    pages_bytes = math.ceil(block_bytes / page_bytes) * page_bytes
+    return pages_bytes // block_bytes, pages_bytes
+
+
+def shape_source(model: SimModelYaml, folder: Path) -> str:
+    """A public model's name, or a path that goes on from `folder`."""
+    given = model.shape or model.name
+    if known_shape(given) is not None:
+        return given
+    path = folder / given
+    return str(path) if config_file(path).is_file() or path.suffix == ".json" else given
+
+
+def _shape(model: SimModelYaml, folder: Path) -> ModelShape:
+    try:
+        return model_shape(shape_source(model, folder))
+    except ConfigError as error:
+        raise ConfigError(f"{model.name}.shape: {error}") from error

@@ -1,0 +1,257 @@
+"""Points of a sweep or a search: each a scenario of its own, simulated in any process.
+
+A point's outcome depends on its YAML, trace and this code alone, so the same points give the same
+bytes on any number of cores. Outcomes are kept in files named by what they depend on: a sweep that
+was cut off goes on where it stopped. `lab.papers` adds points and outcomes of another kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+import prism
+import prism_replay
+import prism_sim
+from prism.config.units import encoded
+from prism.errors import ConfigError, TooLargeError
+from prism.models.files import config_file
+from prism.policies import registry
+from prism_replay.results import Summary
+from prism_sim.cluster.world import World
+from prism_sim.output.results import results_of
+from prism_sim.scenario.config import SimYaml
+from prism_sim.scenario.models import shape_source
+from prism_sim.scenario.scenario import check, load, read_config, resolve
+from prism_sim.scenario.traces import trace_paths
+from prism_sim.sweeps.intervals import Interval, interval
+
+SCHEMA = "prism-sim-point/1"
+SIMULATED = ("config", "models", "policies", "scheduler")  # of prism
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A YAML with changes: dotted key -> value."""
+
+    config: str
+    changes: dict[str, Any]
+    judge: tuple[float, ...] = (1.0,)
+
+
+class PointOutcome(msgspec.Struct, frozen=True):
+    """What one point gave: a summary, or the problem that kept it from being simulated (such as a
+    model larger than its GPUs)."""
+
+    changes: dict[str, Any]
+    summary: Summary | None = None
+    counts: dict[str, int] = {}
+    busy: float = 0.0
+    problem: str = ""
+    schema: str = SCHEMA
+
+    def attainment(self, metric: str, scale: str) -> float:
+        """Part of the requests that met `metric` ("ttft", "tpot", "e2e", "all") at an SLO scale;
+        0 for a point that could not be simulated."""
+        if self.summary is None:
+            return 0.0
+        value = getattr(self.summary.total.attainment[scale], metric)
+        return 0.0 if value is None else float(value)
+
+
+class SeedGroup(NamedTuple):
+    """Outcomes that differ by their seed alone. changes: without the seed."""
+
+    changes: dict[str, Any]
+    outcomes: Sequence[PointOutcome]
+
+    @property
+    def problem(self) -> str:
+        return next((o.problem for o in self.outcomes if o.summary is None), "")
+
+    def attainment(self, metric: str) -> Interval:
+        """At the SLO scale nearest to 1; 0 for outcomes that could not be simulated."""
+        summary = self.outcomes[0].summary
+        scales = summary.total.attainment if summary else {"1"}
+        scale = min(scales, key=lambda scale: abs(float(scale) - 1))
+        return interval([o.attainment(metric, scale) for o in self.outcomes])
+
+
+def simulate(point: Point) -> PointOutcome:
+    """Raises nothing for a ConfigError: it is the outcome."""
+    try:
+        scenario = load(Path(point.config), point.changes)
+        world = World(scenario.setup, scenario.work)
+    except ConfigError as error:
+        return PointOutcome(point.changes, problem=str(error))
+    world.run()
+    found = results_of(scenario.config, world, point.judge)
+    busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
+    return PointOutcome(point.changes, found.summary, found.counts, busy)
+
+
+def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
+    """Check all points before any is simulated. Raises ConfigError, TraceError for the first point
+    whose file with its changes holds a mistake. Too few or too small GPUs for a model or a policy
+    are a mistake only if `large`; else that is the point's outcome. Points that differ only by
+    policy, scales and base SLOs are read once."""
+    seen: set[bytes] = set()
+    for point in points:
+        path = Path(point.config)
+        try:
+            config = read_config(path, point.changes)
+            check(config, path)
+            plain = msgspec.structs.replace(
+                config, policy="prism", rate_scale=1.0, slo_scale=1.0, base_slos=False
+            )
+            key = msgspec.json.encode((point.config, plain), enc_hook=encoded)
+            if key not in seen:
+                seen.add(key)
+                resolve(plain, path)
+        except TooLargeError as error:
+            if large:
+                raise _at(error, point) from error
+        except ConfigError as error:
+            raise _at(error, point) from error
+
+
+def _at(error: ConfigError, point: Point) -> ConfigError:
+    given = ", ".join(f"{key}={value}" for key, value in point.changes.items())
+    return type(error)(f"{error} (at {given})" if given else str(error))
+
+
+P = TypeVar("P", bound=Point)
+Found = TypeVar("Found", bound=PointOutcome)
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+
+
+class Store(Generic[Found]):
+    """Outcomes of one kind in a folder, or nowhere."""
+
+    def __init__(self, folder: Path | None, kind: type[Found]) -> None:
+        self._folder = folder
+        self._kind = kind
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, point: Point) -> Found | None:
+        path = self._path(point)
+        if path is None or not path.exists():
+            return None
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=self._kind)
+        except msgspec.DecodeError:
+            # cut off while it was written, or of an earlier version
+            return None
+
+    def put(self, point: Point, outcome: Found) -> None:
+        path = self._path(point)
+        if path is not None:
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(msgspec.json.encode(outcome))
+            partial.rename(path)
+
+    def _path(self, point: Point) -> Path | None:
+        return None if self._folder is None else self._folder / f"{_key(point, self._kind)}.json"
+
+
+def run_points(
+    points: Sequence[P],
+    simulate: Callable[[P], Found],
+    *,
+    jobs: int,
+    store: Store[Found],
+    progress: Callable[[int, int], None],
+) -> list[Found]:
+    """Outcomes in the order of `points`. simulate: a function of a module, which every process can
+    find by its name. jobs: processes; 1 uses this one."""
+    found = [store.get(point) for point in points]
+    left = [i for i, outcome in enumerate(found) if outcome is None]
+    progress(len(points) - len(left), len(points))
+    for index, outcome in in_processes([(i, points[i]) for i in left], simulate, jobs):
+        found[index] = outcome
+        store.put(points[index], outcome)
+        progress(sum(o is not None for o in found), len(points))
+    return [outcome for outcome in found if outcome is not None]
+
+
+def in_processes(
+    numbered: Sequence[tuple[int, Task]], do: Callable[[Task], Done], jobs: int
+) -> Iterator[tuple[int, Done]]:
+    """Each task done by one of `jobs` processes, as they come; by this one if `jobs` is 1."""
+    one = partial(_numbered, do)
+    if jobs <= 1 or len(numbered) <= 1:
+        yield from map(one, numbered)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(jobs, len(numbered))) as pool:
+        yield from pool.imap_unordered(one, numbered)
+
+
+def _numbered(do: Callable[[Task], Done], item: tuple[int, Task]) -> tuple[int, Done]:
+    return item[0], do(item[1])
+
+
+def _key(point: Point, kind: type[PointOutcome]) -> str:
+    """What the outcome depends on: the resolved YAML, the files that are read, the point, the
+    code."""
+    digest = hashlib.sha256(code_digest(kind))
+    path = Path(point.config)
+    try:
+        config = read_config(path, point.changes)
+        files = (*_files_of(config, path.parent), *registry.sources(config.policy))
+    except ConfigError as error:
+        digest.update(str(error).encode())
+    else:
+        digest.update(msgspec.json.encode(config, enc_hook=encoded))
+        for file in files:
+            # a file's name can be a model's, and it tells where the bytes of one end
+            digest.update(msgspec.json.encode((file.name, file.stat().st_size)))
+            digest.update(file.read_bytes())
+    changes = dict(sorted(point.changes.items()))
+    elsewhere = msgspec.structs.replace(point, config="", changes=changes)
+    digest.update(msgspec.json.encode((SCHEMA, elsewhere)))
+    return digest.hexdigest()[:32]
+
+
+def _files_of(config: SimYaml, folder: Path) -> list[Path]:
+    """Those that are read for the YAML, of a trace's folder all."""
+    named = [folder / name for name in (*config.cost_files, *config.gpu_files)]
+    named += trace_paths(config, folder)
+    named += [config_file(Path(shape_source(model, folder))) for model in config.models]
+    found = [sorted(path.glob("*")) if path.is_dir() else [path] for path in named]
+    return [path for paths in found for path in paths if path.is_file()]
+
+
+@cache
+def code_digest(kind: type[PointOutcome]) -> bytes:
+    """Of the Python files that a simulation runs, and that make its outcomes of this kind: another
+    version simulates again."""
+    digest = hashlib.sha256()
+    simulator, replay, live = (Path(each.__path__[0]) for each in (prism_sim, prism_replay, prism))
+    folders = [simulator, replay, *(live / name for name in SIMULATED)]
+    files = {path for folder in folders for path in folder.rglob("*.py")}
+    for path in sorted({*live.glob("*.py"), *files, Path(inspect.getfile(kind))}):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def grid(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """All combinations, the first key varying slowest."""
+    found: list[dict[str, Any]] = [{}]
+    for key, values in varied.items():
+        found = [{**changes, key: value} for changes in found for value in values]
+    return found
+
+
+def seeded(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """A change for each of the seeds; none at all without seeds."""
+    return [{"seed": seed} for seed in seeds] or [{}]
