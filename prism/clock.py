@@ -1,8 +1,9 @@
-"""The wall clock that all processes of a cluster share: that of their Redis.
+"""Wall clock of a cluster: the clock of its Redis.
 
-Machines' own clocks may be minutes apart. So no time of one machine's clock is compared with
-another one's: what goes from process to process is in Redis's time, which each works out from its
-monotonic clock and from what Redis said last. Until then it takes its machine's clock.
+The clocks of machines may differ by minutes, so times of different machines are never compared.
+Every time that is sent to another process is in Redis's time. Each process derives it from its
+monotonic clock and the last time that Redis reported. Until the first report, it uses the clock of
+its machine.
 """
 
 from __future__ import annotations
@@ -12,25 +13,33 @@ import time
 
 class _Clock:
     def __init__(self) -> None:
-        self.ahead_s = time.time() - time.monotonic()
+        self.offset_s = time.time() - time.monotonic()
 
 
 _clock = _Clock()
 
 
 def ahead_s() -> float:
-    """The cluster's time less this machine's monotonic clock."""
-    return _clock.ahead_s
+    """Returns the cluster's time minus this machine's monotonic clock."""
+    return _clock.offset_s
 
 
 def unix_s() -> float:
-    return time.monotonic() + _clock.ahead_s
+    """Returns the cluster's time in seconds since the epoch."""
+    return time.monotonic() + _clock.offset_s
 
 
-def heard(server_unix_s: float, asked_s: float, answered_s: float) -> None:
-    """Redis said its time between these two moments of the monotonic clock. It was read at any of
-    them: a time that may be what is known already changes nothing."""
+def synchronize(server_unix_s: float, asked_s: float, answered_s: float) -> None:
+    """Adjusts the clock to a time that Redis reported.
+
+    Does nothing if the known offset is within the error of the measurement.
+
+    Args:
+        server_unix_s: Time of Redis, read at an unknown moment between the two below.
+        asked_s: Monotonic time at which the request was sent.
+        answered_s: Monotonic time at which the answer arrived.
+    """
     middle_s, error_s = (asked_s + answered_s) / 2, (answered_s - asked_s) / 2
     found_s = server_unix_s - middle_s
-    if abs(found_s - _clock.ahead_s) > error_s:
-        _clock.ahead_s = found_s
+    if abs(found_s - _clock.offset_s) > error_s:
+        _clock.offset_s = found_s

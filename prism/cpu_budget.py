@@ -1,7 +1,8 @@
-"""Bound on the CPU time of calls that hold up an event loop.
+"""Limit on the CPU time of calls that block an event loop.
 
-A call is interrupted by a timer of the kernel, also within a regular expression, which keeps the
-interpreter's lock and ends for no other thread. Python lets the main thread alone be interrupted.
+A call is interrupted by a kernel timer. The timer also interrupts regular expressions, which keep
+the interpreter's lock, so that no other thread could stop them. Python only interrupts the main
+thread.
 """
 
 from __future__ import annotations
@@ -16,39 +17,40 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-# A call that catches the interruption, or code that cannot raise, is interrupted again after this.
-_AGAIN_S = 0.02
+# Interval of repeated interruptions, for calls that catch the first one or cannot raise.
+_RETRY_S = 0.02
 _TICK_S = 0.01
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _InterruptionError(BaseException):
-    """Raised in the call, past what handles its own errors."""
+    """Raised inside the call. No `except Exception` in the call catches it."""
 
 
 class _Watch:
-    """Call in progress of the main thread, and the timer that looks at it. The timer goes on after
-    a call, since starting it for each of the many short calls would take longer than they do."""
+    """Call that the main thread is executing, and the timer that checks it. The timer keeps running
+    after a call: starting it for each of many short calls would take longer than the calls."""
 
-    end_s = math.inf  # of the call, by the thread's CPU clock
-    ticks = False
+    end_s = math.inf  # CPU time of the thread at which the call is interrupted
+    ticks = False  # True while the timer runs
 
     def start(self) -> None:
         self.ticks = True
-        if signal.getsignal(signal.SIGPROF) != self._look:
-            signal.signal(signal.SIGPROF, self._look)
-            # Python puts back the signal's default when it ends, which is the process's death.
+        if signal.getsignal(signal.SIGPROF) != self._on_tick:
+            signal.signal(signal.SIGPROF, self._on_tick)
+            # Python restores the default action at exit, which would kill the process.
             atexit.register(signal.setitimer, signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)
 
-    def _look(self, _signal: int, _frame: FrameType | None) -> None:
-        """Interrupts the call once it has used its time; the timer counts that of all threads."""
+    def _on_tick(self, _signal: int, _frame: FrameType | None) -> None:
+        """Interrupts the call if its time is used up. The timer itself counts the time of all
+        threads."""
         if self.end_s == math.inf:
             signal.setitimer(signal.ITIMER_PROF, 0)
             self.ticks = False
         elif time.thread_time() >= self.end_s:
-            self.end_s += _AGAIN_S
+            self.end_s += _RETRY_S
             raise _InterruptionError
 
 
@@ -56,15 +58,15 @@ _watch = _Watch()
 
 
 class CpuBudget:
-    """CPU seconds that the calls for one purpose may take. A call that takes more ends.
+    """Budget of CPU seconds for calls of one purpose. A call that exceeds it is interrupted.
 
-    For any thread. Calls of a thread that runs no event loop are made on `loop`, one at a time. A
-    loop that does not run in the main thread, or no loop, leaves them without a limit.
+    Thread rule: any thread. A thread without an event loop makes its calls on `loop`, one at a
+    time. Calls on a loop outside of the main thread, or without any loop, are not limited.
 
     Args:
-        left_s: what the first call may take.
-        most_s: what no call may exceed, however much was added.
-        loop: the event loop of the main thread.
+        left_s: Seconds available to the first call.
+        most_s: Upper limit of the budget, however much is added.
+        loop: Event loop of the main thread.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class CpuBudget:
         self._loop = loop
 
     def add(self, seconds: float) -> None:
-        """Adds to what later calls may take."""
+        """Adds seconds to the budget of later calls."""
         self._left_s = min(self._most_s, self._left_s + seconds)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the call's result. Raises TimeoutError where the budget is used up: the call
-        stopped anywhere, so that what it was changing must not be used again."""
+        """Returns the call's result. Raises TimeoutError if the budget is used up. The call may
+        have stopped anywhere, so objects that it was changing must not be used again."""
         if self._loop is None or _runs_loop():
             return self._call(function, *args, **kwargs)
 
@@ -103,7 +105,7 @@ class CpuBudget:
                 return function(*args, **kwargs)
             finally:
                 _watch.end_s = math.inf
-        except _InterruptionError:  # perhaps before the line above
+        except _InterruptionError:  # possibly raised before the line above
             _watch.end_s = math.inf
             raise TimeoutError(f"the call took {self._left_s:g} s of CPU time") from None
         finally:

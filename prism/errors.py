@@ -1,7 +1,7 @@
 """Named failures of the serving system.
 
 PrismError
-├── ConfigError          the user's YAML or arguments: names the key and the remedy (exit code 2)
+├── ConfigError          wrong YAML or arguments: names the key and the remedy (exit code 2)
 │   ├── TraceError       a trace file cannot be replayed: names file, line and key
 │   └── TooLargeError    a model does not fit on the GPUs that it is given
 ├── RequestError         one request cannot be served; carries an OpenAI error code and HTTP status
@@ -14,10 +14,10 @@ PrismError
 │   └── ActivationError
 │       └── SelfCheckError
 ├── ModelSourceError     a model cannot be prepared: its source is not installed
-├── ActionError          an agent could not carry out what the cluster scheduler asked for
+├── ActionError          an agent could not execute an action of the cluster scheduler
 ├── QueueUnavailableError    Redis cannot be reached
-├── MalformedRequestError    entries of a queue are no requests
-└── LeaseLostError           another agent holds this device's queue
+├── MalformedRequestError    entries of a queue are not valid requests
+└── LeaseLostError           another agent has taken over this device's queue
 """
 
 
@@ -34,18 +34,17 @@ class TraceError(ConfigError):
 
 
 class TooLargeError(ConfigError):
-    """A cluster's GPUs are too few or too small for a model or the policy; in a sweep that is the
-    outcome of a point."""
+    """The GPUs of a cluster are too few or too small for a model or the policy. A sweep records
+    this as the outcome of a point."""
 
 
 class RequestError(PrismError):
-    """A request that cannot be served. `code`, `status` and `param` (the body's field) go out in
-    OpenAI's error shape."""
+    """A request that cannot be served."""
 
-    code = "invalid_request_error"
-    status = 400
-    param: str | None = None
-    retry_after_s: int | None = None
+    code = "invalid_request_error"  # of OpenAI's error object
+    status = 400  # of the HTTP response
+    param: str | None = None  # field of the body
+    retry_after_s: int | None = None  # the Retry-After header
 
 
 class BadRequestError(RequestError):
@@ -74,17 +73,19 @@ class EngineDiedError(EngineError):
 
 
 class RequestsFailedError(EngineError):
-    """An engine ends through requests that have failed by name; its others are not to blame."""
+    """The engine ended because of requests that have failed with their own errors. Its other
+    requests are not to blame."""
 
 
 class RankLostError(EngineError):
-    """A rank of a tensor-parallel engine ended or went out of step; so must the others."""
+    """A rank of a tensor-parallel engine ended or is out of step, so all its ranks must end."""
 
 
 class ActivationError(EngineError):
-    """A model could not be brought up on an engine; the message says what is missing.
+    """A model could not be activated on an engine; the message says what is missing.
 
-    missing_bytes: device memory that would have to become free first (0: memory is not the cause).
+    Args:
+        missing_bytes: Device memory that must become free first. 0: memory is not the cause.
     """
 
     def __init__(self, message: str, missing_bytes: int = 0) -> None:
@@ -93,7 +94,7 @@ class ActivationError(EngineError):
 
 
 class SelfCheckError(ActivationError):
-    """The model came up on an engine but is not right there; a fresh engine may do better."""
+    """The model was loaded but failed its self-check; a fresh engine may succeed."""
 
 
 class ModelSourceError(PrismError):
@@ -101,7 +102,8 @@ class ModelSourceError(PrismError):
 
 
 class ActionError(PrismError):
-    """An agent refused or failed an action, did not answer, or is gone; the message says which."""
+    """An agent refused or failed an action, did not answer, or has ended; the message says
+    which."""
 
 
 class QueueUnavailableError(PrismError):
@@ -109,12 +111,16 @@ class QueueUnavailableError(PrismError):
 
 
 class MalformedRequestError(PrismError):
-    """Entries of a device's queue are no requests. `entries`: entry id -> request id, attempt."""
+    """Entries of a device's queue are not valid requests.
+
+    Args:
+        entries: Request id and attempt by entry id.
+    """
 
     def __init__(self, entries: dict[str, tuple[str, int]]) -> None:
-        super().__init__(f"{len(entries)} entries of the queue are no requests")
+        super().__init__(f"{len(entries)} entries of the queue are not valid requests")
         self.entries = entries
 
 
 class LeaseLostError(PrismError):
-    """Another agent took over this device's queue."""
+    """Another agent has taken over this device's queue."""

@@ -1,15 +1,15 @@
 """Child processes that never outlive their parent.
 
-A parent starts a child with `child_environment()`; the child calls `die_with_parent()` first
-thing in its main. A foreign program is started as `[*wrapped_command(), "program", ...]`: the
-wrapper asks for the signal and then becomes the program. Linux only (PR_SET_PDEATHSIG).
+A parent starts a child with `child_environment()`. The child calls `die_with_parent()` first in its
+main. A foreign program is started as `[*wrapped_command(), "program", ...]`: the wrapper calls
+`die_with_parent()` and then becomes the program. Linux only (PR_SET_PDEATHSIG).
 
-The kernel sends the signal when the *thread* that started the child ends: start children from a
+The kernel sends the signal when the *thread* that started the child ends. Start children from a
 thread that lives as long as the process.
 
-A child's event loop shows that it turns: it counts in a memfd that the child inherits, which needs
-no file system and no clock. A thread would go on beating beside a loop that hangs. Nor does a child
-beat while one of the loops hangs that it has named (`Turns`).
+A child reports that its event loop runs by a counter in an inherited memfd, which needs neither a
+file system nor a clock. The loop itself counts: a thread would keep counting while the loop hangs.
+A child also stops counting if one of the loops in its `LoopWatchdog` hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEARTBEAT_VARIABLE = "PRISM_HEARTBEAT_FD"
 HEARTBEAT_S = 0.5
 OPEN_FILES_MAX = 65536
 LOG_LEVEL_VARIABLE = "PRISM_LOG_LEVEL"
-_SILENT_BEATS = 25  # missed before the log says which loops stand still
+_SILENT_BEATS = 25  # missed beats before the stalled loops are logged
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _COUNT_BYTES = 8
@@ -42,19 +42,23 @@ T = TypeVar("T")
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment plus its pid, by which the child notices a dead parent."""
+    """Returns this process's environment with its pid, which `die_with_parent` checks."""
     return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
 
 
 def die_with_parent(parent_pid: int | None = None, sig: int = signal.SIGKILL) -> None:
-    """Have the kernel send `sig` to this process once its parent is gone.
+    """Asks the kernel to send `sig` to this process when its parent ends.
 
-    parent_pid: who must still be the parent now; by default the pid in the environment, and
-    without one (started by hand) nothing is asked for. Call it again after a fork: the request
-    is not inherited. Raises OSError when the kernel refuses.
+    The request is not inherited, so call it again after a fork. Raises OSError if the kernel
+    refuses.
+
+    Args:
+        parent_pid: Pid of the parent. By default it is read from the environment. Does nothing
+            if it is not there (the process was started by hand).
+        sig: Signal to send. Sent at once if the parent has already ended.
     """
-    named = os.environ.get(PARENT_VARIABLE)
-    expected = parent_pid if parent_pid is not None else int(named) if named else None
+    text = os.environ.get(PARENT_VARIABLE)
+    expected = parent_pid if parent_pid is not None else int(text) if text else None
     if expected is None:
         return
     if _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
@@ -64,43 +68,43 @@ def die_with_parent(parent_pid: int | None = None, sig: int = signal.SIGKILL) ->
         os.kill(os.getpid(), sig)
 
 
-def show_as(name: str) -> None:
-    """The name by which `ps` and `top` show this process, whose command line is its parent's. At
-    most 15 bytes of it."""
+def set_process_name(name: str) -> None:
+    """Sets the name of this process in `ps` and `top`, up to 15 bytes. A forked process would
+    otherwise show its parent's."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def configure_logging(
     text: str = "%(asctime)s %(levelname)s %(name)s: %(message)s",
 ) -> None:
-    """Log to stderr at the level that the launcher's --log-level put into the environment,
-    replacing what was configured before."""
+    """Configures logging to stderr at the launcher's --log-level, which is in the environment.
+    Replaces an earlier configuration."""
     level = os.environ.get(LOG_LEVEL_VARIABLE, "info").upper()
     logging.basicConfig(level=level, format=text, force=True)
 
 
 def keep_private(*, core_dumps: bool = False) -> None:
-    """For this process and its children: no other user may open the files that they make, and none
-    leaves a core file, which would hold prompts."""
+    """Makes files of this process and its children private, and disables core files, which would
+    hold prompts."""
     os.umask(0o077)
     if core_dumps:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    # Not 0, which is no bound where the kernel pipes cores into a program; 1 is one (core(5)).
+    # Not 0: it means unlimited where the kernel pipes cores into a program, unlike 1 (core(5)).
     resource.setrlimit(resource.RLIMIT_CORE, (min(1, hard) if hard >= 0 else 1, hard))
 
 
 def raise_file_limit() -> None:
-    """For this process and its children. The usual soft limit is 1,024; each connection is an open
-    file, and libzmq aborts where it has none left for who connects."""
+    """Raises the limit of open files of this process and its children. The usual soft limit is
+    1,024. Each connection is an open file, and libzmq aborts if it has none left to accept one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def open_log(path: Path) -> int:
-    """A descriptor of a file to append to that this user alone may read. Where the disk has no room
-    for one more file, what is written goes nowhere. Raises OSError."""
+    """Returns a descriptor that appends to a file that only this user may read. If the disk is too
+    full to create the file, output is discarded. Raises OSError."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
@@ -110,74 +114,77 @@ def open_log(path: Path) -> int:
 
 
 def private_log(path: Path) -> BinaryIO:
-    """`open_log` as a file."""
+    """Returns the file of `open_log`."""
     return os.fdopen(open_log(path), "ab")
 
 
 def flush_log() -> None:
-    """Before `os._exit`. On a full disk the rest of the log is lost, and nothing else."""
+    """Flushes stderr before `os._exit`. On a full disk, only the rest of the log is lost."""
     with suppress(OSError):
         sys.stderr.flush()
 
 
 class Heartbeat:
-    """The supervisor's end. A child gets `fd`, and its number in HEARTBEAT_VARIABLE."""
+    """Reader of a child's heartbeat. The child gets `fd`, with its number in HEARTBEAT_VARIABLE."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("prism-heartbeat")
         weakref.finalize(self, os.close, self.fd)
 
     def reset(self) -> None:
-        """Before the child is started."""
+        """Clears the counter before the child is started."""
         os.ftruncate(self.fd, 0)
 
     def count(self) -> int:
-        """Beats since the child's start; 0: its loop does not run yet."""
+        """Returns the number of beats since the child's start. 0: its loop does not run yet."""
         return int.from_bytes(os.pread(self.fd, _COUNT_BYTES, 0), "little")
 
 
-class Turns:
-    """Which of a process's loops have gone on after a wait. Only those belong here that never wait
-    for longer than a few seconds, whatever comes or does not come from outside."""
+class LoopWatchdog:
+    """Tracks which loops resumed since the last check. Register only loops that never block for
+    more than a few seconds, whatever happens outside."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._turned: set[str] = set()
+        self._resumed: set[str] = set()
 
-    def of(self, loop: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """The same loop, watched until it ends."""
+    def watch(self, loop: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Returns the loop, watched until it ends."""
         name = getattr(loop, "__qualname__", repr(loop))
         self._names.add(name)
-        return _Watched(loop, partial(self._turned.add, name), partial(self._names.discard, name))
+        return _WatchedLoop(
+            loop, partial(self._resumed.add, name), partial(self._names.discard, name)
+        )
 
-    def all_turned(self) -> bool:
-        """Each of them, since this was true the last time."""
-        if not self._turned >= self._names:
+    def all_resumed(self) -> bool:
+        """Returns True if every loop resumed since the last time this was True."""
+        if not self._resumed >= self._names:
             return False
-        self._turned.clear()
+        self._resumed.clear()
         return True
 
     @property
-    def standing_still(self) -> list[str]:
-        return sorted(self._names - self._turned)
+    def stalled(self) -> list[str]:
+        """Names of the loops that have not resumed since `all_resumed` was True."""
+        return sorted(self._names - self._resumed)
 
 
-class _Watched(Coroutine[Any, Any, T]):
-    """`loop`, with a call of `turned` whenever it waits again, and one of `ended`."""
+class _WatchedLoop(Coroutine[Any, Any, T]):
+    """Coroutine that calls `resumed` whenever `loop` waits again, and `ended` when it ends."""
 
     def __init__(
         self,
         loop: Coroutine[Any, Any, T],
-        turned: Callable[[], None],
+        resumed: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
-        self._loop, self._turned, self._ended = loop, turned, ended
+        self._loop, self._resumed, self._ended = loop, resumed, ended
 
     def send(self, value: Any) -> Any:
-        return self._go_on(self._loop.send, value)
+        return self._resume(self._loop.send, value)
 
     def throw(self, *error: Any) -> Any:
-        return self._go_on(self._loop.throw, *error)
+        return self._resume(self._loop.throw, *error)
 
     def close(self) -> None:
         self._ended()
@@ -186,23 +193,23 @@ class _Watched(Coroutine[Any, Any, T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._loop.__await__()
 
-    def _go_on(self, how: Callable[..., Any], *given: Any) -> Any:
+    def _resume(self, step: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            awaited = how(*given)
+            awaited = step(*arguments)
         except BaseException:  # StopIteration is the loop's return
             self._ended()
             raise
-        self._turned()
+        self._resumed()
         return awaited
 
 
-class Pulse:
-    """A child's end of its supervisor's `Heartbeat`; in a process that nobody watches it does
-    nothing. One for each process."""
+class HeartbeatWriter:
+    """Writer of a child's heartbeat. Does nothing in a process without a supervisor. One per
+    process."""
 
     def __init__(self) -> None:
-        named = os.environ.pop(HEARTBEAT_VARIABLE, None)
-        self.fd = None if named is None else int(named)
+        fd = os.environ.pop(HEARTBEAT_VARIABLE, None)
+        self.fd = None if fd is None else int(fd)
         self._count = 0
 
     def beat(self) -> None:
@@ -211,31 +218,31 @@ class Pulse:
             os.pwrite(self.fd, self._count.to_bytes(_COUNT_BYTES, "little"), 0)
 
 
-async def beat(turns: Turns | None = None) -> None:
-    """Beat until cancelled, as long as all of `turns` go on. Returns at once in a process that
-    nobody watches."""
-    pulse = Pulse()
-    if pulse.fd is None:
+async def beat(watchdog: LoopWatchdog | None = None) -> None:
+    """Writes heartbeats until cancelled, while all loops of `watchdog` resume. Returns at once in a
+    process without a supervisor."""
+    heartbeat = HeartbeatWriter()
+    if heartbeat.fd is None:
         return
-    import asyncio  # not above: the wrapper of a foreign program needs none
+    import asyncio  # not at the top: the wrapper of a foreign program does not need it
 
     silent = 0
     while True:
-        if turns is None or turns.all_turned():
+        if watchdog is None or watchdog.all_resumed():
             silent = 0
-            pulse.beat()
+            heartbeat.beat()
         elif (silent := silent + 1) == _SILENT_BEATS:
-            logging.getLogger("prism").error("stand still: %s", ", ".join(turns.standing_still))
+            logging.getLogger("prism").error("event loops stalled: %s", ", ".join(watchdog.stalled))
         await asyncio.sleep(HEARTBEAT_S)
 
 
 def wrapped_command() -> list[str]:
-    """The command line in front of a foreign program that shall die with this process."""
+    """Returns the command line that, put before a foreign program, ends it with this process."""
     return [sys.executable, "-m", "prism.process"]
 
 
 def main(arguments: list[str]) -> None:
-    """Become the program `arguments`, to be killed when the present parent dies."""
+    """Becomes the program `arguments`, which is killed when the present parent ends."""
     if not arguments:
         raise SystemExit("usage: python -m prism.process PROGRAM [ARGUMENT...]")
     die_with_parent()

@@ -1,4 +1,4 @@
-"""The end of tasks of an event loop."""
+"""Cancellation of asyncio tasks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-_AGAIN_S = 5.0
+_RETRY_S = 5.0
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Until all have ended; what they raise is dropped. Before Python 3.12 `asyncio.wait_for` loses
-    a cancellation that comes as what it waits for ends, so whoever goes on is cancelled again."""
+    """Cancels tasks and waits until all of them have ended. Drops what they raise. Before Python
+    3.12 `asyncio.wait_for` loses a cancellation that arrives as its awaitable ends, so tasks that
+    are still running are cancelled again."""
     tasks = left = set(tasks)
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=_AGAIN_S)
+        _, left = await asyncio.wait(left, timeout=_RETRY_S)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,9 +16,9 @@ from prism.queueing import BundledRedis, RequestQueue
 def minutes_ahead() -> Iterator[None]:
     """This machine's wall clock was so when the process began."""
     before_s = clock.ahead_s()
-    clock._clock.ahead_s = before_s + 300
+    clock._clock.offset_s = before_s + 300
     yield
-    clock._clock.ahead_s = before_s
+    clock._clock.offset_s = before_s
 
 
 @pytest.mark.usefixtures("minutes_ahead")
@@ -31,7 +31,7 @@ async def test_who_asks_redis_knows_its_time(tmp_path: Path, how: str) -> None:
         else:
             epoch = await queue.acquire("host:0", "agent", 10)
         if how == "renew":
-            clock._clock.ahead_s += 300
+            clock._clock.offset_s += 300
             await queue.renew("host:0", "agent", epoch, 10)
         await queue.close()
     assert abs(clock.unix_s() - time.time()) < 10
@@ -41,9 +41,9 @@ async def test_who_asks_redis_knows_its_time(tmp_path: Path, how: str) -> None:
 def test_what_may_be_the_same_time_changes_nothing() -> None:
     known_s = clock.ahead_s()
     for error_s in (0.4, -0.4):
-        clock.heard(known_s + 100.5 + error_s, 100.0, 101.0)
+        clock.synchronize(known_s + 100.5 + error_s, 100.0, 101.0)
         assert clock.ahead_s() == known_s
-    clock.heard(known_s + 100.5 + 0.6, 100.0, 101.0)
+    clock.synchronize(known_s + 100.5 + 0.6, 100.0, 101.0)
     assert clock.ahead_s() == pytest.approx(known_s + 0.6)
 
 

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.utils.monitor
 
-from prism.curve import NoClusterKeyError, new_secret, public_of
+from prism.curve import NoClusterKeyError, new_secret, public_key
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.messages.requests import Cancel
@@ -84,7 +84,7 @@ async def refused(peer: zmq.Socket[bytes], endpoint: str) -> bool:
 async def test_a_peer_without_the_key_is_refused(sockets: Sockets, endpoint: str, who: str) -> None:
     inbox = sockets.channel(zmq.PULL, Cancel, secret=SECRET)
     inbox.bind(endpoint)
-    known = public_of(new_secret() if who == "another cluster's" else SECRET)
+    known = public_key(new_secret() if who == "another cluster's" else SECRET)
     peer = stranger(sockets, known, None if who == "no key" else zmq.curve_keypair())
     assert await refused(peer, endpoint)
     holder = sockets.channel(zmq.PUSH, secret=SECRET)
@@ -145,4 +145,4 @@ async def test_one_socket_serves_the_machine_without_keys_and_others_with_them(
 def test_what_is_no_key_is_refused() -> None:
     for text in ("", "x", "ü" * 40, "0" * 39):
         with pytest.raises(ValueError, match="40 characters"):
-            public_of(text)
+            public_key(text)

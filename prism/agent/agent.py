@@ -1,4 +1,4 @@
-"""One device's agent: the parts, wired, and the loops that drive them."""
+"""Agent of one device: the wiring of its parts, and the loops that drive them."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ from prism.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
-_RETURN_S = 5.0  # for engines of other devices to end what they borrowed here
+_RETURN_S = 5.0  # for engines of other devices to return memory that they borrowed here
 
 
 class Agent:
-    """`run` serves the device until it is drained; make a new object for a new run.
+    """Agent of one device. An object serves one run.
 
-    Making one raises what `kvcached.Device.open` raises.
+    The constructor raises what `kvcached.Device.open` raises.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Agent:
         self._kv = KvNetwork(config, self._name, self._state)
 
     def _wire_serving(self) -> None:
-        """The request's way."""
+        """Makes the parts on a request's path."""
         config = self._config
         peers = PeerLedgers(self._local.namespace, self._state.pool)
         self._reclaimer = Reclaimer(self._state, self._device, peers)
@@ -161,7 +161,7 @@ class Agent:
         return LocalScheduler(self._limits, order, observer)
 
     def _wire_control(self) -> None:
-        """The model's way."""
+        """Makes the parts on a model's path."""
         config = self._config
         self._reporter = Reporter(self._orders, self._report, config.report_interval_s)
         store = open_store(self._local)
@@ -207,16 +207,21 @@ class Agent:
     # --- running ----------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Begin to drain; `run` returns when that is over. For signal handlers of the loop."""
+        """Starts to drain; `run` returns at the end of that. For signal handlers of the loop."""
         self._stop.set()
 
     async def run(self, watchdog: LoopWatchdog | None = None) -> None:
-        """Raises LeaseLostError when another agent serves the device, QueueUnavailableError when
-        Redis is not there at the start, EngineError when engines cannot be started."""
+        """Serves the device until it is drained.
+
+        Raises:
+            LeaseLostError: another agent serves the device.
+            QueueUnavailableError: Redis cannot be reached at the start.
+            EngineError: engines cannot be started.
+        """
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._lease.acquire()
-            # Only now: binding takes the addresses from another agent.
+            # After the lease, because binding takes the addresses from another agent.
             self._link.bind()
             self._cancels.bind()
             self._bound = True
@@ -232,9 +237,13 @@ class Agent:
             await self._close(tasks)
 
     def _loops(self, watchdog: LoopWatchdog) -> list[Coroutine[Any, Any, None]]:
-        serving, look_soon = self._serving, self._watch.look_soon
         engines = EngineInbox(
-            self._state, self._link, self._lifecycle, serving, look_soon, trace=self._trace
+            self._state,
+            self._link,
+            self._lifecycle,
+            self._serving,
+            self._watch.check_soon,
+            trace=self._trace,
         )
         orders = OrderInbox(
             link=self._orders,
@@ -245,7 +254,7 @@ class Agent:
             reporter=self._reporter,
             on_drain=self._order_drain,
         )
-        turning = (
+        periodic = (
             self._reader.run(),
             self._admission.run(self._serving),
             self._lease.run(),
@@ -254,11 +263,11 @@ class Agent:
             self._watch.run(),
             self._tick(),
         )
-        # These wait for others, for as long as nothing comes.
+        # Without a watchdog, because these may wait for messages indefinitely.
         waiting = [engines.run(), orders.run(), self._cancels.run(), self._sweep()]
         waiting += [reload.watch(self._file, self._orders, self._tokens, self._kv.peers)]
         waiting += [each.run() for each in self._fork_servers]
-        return [*map(watchdog.watch, turning), *waiting]
+        return [*map(watchdog.watch, periodic), *waiting]
 
     async def _tick(self) -> None:
         while True:
@@ -270,23 +279,23 @@ class Agent:
             self._kv.tick()
             given_up = self._orphans.given_up(self._state.requests.waiting_counts())
             if given_up:
-                self._serving.hand_back(given_up)
+                self._serving.unplace(given_up)
             await asyncio.sleep(self._timing.tick_s)
 
     async def _sweep(self) -> None:
-        """Agents of a machine share the folder: the first one removes."""
+        """Removes KV files that no engine fetched, from the folder that a machine's agents share."""
         while True:
             remove_abandoned(Path(self._local.moves_dir))
             await asyncio.sleep(self._timing.sweep_s)
 
-    # --- the end ----------------------------------------------------------------------------
+    # --- drain and close --------------------------------------------------------------------
 
     def _order_drain(self, timeout_s: float, action_id: int) -> None:
         self._drain_timeout_s, self._drain_action = timeout_s, action_id
         self.stop()
 
     async def _drain(self) -> None:
-        """Admit nothing more and let run what runs, for `drain_timeout_s` at most."""
+        """Stops admission and waits for running requests, for `drain_timeout_s` at most."""
         log.info("draining: %d requests run", len(self._state.requests.running_ids()))
         self._serving.paused = True
         try:
@@ -296,14 +305,16 @@ class Agent:
             log.warning("%d requests did not end in time", len(self._state.requests.running_ids()))
 
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Loops, requests, engines, memory, lease, sockets, in this order. Raises the first error
-        of a loop when all else is done."""
+        """Ends loops, requests, engines, memory, lease and sockets, in this order.
+
+        Raises the first error of a loop after all else is done.
+        """
         self._serving.paused = True
         failed = [task for task in tasks if task.done() and not task.cancelled()]
         errors = [error for task in failed if (error := task.exception()) is not None]
         self._replaced |= any(isinstance(error, LeaseLostError) for error in errors)
         await cancel_all(tasks)
-        self._serving.end_all("the agent of this device stops")
+        self._serving.fail_all("the agent of this device stops")
         await self._kv.close()
         self._prefetcher.stop()
         await asyncio.gather(*(fork_server.stop() for fork_server in self._fork_servers))
@@ -318,7 +329,7 @@ class Agent:
         self._orders.close()
         self._cancels.close()
         self._context.term()
-        if self._bound and not self._replaced:  # else they are the next agent's
+        if self._bound and not self._replaced:  # else the files belong to the next agent
             remove_files([self._config.agent_engines_endpoint(self._name)])
             remove_files(self._config.own_cancel_endpoints(self._name))
         if errors:
@@ -333,8 +344,10 @@ class Agent:
         await self._queue.close()
 
     def _leave_device(self) -> None:
-        """Remove the ledger, unless the next agent has it: it may have no engine yet that would
-        keep the ledger."""
+        """Removes the ledger, unless the next agent uses it.
+
+        The next agent may still have no engine, and only an engine prevents the removal.
+        """
         if self._replaced:
             self._device.close()
             return
@@ -342,9 +355,9 @@ class Agent:
             self._device.shrink(wait_s=_RETURN_S)
             self._device.destroy()
         except KvcachedError as error:
-            log.error("the ledger of %s stays: %s", self._name, error)
+            log.error("the ledger of %s is not removed: %s", self._name, error)
 
-    # --- small connections ------------------------------------------------------------------
+    # --- callbacks --------------------------------------------------------------------------
 
     def _report(self) -> AgentReport:
         return build_report(
@@ -368,7 +381,7 @@ class Agent:
         return key
 
     def _restore(self) -> None:
-        self._frontends.forgive()
+        self._frontends.reset()
         self._reader.replay()
         self._state.requests.register()
         self._admission.wake()
@@ -381,14 +394,14 @@ class Agent:
         return self._state.requests.frontends() | self._tokens.frontends()
 
     async def _frontend_gone(self, frontend_id: str) -> None:
-        """Its launcher says so: other than one that is silent, it does not come back."""
+        """Handles a frontend whose process ended: unlike a silent one, it cannot come back."""
         log.info("frontend %s has ended: its requests are cancelled", frontend_id)
         self._serving.frontend_gone(frontend_id)
         self._tokens.drop(frontend_id)
         try:
             await self._queue.remove_frontend(frontend_id)
         except QueueUnavailableError as error:
-            log.warning("what frontend %s left in Redis stays: %s", frontend_id, error)
+            log.warning("the keys of frontend %s in Redis are not removed: %s", frontend_id, error)
 
     def _frontend_died(self, frontend_id: str) -> None:
         self._serving.frontend_died(frontend_id)

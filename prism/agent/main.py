@@ -1,4 +1,4 @@
-"""Entry point: reads the resolved configuration and runs one device's agent until SIGTERM."""
+"""Reads the resolved configuration and runs one device's agent until SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from prism.agent.weight_server import serving_weights
 from prism.config.resolved import read_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError, PrismError
-from prism.process import Turns, beat, configure_logging, die_with_parent
+from prism.process import LoopWatchdog, beat, configure_logging, die_with_parent
 
 
 async def _serve(config: ClusterConfig, config_path: Path, device: str) -> None:
-    turns = Turns()
-    beating = asyncio.create_task(beat(turns))
+    watchdog = LoopWatchdog()
+    beating = asyncio.create_task(beat(watchdog))
     timing = AgentTiming(activation_s=float(config.engine.activation_timeout_s))
     agent = Agent(config, config_path, device, timing)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.stop)
     with serving_weights(config, device):
-        await agent.run(turns)
+        await agent.run(watchdog)
     beating.cancel()
 
 
 def _checked(config: ClusterConfig, device: str) -> ClusterConfig:
     names = [each.name for each in config.devices]
     if device not in names:
-        raise ConfigError(f"--device {device}: not in the configuration; it has {', '.join(names)}")
+        raise ConfigError(
+            f"--device {device} is not in the configuration; its devices: {', '.join(names)}"
+        )
     return config
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes: 0 after SIGTERM or Drain, 2 for a wrong setting, 1 for what else ends it."""
+    """Runs the agent and returns 0 after SIGTERM or Drain, 2 for a wrong setting, else 1."""
     die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m prism.agent", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved cluster.json")

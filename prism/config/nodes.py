@@ -12,7 +12,7 @@ from pathlib import Path
 from prism.config.endpoints import FRONTEND_PORTS, NodeConfig, on_node
 from prism.config.machines import DeviceYaml, NodeYaml
 from prism.config.schema import ClusterConfig, DeviceConfig, ServeYaml
-from prism.curve import public_of
+from prism.curve import public_key
 from prism.errors import ConfigError
 
 FRONTENDS_MAX = 16
@@ -98,7 +98,7 @@ def _read_cluster_key(path: Path) -> str:
             " and chmod 600"
         )
     try:
-        public_of(text)
+        public_key(text)
     except ValueError as error:
         raise ConfigError(
             f"cluster_key: {path} holds no key; make it with prism-serve new-cluster-key"

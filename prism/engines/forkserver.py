@@ -1,19 +1,19 @@
-"""The parent of a device's engines: imports the adapter once, then forks ready processes.
+"""Parent process of a device's engines: imports the adapter once, then forks the engines.
 
 `python -m prism.engines.forkserver --adapter NAME --config PATH --device host:0`
 
-It reads one JSON line per `ForkEngine` from stdin. It writes `ForkServerReady`, `EngineForked` and
-`EngineExited` as JSON lines to stdout, and nothing else (descriptor 1 of the rest is stderr).
-`EngineExited.status` is the exit code, or minus the signal's number. The end of stdin or SIGTERM
-ends the engines (SIGTERM, after `TERMINATE_S` SIGKILL) and then this process. Engines die with
-this process whatever ends it. An engine writes to `run_dir/logs/<engine_id>.log`.
+The process reads `ForkEngine` orders from stdin, one JSON line each. It writes `ForkServerReady`,
+`EngineForked` and `EngineExited` to stdout as JSON lines, and nothing else: other output goes to
+stderr. `EngineExited.status` is the exit code, or minus the signal's number. The end of stdin, or
+SIGTERM, ends the engines (SIGTERM, after `TERMINATE_S` SIGKILL) and then this process. Engines die
+with this process however it ends. An engine logs to `run_dir/logs/<engine_id>.log`.
 
-With `--preloaded SOCKET` this process has no engines: it imports, and forks fork servers for who
-connects to the socket (`preloaded.py`).
+With `--preloaded SOCKET` this process starts no engines: it imports the adapter, and forks a fork
+server for each client that connects to the socket (`preloaded.py`).
 
 Forking is safe only from a process with one thread, so thread pools are off before the imports.
-CUDA does not survive a fork either. If the imports initialised it, this process starts itself again
-with `--fresh`: then it imports nothing, and each engine is a fresh process (`process.py`).
+CUDA does not survive a fork either. If the imports initialised CUDA, this process executes itself
+again with `--fresh`: it then imports nothing, and each engine is a fresh process (`process.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from prism.engines.process import (
     log_to_stderr,
     redirect_to_log,
 )
-from prism.engines.ranks.spread import remove_meetings, spread
+from prism.engines.ranks.launch import launch_ranks, remove_rendezvous
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS
@@ -59,7 +59,7 @@ from prism.messages.forkserver import (
     ForkServerReady,
     FromForkServer,
 )
-from prism.process import die_with_parent, flush_log, show_as
+from prism.process import die_with_parent, flush_log, set_process_name
 
 TERMINATE_S = 5.0
 ENDED_LOGS_MAX = 8
@@ -70,8 +70,8 @@ log = logging.getLogger("prism.forkserver")
 
 
 class PipeLines:
-    """Whole lines from a pipe, read without blocking for more than is there. Of a line that is
-    longer than LINE_BYTES_MAX a part is dropped."""
+    """Reader of whole lines from a pipe, which does not block once the pipe is readable. The start
+    of a line longer than LINE_BYTES_MAX is dropped."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -87,8 +87,11 @@ class PipeLines:
 
 
 class EngineLogs:
-    """One log file per engine; ids are not used again. Logs of running engines stay, and those of
-    the `ENDED_LOGS_MAX` that ended last, so that engines that keep dying do not fill the disk."""
+    """Log files of engines, one each; engine ids are not reused.
+
+    Logs are kept for running engines and for the last `ENDED_LOGS_MAX` that ended, so that engines
+    that keep crashing do not fill the disk.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -101,7 +104,7 @@ class EngineLogs:
         self._ended.pop(engine_id, None)
 
     def ended(self, engine_id: str) -> None:
-        """Removes the oldest log of an ended engine if this one makes them too many."""
+        """Records an engine's end, and removes the oldest log beyond `ENDED_LOGS_MAX`."""
         self.started(engine_id)
         self._ended[engine_id] = None
         if len(self._ended) > ENDED_LOGS_MAX:
@@ -115,9 +118,10 @@ Launch = Callable[[ForkEngine], int]
 
 
 class ForkServer:
-    """Starts engines, reaps them, reports both. One thread, no sleeps: it waits in select.
+    """Starts engines, reaps them, and reports both. It has one thread, which waits in select.
 
-    `launch` starts an engine in a fresh process and returns its pid; None: engines are forked.
+    Args:
+        launch: starts an engine in a fresh process and returns its pid. None: engines are forked.
     """
 
     def __init__(
@@ -146,24 +150,25 @@ class ForkServer:
 
     def run(self, import_s: float) -> None:
         self._handle_signals()
-        # Of a predecessor, whose engines have ended with it.
-        remove_meetings(Path(self._config.run_dir), f"{self._device.replace(':', '')}-e*")
+        # Left by an earlier fork server, whose engines have ended with it.
+        remove_rendezvous(Path(self._config.run_dir), f"{self._device.replace(':', '')}-e*")
         self._report(ForkServerReady(pid=os.getpid(), import_s=import_s))
         while not (self._stopping or self._lines.ended):
-            self._turn()
+            self._iterate()
         self._end_children()
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         ready = {key.fileobj for key, _ in self._selector.select()}
         if self._wake in ready:
             self._wake.recv(4096)
         self._reap()
         if self._lines._fd in ready:
             for line in self._lines.read():
-                self._obey(line)
+                self._handle(line)
 
     def _handle_signals(self) -> None:
-        """Ignores SIGINT, which a terminal sends to the whole group: the agent ends this."""
+        """Sets the handlers. A terminal sends SIGINT to the whole process group; it is ignored,
+        since the agent ends this process."""
         signal.set_wakeup_fd(self._wake_writer.fileno())
         signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
         signal.signal(signal.SIGTERM, lambda _signum, _frame: self._stop())
@@ -173,20 +178,20 @@ class ForkServer:
         self._stopping = True
 
     def _report(self, message: FromForkServer) -> None:
-        """One write per line. A reader that is gone shows as the end of stdin."""
+        """Writes a line with one write. If the agent is gone, stdin ends too."""
         try:
             os.write(self._out_fd, msgspec.json.encode(message) + b"\n")
         except BrokenPipeError:
-            log.warning("the agent is gone, so it misses: %s", type(message).__name__)
+            log.warning("the agent is gone and does not receive %s", type(message).__name__)
 
-    def _obey(self, line: bytes) -> None:
+    def _handle(self, line: bytes) -> None:
         try:
             order = msgspec.json.decode(line, type=ForkEngine)
         except MALFORMED_ERRORS as error:
             log.warning("dropped a malformed line of %d bytes: %s", len(line), error)
             return
         if not ENGINE_ID.fullmatch(order.engine_id):
-            log.warning("dropped an order with an unusable engine id: %.100r", order.engine_id)
+            log.warning("dropped an order with an invalid engine id: %.100r", order.engine_id)
             return
         self._start(order)
 
@@ -208,23 +213,22 @@ class ForkServer:
         parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_engine(order, parent_pid)
+            self._run_engine(order, parent_pid)
         return pid
 
-    def _be_engine(self, order: ForkEngine, parent_pid: int) -> NoReturn:
-        """Runs in the child and never returns. `os._exit` skips the exit handlers that the parent
-        registered."""
+    def _run_engine(self, order: ForkEngine, parent_pid: int) -> NoReturn:
+        """Runs in the child and never returns. `os._exit` skips the parent's exit handlers."""
         status, engine_id = 1, order.engine_id
         try:
             die_with_parent(parent_pid)
-            show_as("prism-engine")
+            set_process_name("prism-engine")
             self._leave_fork_server(engine_id)
-            # Read when the process makes its CUDA context, which nothing has done yet.
+            # CUDA reads it when this process creates its context, which does not exist yet.
             os.environ[SM_VARIABLE] = str(order.sm_percent)
             context = EngineContext(engine_id, self._device, self._config)
-            status = run_engine(context, spread(context, self._adapter.create, order.peers))
+            status = run_engine(context, launch_ranks(context, self._adapter.create, order.peers))
         except BaseException:
-            log.exception("engine %s ends", engine_id)
+            log.exception("engine %s failed", engine_id)
         finally:
             flush_log()
             os._exit(status)
@@ -246,7 +250,7 @@ class ForkServer:
             if done:
                 del self._children[pid]
                 self._logs.ended(engine_id)
-                remove_meetings(Path(self._config.run_dir), engine_id)
+                remove_rendezvous(Path(self._config.run_dir), engine_id)
                 code = os.waitstatus_to_exitcode(status)
                 self._report(EngineExited(engine_id=engine_id, pid=pid, status=code))
 
@@ -268,7 +272,7 @@ class ForkServer:
 
 
 def remaining_s(bound_s: float) -> Iterator[float]:
-    """What is left of `bound_s`, again and again until nothing is."""
+    """Yields the remaining seconds of `bound_s` until none are left."""
     deadline_s = time.monotonic() + bound_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         yield left_s
@@ -277,11 +281,11 @@ def remaining_s(bound_s: float) -> Iterator[float]:
 def warn_about_threads() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        log.warning("%d threads run after the imports: a fork may inherit a held lock", threads)
+        log.warning("%d threads run after the imports; a fork may inherit a held lock", threads)
 
 
 def take_stdout() -> int:
-    """The real stdout; whatever prints from now on goes to stderr."""
+    """Returns a descriptor of the real stdout. Later prints go to stderr."""
     out_fd = os.dup(1)
     os.dup2(2, 1)
     return out_fd
@@ -292,9 +296,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapter", required=True)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--device", required=True)
-    parser.add_argument("--fresh", action="store_true", help="never fork: see above")
-    parser.add_argument("--import-s", type=float, default=0.0, help="with --fresh: measured before")
-    parser.add_argument("--preloaded", type=Path, help="the socket to fork fork servers for")
+    parser.add_argument("--fresh", action="store_true", help="start engines in fresh processes")
+    parser.add_argument(
+        "--import-s", type=float, default=0.0, help="duration of the imports before --fresh"
+    )
+    parser.add_argument("--preloaded", type=Path, help="socket on which to fork fork servers")
     return parser.parse_args(arguments)
 
 
@@ -313,9 +319,10 @@ def main(arguments: list[str] | None = None) -> int:
         log.error("%s", error)
         return 2
     if not options.fresh:
-        gc.disable()  # imports leave no garbage; looking for it takes a tenth of their time
+        gc.disable()  # imports leave no garbage, and collections take a tenth of their time
         adapter.preload(options.device)
-        forks = not cuda_facts.is_initialized()  # a fork of this process is told that it is not
+        # Asked before any fork: in a fork of this process CUDA reports that it is not initialised.
+        forks = not cuda_facts.is_initialized()
         warn_about_threads()
         gc.collect()
         gc.freeze()
@@ -329,11 +336,15 @@ def main(arguments: list[str] | None = None) -> int:
 def serve(
     options: argparse.Namespace, adapter: ModuleType, forks: bool, out_fd: int | None = None
 ) -> int:
-    """A fork server on descriptors 0, 1 and 2, until it shall end. `forks`: the imports let it.
-    `out_fd`: its stdout if that was taken before the imports."""
+    """Runs a fork server on descriptors 0, 1 and 2. Returns the exit code.
+
+    Args:
+        forks: False if the imports initialised CUDA, so that this process must not fork.
+        out_fd: the real stdout, if it was taken before the imports.
+    """
     out_fd = take_stdout() if out_fd is None else out_fd
     if not forks:
-        _begin_again(options, out_fd)
+        _restart_fresh(options, out_fd)
     launch = partial(_launch_fresh, options) if options.fresh else None
     config = read_resolved(options.config).local()
     ForkServer(adapter, config, options.device, out_fd, launch).run(options.import_s)
@@ -344,8 +355,8 @@ def _launch_fresh(options: argparse.Namespace, order: ForkEngine) -> int:
     return process.start(order, options.adapter, options.config, options.device)
 
 
-def _begin_again(options: argparse.Namespace, out_fd: int) -> NoReturn:
-    """Become a fork server that starts fresh processes. What CUDA holds in this one is freed."""
+def _restart_fresh(options: argparse.Namespace, out_fd: int) -> NoReturn:
+    """Executes a fork server that starts fresh processes. This frees what CUDA holds here."""
     log.warning(
         "the imports initialised CUDA, so engines cannot be forked from this process: each starts"
         " in a fresh process, which takes %.0f s of imports and shares no memory with the others",

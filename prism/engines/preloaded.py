@@ -1,11 +1,11 @@
-"""A device's imports, kept ready: fork servers are forked from a process that outlives them.
+"""Process that holds a device's imports and forks fork servers, which it outlives.
 
-Imports take ten seconds and more, so neither the death of an agent nor that of its fork server may
-cost them again. Who wants a fork server connects to a socket, passes the descriptors that shall be
-its stdin, stdout and stderr, and gets its pid and a pidfd. When the connection ends, the fork
-server is killed: it dies with its agent, also while it is stopped. It outlives this process.
+Imports take ten seconds or more, so they are not repeated after the death of an agent or of a fork
+server. An agent connects to a socket, passes the descriptors for the fork server's stdin, stdout
+and stderr, and receives its pid and a pidfd. When the connection ends, the fork server is killed,
+so it dies with its agent, even if it is stopped. A fork server survives the death of this process.
 
-Thread rule: one thread, since it forks. What holds for a fork server's imports holds here.
+Thread rule: one thread, since it forks. The rules for imports of a fork server apply here too.
 """
 
 from __future__ import annotations
@@ -21,33 +21,38 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvcached.handover.wire import is_same_user
-from prism.process import HEARTBEAT_S, Pulse, flush_log, show_as
+from prism.process import HEARTBEAT_S, HeartbeatWriter, flush_log, set_process_name
 
 DESCRIPTORS = 3
-_PATIENCE_S = 1.0
+_RECEIVE_TIMEOUT_S = 1.0
 
 log = logging.getLogger("prism.preloaded")
 
 
 class Preloaded:
-    """`serve` is the body of a fork server; it returns the exit status."""
+    """Forks a fork server for each client of the socket.
+
+    Args:
+        path: the socket's file.
+        serve: runs a fork server and returns its exit status.
+    """
 
     def __init__(self, path: Path, serve: Callable[[], int]) -> None:
         self._path, self._serve = path, serve
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._clients: dict[int, socket.socket] = {}  # by the pid of the fork server
-        path.unlink(missing_ok=True)  # of a predecessor
+        path.unlink(missing_ok=True)  # left by an earlier process
 
     def run(self) -> NoReturn:
-        """Until a signal ends this process."""
-        pulse = Pulse()
+        """Serves until a signal ends this process."""
+        heartbeat = HeartbeatWriter()
         while True:
-            pulse.beat()
-            self.turn()
+            heartbeat.beat()
+            self.poll()
 
-    def turn(self) -> None:
-        """What has come, after waiting for it for a moment."""
+    def poll(self) -> None:
+        """Handles events, after waiting for them for up to `HEARTBEAT_S`."""
         if not self._path.is_socket():
             self._listen()
         for key, _ in self._selector.select(HEARTBEAT_S):
@@ -59,11 +64,11 @@ class Preloaded:
         self._reap()
 
     def _listen(self) -> None:
-        """Again, where something removed the socket's file."""
+        """Creates the socket, also when its file has been removed or replaced."""
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
-        self._path.unlink(missing_ok=True)  # something else has its name
+        self._path.unlink(missing_ok=True)  # a file of another kind
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._path))
         self._listener.listen()
@@ -72,17 +77,17 @@ class Preloaded:
     def _accept(self) -> None:
         assert self._listener is not None
         client, _ = self._listener.accept()
-        client.settimeout(_PATIENCE_S)
+        client.settimeout(_RECEIVE_TIMEOUT_S)
         fds: Sequence[int] = ()
         try:
             if not is_same_user(client):
-                raise PermissionError("another user asked")
+                raise PermissionError("the client belongs to another user")
             _, fds, _, _ = socket.recv_fds(client, 1, DESCRIPTORS)
             if len(fds) != DESCRIPTORS:
-                raise ConnectionError(f"{len(fds)} descriptors came instead of {DESCRIPTORS}")
+                raise ConnectionError(f"expected {DESCRIPTORS} descriptors, received {len(fds)}")
             self._fork(client, fds)
         except OSError as error:
-            log.warning("no fork server is started: %s", error)
+            log.warning("cannot start a fork server: %s", error)
             client.close()
         finally:
             for fd in fds:
@@ -91,7 +96,7 @@ class Preloaded:
     def _fork(self, client: socket.socket, fds: Sequence[int]) -> None:
         pid = os.fork()
         if pid == 0:
-            self._be_fork_server(client, fds)
+            self._run_fork_server(client, fds)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -101,17 +106,17 @@ class Preloaded:
         self._clients[pid] = client
         self._selector.register(client, selectors.EVENT_READ, pid)
         try:
-            with suppress(OSError):  # it is gone already, and so will be the fork server
+            with suppress(OSError):  # the client is gone: `poll` will kill the fork server
                 socket.send_fds(client, [str(pid).encode()], [pidfd])
         finally:
             os.close(pidfd)
 
-    def _be_fork_server(self, client: socket.socket, fds: Sequence[int]) -> NoReturn:
-        """Never returns. `os._exit` skips the exit handlers that the parent registered."""
+    def _run_fork_server(self, client: socket.socket, fds: Sequence[int]) -> NoReturn:
+        """Runs in the child and never returns. `os._exit` skips the parent's exit handlers."""
         status = 1
         try:
-            show_as("prism-forks")
-            os.setsid()  # the supervisor kills the session of a part that hangs
+            set_process_name("prism-forks")
+            os.setsid()  # the supervisor kills the session of a process that hangs
             self._selector.close()
             for inherited in (self._listener, client, *self._clients.values()):
                 if inherited is not None:
@@ -121,7 +126,7 @@ class Preloaded:
                 os.close(fd)
             status = self._serve()
         except BaseException:
-            log.exception("the fork server ends")
+            log.exception("the fork server failed")
         finally:
             flush_log()
             os._exit(status)

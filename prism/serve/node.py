@@ -19,7 +19,7 @@ import redis
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.config.units import encoded
-from prism.curve import public_of
+from prism.curve import public_key
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS, PROTOCOL
 from prism.serve.run_dir import CONFIG_FILE
@@ -45,7 +45,7 @@ def namespace_of(config: ClusterConfig) -> str:
 
 
 def namespace_of_key(cluster_key: str) -> str:
-    return f"prism-{sha256(public_of(cluster_key).encode()).hexdigest()[:8]}"
+    return f"prism-{sha256(public_key(cluster_key).encode()).hexdigest()[:8]}"
 
 
 def state_of(config: ClusterConfig) -> NodeState:

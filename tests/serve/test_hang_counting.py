@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from prism import process
-from prism.process import HEARTBEAT_VARIABLE, Heartbeat, Turns, beat
+from prism.process import HEARTBEAT_VARIABLE, Heartbeat, LoopWatchdog, beat
 from prism.serve.supervisor import ClusterFailedError, Supervisor, Watched
 
 
@@ -99,8 +99,8 @@ async def stuck(until: asyncio.Event) -> None:
     await steady()
 
 
-async def eventually(turns: Turns) -> None:
-    while not turns.all_turned():
+async def eventually(watchdog: LoopWatchdog) -> None:
+    while not watchdog.all_resumed():
         await asyncio.sleep(0)
 
 
@@ -108,10 +108,10 @@ async def test_a_process_beats_while_each_of_its_loops_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "HEARTBEAT_S", 0.001)
-    heartbeat, turns, going_on = Heartbeat(), Turns(), asyncio.Event()
+    heartbeat, watchdog, going_on = Heartbeat(), LoopWatchdog(), asyncio.Event()
     monkeypatch.setenv(HEARTBEAT_VARIABLE, str(heartbeat.fd))
-    loops = [turns.of(steady()), turns.of(stuck(going_on))]
-    tasks = [asyncio.create_task(each) for each in (*loops, beat(turns))]
+    loops = [watchdog.watch(steady()), watchdog.watch(stuck(going_on))]
+    tasks = [asyncio.create_task(each) for each in (*loops, beat(watchdog))]
     while "stand still: stuck" not in caplog.text:
         await asyncio.sleep(0.001)
     assert heartbeat.count() <= 1, "only for the first wait of both"
@@ -124,15 +124,15 @@ async def test_a_process_beats_while_each_of_its_loops_goes_on(
 
 
 async def test_a_loop_that_has_ended_is_not_waited_for() -> None:
-    turns, never = Turns(), asyncio.Event()
-    tasks = [asyncio.create_task(turns.of(each)) for each in (steady(), stuck(never))]
-    await eventually(turns)
+    watchdog, never = LoopWatchdog(), asyncio.Event()
+    tasks = [asyncio.create_task(watchdog.watch(each)) for each in (steady(), stuck(never))]
+    await eventually(watchdog)
     for _ in range(10):
         await asyncio.sleep(0)
-        assert not turns.all_turned()
-    assert turns.standing_still == ["stuck"]
+        assert not watchdog.all_resumed()
+    assert watchdog.stalled == ["stuck"]
     tasks[1].cancel()
-    await eventually(turns)
+    await eventually(watchdog)
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 

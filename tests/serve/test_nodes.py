@@ -27,7 +27,7 @@ from msgspec import structs
 
 from prism.config.resolve import load
 from prism.config.schema import EngineConfig
-from prism.curve import public_of
+from prism.curve import public_key
 from prism.engines.fake import expected_tokens
 from prism.errors import ConfigError
 from prism.queueing.server import BundledRedis
@@ -217,7 +217,7 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
 
 def sole_namespace(made: Node) -> str:
     key = (made.log.parent / "key").read_text().strip()
-    return f"prism-{sha256(public_of(key).encode()).hexdigest()[:8]}"
+    return f"prism-{sha256(public_key(key).encode()).hexdigest()[:8]}"
 
 
 def refusal(path: Path, name: str, *options: str) -> str:

@@ -33,7 +33,7 @@ from xgrammar import GrammarMatcher
 
 from prism.engines.sglang import vocabulary
 from prism.engines.sglang.parsers import WHITESPACE_MAX
-from prism.process import die_with_parent, flush_log, show_as
+from prism.process import die_with_parent, flush_log, set_process_name
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
@@ -98,7 +98,7 @@ def _be_server(link: socket.socket, parent_pid: int) -> NoReturn:
     """Never returns; `os._exit`, as in the fork server's children."""
     try:
         die_with_parent(parent_pid)
-        show_as("prism-grammars")
+        set_process_name("prism-grammars")
         warnings.simplefilter("ignore")  # SGLang's use of XGrammar
         signal.set_wakeup_fd(-1)
         # A signal to all of a service's processes: the engine ends first, or answers what it has.
@@ -142,7 +142,7 @@ def _be_process(order: Order, descriptors: list[int], server_pid: int) -> NoRetu
     """Never returns. Ends when the engine closes the socket."""
     try:
         die_with_parent(server_pid)
-        show_as("prism-grammar")
+        set_process_name("prism-grammar")
         gc.disable()
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # the first one to go
