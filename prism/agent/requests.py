@@ -1,4 +1,4 @@
-"""The requests of this agent in one table, and the queue updates that Redis has not confirmed."""
+"""Table of this agent's requests, and the queue updates that Redis has not confirmed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from prism.queueing import RequestQueue
 from prism.scheduler.local import AdmissionPlan, LocalScheduler, Waiting
 from prism.scheduler.ports import EngineView
 
-ENDED_MAX = 10_000  # attempts that are remembered
+ENDED_MAX = 10_000  # ended attempts to remember
 
 
 class RequestState(Enum):
     WAITING = "waiting"  # in the device's queue
-    ADMITTING = "admitting"  # Redis is being asked to admit it
+    ADMITTING = "admitting"  # the call to admit it in Redis is in progress
     RUNNING = "running"  # on an engine
-    ENDING = "ending"  # on an engine that was told to stop it; its output is dropped
-    LEAVING = "leaving"  # between two engines: its KV is on its way to another machine
+    ENDING = "ending"  # on an engine that was ordered to stop it; its output is dropped
+    LEAVING = "leaving"  # between two engines, while its KV is sent to another machine
 
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
+    """Request in the agent's table."""
+
     request: Request
     entry_id: str = ""  # in the queue's stream
     state: RequestState = RequestState.WAITING
-    cancelled: bool = False  # while it was being admitted
-    newer: TrackedRequest | None = None  # a later entry of the same id; it waits for this one's end
+    cancelled: bool = False  # True if it was cancelled while ADMITTING
+    newer: TrackedRequest | None = None  # later entry of the same id, waiting for this one's end
     engine_id: str = ""
-    need_tokens: int = 0  # KV that it was admitted for
-    started_unix_s: float = 0.0  # when it went to its engine
-    prefilled: bool = False  # its first token came
-    produced: int = 0  # output tokens that came, and those that came with it
-    makes_way: bool = False  # its engine was told to hand it back, for a suspect
-    shown: bool = False  # so did a status after it: the engine's figures have what it holds
+    need_tokens: int = 0  # KV tokens that it was admitted for
+    started_unix_s: float = 0.0  # when it was submitted to its engine
+    prefilled: bool = False  # True if its first token has arrived
+    produced: int = 0  # output tokens so far, including those of earlier engines
+    preempted: bool = False  # True if its engine was ordered to export it for a suspect
+    usage_reported: bool = False  # True if the engine's last status includes its memory
 
     @property
     def id(self) -> str:
@@ -46,7 +48,7 @@ class TrackedRequest:
 
     @property
     def is_on_trial(self) -> bool:
-        """It has not outlived what its last engine died at."""
+        """True if it is a suspect and has no more output than when its last engine died."""
         suspected_at = self.request.suspected_at
         return suspected_at is not None and self.is_on_engine and self.produced <= suspected_at
 
@@ -57,50 +59,59 @@ class TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    running: int = 0
-    pending_need_tokens: int = 0  # of requests whose memory its status does not show yet
-    pending_prompt_tokens: int = 0  # of requests whose first token has not come
-    on_trial: bool = False
+    """Requests on one engine."""
+
+    running: int = 0  # number of requests
+    pending_need_tokens: int = 0  # of requests whose memory its last status does not include
+    pending_prompt_tokens: int = 0  # of requests whose first token has not arrived
+    on_trial: bool = False  # True if a suspect runs there
 
 
 class Update(Enum):
-    """In the order in which they are sent."""
+    """Kinds of queue updates, in the order in which they are sent."""
 
-    REGISTER = "register"  # a request runs here, of which Redis may not know: it lost its data
+    REGISTER = "register"  # a request runs here, but Redis may have lost it
     DISCARD = "discard"  # an entry waits, but its request ended here
     FINISH = "finish"  # a request ended
-    MOVE = "move"  # a request ran here and goes on elsewhere
-    REQUEUE = "requeue"  # a request was admitted, or may have been, and is on no engine
-    FORGET = "forget"  # a request is unwanted, in whichever queue it waits
-    UNPLACE = "unplace"  # an entry waits here, but its model does not come
+    MOVE = "move"  # a request ran here and resumes elsewhere
+    REQUEUE = "requeue"  # a request is or may be admitted, but is on no engine
+    FORGET = "forget"  # a request is not wanted any more, in whichever queue it waits
+    UNPLACE = "unplace"  # an entry waits here, but its model is not here
 
 
 Batch = dict[str, Request | None]
 
 
 class PendingQueueUpdates:
-    """Queue updates that Redis has not confirmed; retried until it does. Repeating is harmless.
+    """Queue updates that are retried until Redis confirms them. Repeating one has no effect.
 
-    They are sent before each admission: a request that ended is acknowledged before its next
-    attempt can be admitted here.
+    They are sent before each admission, so that a request that ended is acknowledged before its
+    next attempt can be admitted here.
     """
 
     def __init__(self) -> None:
         self._pending: dict[Update, Batch] = {update: {} for update in Update}
 
     def add(self, update: Update, name: str, request: Request | None = None) -> None:
-        """`name`: the entry's id for DISCARD and UNPLACE, else the request's. `request`: for
-        REGISTER and FORGET, and for MOVE what it goes on as."""
+        """Adds an update.
+
+        Args:
+            update: its kind.
+            name: id of the entry for DISCARD and UNPLACE, else id of the request.
+            request: the request for REGISTER and FORGET, and its new form for MOVE.
+        """
         self._pending[update][name] = request
 
-    def holds(self, request_id: str) -> bool:
-        """Whether Redis may still take the request for one that runs here."""
+    def has_end_of(self, request_id: str) -> bool:
+        """Returns whether an update is pending that ends the request's run here for Redis."""
         updates = (Update.FINISH, Update.MOVE, Update.REQUEUE)
         return any(request_id in self._pending[update] for update in updates)
 
     async def flush(self, queue: RequestQueue, device: str, epoch: int) -> None:
-        """Raises QueueUnavailableError, LeaseLostError. Those added meanwhile stay: their order
-        counts, too."""
+        """Sends all updates. Raises QueueUnavailableError or LeaseLostError.
+
+        Updates that are added meanwhile are kept for the next call, to preserve the order.
+        """
         sending, self._pending = self._pending, {update: {} for update in Update}
         try:
             for update, batch in sending.items():
@@ -132,19 +143,22 @@ class PendingQueueUpdates:
 
 
 class RequestTable:
-    """By request id: at most one attempt of a request runs at a time. Those that wait are also in
-    the local scheduler, which decides when they start. For one event loop.
+    """Requests by id. At most one attempt of a request runs at a time. For one event loop.
 
-    `wall_ahead_s`: the cluster's clock less the monotonic one. Deadlines are of the first on the
-    wire and of the second in the scheduler. `none_runs` is set while no request is on an engine or
-    leaves one for another machine.
+    Waiting requests are also in the local scheduler, which decides when they start.
 
-    The poison rule: a request whose attempts killed two engines ends, by name. When an engine
-    dies, all its requests are suspects and may be sent again. A suspect is tried alone: it starts
-    before others and on an idle engine, for which what runs there makes way (it moves, and goes on
-    later); nothing else starts until the suspect has more output than at the death: it is cleared.
-    If the engine dies before that, the suspect is to blame: it ends as `request_killed_engines`,
-    and neither death counts among its model's. Any other death makes suspects of all on the engine.
+    The poison rule: a request whose attempts killed two engines fails with
+    `request_killed_engines`. When an engine dies, all its requests become suspects and may be sent
+    again. A suspect runs alone: it starts before other requests, on an idle engine, whose running
+    requests are preempted for it and resume later. Nothing else starts there until the suspect has
+    more output than at the engine's death, which clears it. If the engine dies before that, the
+    suspect is the cause and fails; neither death counts for its model. Any other death makes
+    suspects of all requests on the engine.
+
+    Args:
+        scheduler: the local scheduler.
+        wall_ahead_s: returns the cluster's clock minus the monotonic one. Deadlines on the wire are
+            on the first clock, those in the scheduler on the second.
     """
 
     def __init__(
@@ -154,13 +168,14 @@ class RequestTable:
     ) -> None:
         self.outbox = PendingQueueUpdates()
         self.none_runs = asyncio.Event()
+        """Set while no request is RUNNING, ENDING or LEAVING."""
         self.none_runs.set()
         self._scheduler = scheduler
         self._wall_ahead_s = wall_ahead_s
         self._requests: dict[str, TrackedRequest] = {}
         self._on_engines: dict[str, TrackedRequest] = {}
-        self.malformed_total = 0  # entries of the queue that were no requests
-        self._ended: OrderedDict[str, int] = OrderedDict()  # id -> attempt, of the last ones
+        self.malformed_total = 0  # malformed entries of the queue
+        self._ended: OrderedDict[str, int] = OrderedDict()  # id -> attempt of the last ended ones
 
     def get(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
@@ -168,7 +183,7 @@ class RequestTable:
     # --- changes of state -------------------------------------------------------------------
 
     def wait(self, tracked: TrackedRequest) -> None:
-        """A second entry of a waiting request replaces the first."""
+        """Adds a waiting request. A second entry of a waiting request replaces the first."""
         request, ahead_s = tracked.request, self._wall_ahead_s()
         tracked.state = RequestState.WAITING
         self._requests[request.id] = tracked
@@ -188,11 +203,11 @@ class RequestTable:
     def plan(
         self, now_s: float, views: Sequence[EngineView]
     ) -> tuple[AdmissionPlan, list[TrackedRequest]]:
-        """The scheduler's plan, and the requests of it that are ADMITTING now."""
+        """Returns the scheduler's plan, and the requests that it starts, now ADMITTING."""
         plan = self._scheduler.step(now_s, views)
         admitting = []
         for tracked in [self._requests[i] for ids in plan.starts.values() for i in ids]:
-            if self.outbox.holds(tracked.id):
+            if self.outbox.has_end_of(tracked.id):
                 self.wait(tracked)  # until its earlier attempt is acknowledged
             else:
                 tracked.state = RequestState.ADMITTING
@@ -207,7 +222,7 @@ class RequestTable:
         self.none_runs.clear()
 
     def drop(self, tracked: TrackedRequest) -> None:
-        """It is here no more. Its newer entry, if there is one, waits from now on."""
+        """Removes a request. Its newer entry, if any, waits from now on."""
         del self._requests[tracked.id]
         self._on_engines.pop(tracked.id, None)
         if not self._on_engines:
@@ -218,11 +233,11 @@ class RequestTable:
             self.wait(tracked.newer)
 
     def leave(self, tracked: TrackedRequest) -> None:
-        """Its engine has stopped it. For Redis it runs here until it goes on elsewhere."""
+        """Marks a request that its engine has stopped. In Redis it runs here until `move`."""
         tracked.state, tracked.engine_id = RequestState.LEAVING, ""
 
     def is_leaving(self, request: Request) -> bool:
-        """Whether this attempt is: it may have ended meanwhile."""
+        """Returns whether this attempt is still LEAVING: it may have ended meanwhile."""
         run = self._on_engines.get(request.id)
         return (
             run is not None
@@ -230,15 +245,15 @@ class RequestTable:
             and run.request.attempt == request.attempt
         )
 
-    def go_on(self, request: Request, now_unix_s: float) -> None:
-        """Elsewhere, as this says, unless it has ended meanwhile."""
+    def move(self, request: Request, now_unix_s: float) -> None:
+        """Sends a request, in this form, to resume elsewhere, unless it has ended meanwhile."""
         run = self._on_engines.get(request.id)
         if run is not None and run.request.attempt == request.attempt:
             self.drop(run)
-            self.outbox.add(Update.MOVE, run.id, request.going_on(now_unix_s))
+            self.outbox.add(Update.MOVE, run.id, request.as_resumed(now_unix_s))
 
     def finish(self, tracked: TrackedRequest) -> None:
-        """It ended. Where a newer entry has come, Redis knows of the end already."""
+        """Removes a request that ended. If a newer entry exists, Redis knows of the end already."""
         if tracked.newer is None:
             self.outbox.add(Update.FINISH, tracked.id)
         self.drop(tracked)
@@ -248,15 +263,15 @@ class RequestTable:
             self._ended.popitem(last=False)
 
     def has_ended(self, request: Request) -> bool:
-        """Whether this attempt ended here, as far back as is known."""
+        """Returns whether this attempt is among the last ENDED_MAX that ended here."""
         return self._ended.get(request.id, 0) >= request.attempt
 
     def register(self) -> None:
-        """Redis may have lost its data: it is told again of what runs."""
+        """Registers all running requests again, because Redis may have lost them."""
         for tracked in self._on_engines.values():
             self.outbox.add(Update.REGISTER, tracked.id, tracked.request)
 
-    # --- what waits -------------------------------------------------------------------------
+    # --- waiting requests -------------------------------------------------------------------
 
     @property
     def has_waiting(self) -> bool:
@@ -266,21 +281,21 @@ class RequestTable:
         return [each for each in self._requests.values() if each.state is RequestState.WAITING]
 
     def waiting_counts(self) -> Counter[str]:
-        """Model -> waiting requests."""
+        """Returns model -> number of waiting requests."""
         return self._scheduler.waiting()
 
     def oldest_waits(self, now_unix_s: float) -> dict[str, float]:
-        """Model -> for how long the first of its waiting requests has waited since it came."""
+        """Returns model -> longest time since the arrival of one of its waiting requests."""
         found: dict[str, float] = {}
         for each in self.waiting():
             wait_s = now_unix_s - each.request.arrival_unix_s
             found[each.request.model] = max(wait_s, found.get(each.request.model, 0.0))
         return found
 
-    # --- what runs --------------------------------------------------------------------------
+    # --- running requests -------------------------------------------------------------------
 
     def running(self, request_id: str) -> TrackedRequest | None:
-        """The request, if it is on an engine or has left one for another machine."""
+        """Returns the request if it is RUNNING, ENDING or LEAVING."""
         return self._on_engines.get(request_id)
 
     def on_engines(self) -> list[TrackedRequest]:
@@ -290,25 +305,25 @@ class RequestTable:
         return [each for each in self._on_engines.values() if each.engine_id == engine_id]
 
     def running_counts(self) -> Counter[str]:
-        """Model -> requests on its engine."""
+        """Returns model -> number of requests on its engine."""
         return Counter(each.request.model for each in self._on_engines.values())
 
     def running_ids(self) -> set[str]:
         return set(self._on_engines)
 
-    def status_came(self, engine_id: str) -> None:
-        """Its figures are newer than the tokens that came before them."""
+    def mark_usage_reported(self, engine_id: str) -> None:
+        """Handles a status of an engine: it includes requests whose first token came before it."""
         for each in self.on_engine(engine_id):
-            each.shown = each.prefilled
+            each.usage_reported = each.prefilled
 
     def loads(self) -> dict[str, EngineLoad]:
-        """Engine id -> its load; an engine without requests is not in it."""
+        """Returns engine id -> load of engines with requests."""
         loads: dict[str, EngineLoad] = {}
         for each in self._on_engines.values():
             if not each.engine_id:
                 continue
             load = loads.get(each.engine_id, EngineLoad())
-            need_tokens = 0 if each.shown else each.need_tokens
+            need_tokens = 0 if each.usage_reported else each.need_tokens
             prompt_tokens = 0 if each.prefilled else each.request.prefill_tokens
             loads[each.engine_id] = EngineLoad(
                 load.running + 1,
@@ -318,7 +333,7 @@ class RequestTable:
             )
         return loads
 
-    # --- all --------------------------------------------------------------------------------
+    # --- all requests -----------------------------------------------------------------------
 
     def frontends(self) -> set[str]:
         return {each.request.frontend_id for each in self._requests.values()}
@@ -327,8 +342,10 @@ class RequestTable:
         return [r for r in self._requests.values() if r.request.frontend_id == frontend_id]
 
     def check_integrity(self, engine_ids: Collection[str]) -> list[str]:
-        """What contradicts itself, in words. REQUIRES: no admission is under way; these are all
-        engines."""
+        """Returns a description of each inconsistency.
+
+        REQUIRES: no admission is in progress; `engine_ids` has all engines.
+        """
         found = [
             f"{request_id} ({tracked.state.value}): {problem}"
             for request_id, tracked in self._requests.items()
@@ -336,33 +353,33 @@ class RequestTable:
         ]
         waiting, scheduled = len(self.waiting()), len(self._scheduler)
         if waiting != scheduled:
-            found.append(f"{waiting} requests wait, and the scheduler has {scheduled}")
+            found.append(f"{waiting} requests wait, but the scheduler has {scheduled}")
         running = sum(
             each.is_on_engine or each.state is RequestState.LEAVING
             for each in self._requests.values()
         )
         if running != len(self._on_engines):
-            found.append(f"{running} requests run, and engines have {len(self._on_engines)}")
+            found.append(f"{running} requests run, but engines have {len(self._on_engines)}")
         if self.none_runs.is_set() != (running == 0):
-            found.append(f"{running} requests run, and `none_runs` says otherwise")
+            found.append(f"{running} requests run, but `none_runs` is {self.none_runs.is_set()}")
         return found
 
     def _problems(
         self, request_id: str, tracked: TrackedRequest, engine_ids: Collection[str]
     ) -> Iterator[str]:
         if tracked.id != request_id:
-            yield f"it stands under the id of {tracked.id}"
+            yield f"it is stored under the id of {tracked.id}"
         if tracked.newer is not None and not tracked.is_on_engine:
             yield "a newer entry waits for its end, but it does not run"
         if tracked.state is RequestState.ADMITTING:
             yield "its admission was never completed"
         elif tracked.state is RequestState.WAITING:
             if request_id not in self._scheduler:
-                yield "the scheduler does not know it"
+                yield "the scheduler does not have it"
         elif tracked.state is RequestState.LEAVING and request_id in self._on_engines:
-            if tracked.engine_id or self.outbox.holds(request_id):
-                yield "it has not left, or Redis is to be told that it does not run"
+            if tracked.engine_id or self.outbox.has_end_of(request_id):
+                yield "it has an engine, or an update is pending that it does not run"
         elif tracked.engine_id not in engine_ids or request_id not in self._on_engines:
             yield f"its engine {tracked.engine_id!r} is gone"
-        elif self.outbox.holds(request_id):
-            yield "Redis is to be told that it does not run"
+        elif self.outbox.has_end_of(request_id):
+            yield "an update is pending that it does not run"

@@ -1,8 +1,8 @@
-"""The open requests of this frontend: the prompt and the attempt of each, and its output so far.
+"""Log of this frontend's open requests: prompt, attempt, and output so far of each.
 
-Pure bookkeeping; no I/O. Chunks carry (request, attempt, first index), so that output of an older
-attempt, or of a second run of the same attempt, is recognised. Another attempt goes on behind the
-output that has arrived, so no output is shown twice and none is computed twice.
+Pure bookkeeping without I/O. Chunks carry (request, attempt, first index), which identifies output
+of an older attempt, or of a second run of the same attempt. A new attempt resumes after the output
+that has arrived, so that none is shown or computed twice.
 """
 
 from __future__ import annotations
@@ -20,109 +20,109 @@ from prism import clock
 from prism.frontend.errors import OverloadedError
 from prism.messages.requests import Chunk, Failure, Request, Resume, Started
 
-# Attempts whose engine died, perhaps by them; and attempts in all, whoever was to blame.
+# Limits on attempts whose engine died, possibly because of them; on all attempts; and on resends.
 SUSPECTED_MAX = 3
 ATTEMPTS_MAX = 20
 RESENDS_MAX = 3
 
-# What happens to a choice, by its number: new tokens, or its failure.
-Event = tuple[int, Chunk | Failure]  # of the choice of this number
+Event = tuple[int, Chunk | Failure]  # number of the choice; its new tokens or its failure
 
 
 class Mailbox(deque[Event]):
-    """Events of one HTTP request, for one task that takes them: an asyncio.Queue costs several
-    times as much, for each token."""
+    """Event queue of one HTTP request with one consumer. An asyncio.Queue costs several times as
+    much per token."""
 
-    _news: asyncio.Future[None] | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
         self.append(event)
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self, most: int) -> list[Event]:
-        """What is there, in order, and one at least: up to so many."""
+        """Waits for an event, and returns up to `most` events in order."""
         while not self:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if len(self) == 1:
             return [self.popleft()]
         return [self.popleft() for _ in range(min(most, len(self)))]
 
 
 class ChunkOutcome(Enum):
-    """What to do about a chunk or failure after the log has taken it."""
+    """Action that a chunk or failure requires."""
 
     NOTHING = auto()
     UNKNOWN = auto()
     RETRY = auto()
-    BREAK = auto()
+    FAIL = auto()
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """An entry of the log: a request until it ends, and where its events go."""
+    """Entry of the log: a request until it ends, and the mailbox for its events."""
 
     request: Request
     choice: int
     mailbox: Mailbox
-    received: list[int] = field(default_factory=list)  # its output so far
-    enqueued: bool = False  # Redis has this attempt, or had it
-    resends: int = 0  # of attempts that the queue had lost
-    suspected: int = 0  # attempts whose engine died, perhaps by them
-    started: Started | None = None  # when and where it came to an engine first
-    # Those that have begun this attempt. The last one computes it: the others have lost the queue
+    received: list[int] = field(default_factory=list)  # output so far
+    enqueued: bool = False  # Redis has or had this attempt
+    resends: int = 0  # number of resends of attempts lost by the queue
+    suspected: int = 0  # number of attempts whose engine died, possibly because of them
+    started: Started | None = None  # time and place of its first start in an engine
+    # Agents that have begun this attempt. The last one computes it. The others have lost the queue
     # that they took it from, and may not know it yet.
     agents: list[str] = field(default_factory=list)
-    progress_s: float = field(default_factory=time.monotonic)  # when it was sent or output came
-    ended: bool = False  # its last chunk is in the mailbox; its client may be slow to take it
+    progress_s: float = field(default_factory=time.monotonic)  # time it was sent or had output
+    ended: bool = False  # the last chunk is in the mailbox; a slow client may not have it yet
 
     @property
-    def waits(self) -> bool:
-        """No output of this attempt has come."""
+    def awaits_output(self) -> bool:
+        """True if this attempt has no output yet."""
         return len(self.received) == self.request.resumed_tokens
 
-    def go_on(self) -> None:
-        """Another attempt, behind the output that has arrived."""
+    def start_next_attempt(self) -> None:
+        """Prepares another attempt, which resumes after the output that has arrived."""
         request, resume = self.request, self.request.resume
         if self.received:
-            request, resume = request.going_on(clock.unix_s()), Resume(list(self.received))
+            request, resume = request.as_resumed(clock.unix_s()), Resume(list(self.received))
         attempt = request.attempt + 1
         self.request = msgspec.structs.replace(request, attempt=attempt, resume=resume)
         self.enqueued, self.progress_s = False, time.monotonic()
         self.agents.clear()
 
     def note_agent(self, agent: str) -> None:
-        """It has begun this attempt."""
+        """Records that the agent has begun this attempt."""
         self.agents = [*(each for each in self.agents if each != agent), agent]
 
-    def has_left(self, agent: str) -> bool:
-        """Whether another agent has begun this attempt since."""
+    def is_superseded(self, agent: str) -> bool:
+        """Returns whether another agent has begun this attempt after `agent`."""
         return agent in self.agents[:-1]
 
     def note_blame(self, failure: Failure) -> None:
-        """A suspect of its engine's death is tried alone."""
+        """Records that the attempt is suspected of its engine's death. A suspect is retried
+        alone."""
         if failure.blame == "suspect":
             self.suspected += 1
             suspected_at = max(failure.output_tokens, len(self.received))
             self.request = msgspec.structs.replace(self.request, suspected_at=suspected_at)
 
     def note_resend(self) -> bool:
-        """The attempt is to be sent once more. False: that was done too often."""
+        """Records a resend of the attempt. Returns False if the limit is exceeded."""
         self.enqueued, self.progress_s = False, time.monotonic()
         self.resends += 1
         return self.resends <= RESENDS_MAX
 
-    def break_off(self, code: str, message: str) -> None:
+    def fail(self, code: str, message: str) -> None:
         failure = Failure(self.request.id, self.request.attempt, code, message)
         self.mailbox.put((self.choice, failure))
 
 
 class RequestLog:
-    """At most `open_max` requests. For one event loop.
+    """Log of at most `open_max` open requests. For one event loop.
 
-    Half of that is for whoever comes, the other half is kept in equal parts for each of `models`
-    models: a flood of one model's requests leaves the others their part.
+    Half of the limit is shared. The other half is reserved in equal parts for each of `models`
+    models, so that a flood of one model's requests leaves the others their part.
     """
 
     def __init__(self, open_max: int, models: int = 1) -> None:
@@ -131,18 +131,18 @@ class RequestLog:
         self.resize(open_max, models)
 
     def resize(self, open_max: int, models: int) -> None:
-        """For requests from now on: those that are open stay."""
+        """Changes the limits for new requests. Open requests stay."""
         self._open_max = open_max
         self._models = models
         self._share = open_max // (2 * models)
 
     def models(self) -> set[str]:
-        """Those with open requests."""
+        """Returns the models with open requests."""
         return {model for model, count in self._by_model.items() if count}
 
     @property
-    def most_of_one_model(self) -> int:
-        """Requests for it that have room where no other is open."""
+    def max_per_model(self) -> int:
+        """Number of requests for one model that fit if no others are open."""
         return self._open_max - self._share * (self._models - 1)
 
     def __len__(self) -> int:
@@ -152,31 +152,32 @@ class RequestLog:
         return iter(list(self._open.values()))
 
     def unended(self) -> list[OpenRequest]:
-        """Those that owe output."""
+        """Returns the requests whose last chunk has not arrived."""
         return [entry for entry in self._open.values() if not entry.ended]
 
     def add(self, opened: list[OpenRequest]) -> None:
-        """Raises OverloadedError, adding none, where they do not all have room."""
+        """Adds all requests, or none and raises OverloadedError if they do not all fit."""
         asked = Counter(entry.request.model for entry in opened)
         kept = self._kept_for_others(asked)
         if len(self._open) + len(opened) + kept > self._open_max:
             raise OverloadedError(
                 f"{len(self._open)} requests are open here and {self._open_max} is the limit"
-                f" (frontend.max_open_requests), of which {kept} are kept for other models; try"
-                " again later"
+                f" (frontend.max_open_requests), of which {kept} are reserved for other models;"
+                " try again later"
             )
         self._open.update({entry.request.id: entry for entry in opened})
         self._by_model += asked
 
     def _kept_for_others(self, asking: Collection[str]) -> int:
-        """What the other models have not used of their part."""
+        """Returns the unused part of the reservations of the other models."""
         used = [min(n, self._share) for m, n in self._by_model.items() if m not in asking]
-        # Models that were removed may have requests, too.
+        # Removed models may still have requests.
         return max(0, self._share * (self._models - len(asking)) - sum(used))
 
     def late(self, model: str, now_unix_s: float, slo_ttft_s: float) -> int:
-        """Requests for the model that have no token yet and should have had one. `slo_ttft_s`: the
-        model's own. A request that asks for less does not make others wait."""
+        """Returns the number of requests for the model that have no token and are past their TTFT
+        SLO, but at least past the model's `slo_ttft_s`: a tighter SLO of a request does not count
+        against others."""
         asked = (e.request for e in self._open.values() if not e.received)
         return sum(
             request.model == model
@@ -188,14 +189,14 @@ class RequestLog:
         return self._open.get(request_id)
 
     def close(self, request_id: str) -> OpenRequest | None:
-        """The request is over; later chunks for it are UNKNOWN."""
+        """Removes and returns the request. Later chunks for it are UNKNOWN."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
             self._by_model[entry.request.model] -= 1
         return entry
 
     def take_start(self, started: Started, agent: str = "") -> OpenRequest | None:
-        """The request, where this is the first time that it came to an engine."""
+        """Returns the request if this is its first start in an engine."""
         entry = self._open.get(started.request_id)
         if entry is None:
             return None
@@ -210,15 +211,15 @@ class RequestLog:
         entry = self._open.get(chunk.request_id)
         if entry is None:
             return ChunkOutcome.UNKNOWN if chunk.finish_reason is None else ChunkOutcome.NOTHING
-        if entry.ended or chunk.attempt != entry.request.attempt or entry.has_left(agent):
+        if entry.ended or chunk.attempt != entry.request.attempt or entry.is_superseded(agent):
             return ChunkOutcome.NOTHING
         first, received = chunk.first_index, len(entry.received)
-        # Output was lost; or an agent took this frontend for dead; or a replaced agent runs the
-        # attempt from its start, and only greedy output repeats itself.
+        # Output was lost, or an agent assumed that this frontend is dead, or a replaced agent runs
+        # the attempt from its start, and only greedy output is repeatable.
         lost = first > received or chunk.finish_reason == "cancelled"
-        lost |= bool(entry.agents) and agent != entry.agents[-1]  # and so was word of its start
+        lost |= bool(entry.agents) and agent != entry.agents[-1]  # its `Started` was lost too
         if lost or (first < received and entry.request.sampling.temperature > 0):
-            return self._again_or_break(entry)
+            return self._retry_or_fail(entry)
         self._deliver(entry, chunk)
         return ChunkOutcome.NOTHING
 
@@ -226,16 +227,16 @@ class RequestLog:
         entry = self._open.get(failure.request_id)
         if entry is None or entry.ended or failure.attempt != entry.request.attempt:
             return ChunkOutcome.NOTHING
-        if entry.has_left(agent):
+        if entry.is_superseded(agent):
             return ChunkOutcome.NOTHING
         entry.note_blame(failure)
-        return self._again_or_break(entry) if failure.retryable else ChunkOutcome.BREAK
+        return self._retry_or_fail(entry) if failure.retryable else ChunkOutcome.FAIL
 
-    def _again_or_break(self, entry: OpenRequest) -> ChunkOutcome:
-        """One whose agents or devices are taken away is tried more often than one whose engines
-        die while they compute it."""
+    def _retry_or_fail(self, entry: OpenRequest) -> ChunkOutcome:
+        """Returns RETRY or FAIL. A request that loses agents or devices is retried more often than
+        one whose engines die while they compute it."""
         again = entry.suspected < SUSPECTED_MAX and entry.request.attempt < ATTEMPTS_MAX
-        return ChunkOutcome.RETRY if again else ChunkOutcome.BREAK
+        return ChunkOutcome.RETRY if again else ChunkOutcome.FAIL
 
     def _deliver(self, entry: OpenRequest, chunk: Chunk) -> None:
         if skipped := len(entry.received) - chunk.first_index:
@@ -248,7 +249,7 @@ class RequestLog:
 
 
 def _without(chunk: Chunk, skipped: int) -> Chunk:
-    """Its first tokens are known."""
+    """Returns the chunk without its first `skipped` tokens."""
     return msgspec.structs.replace(
         chunk,
         first_index=chunk.first_index + skipped,

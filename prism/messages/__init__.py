@@ -1,11 +1,11 @@
 """Every message that crosses a socket or is stored in Redis, as msgspec tagged structs.
 
-Each module holds what one pair of processes says to each other. Encoding is MessagePack. New
-fields get defaults, so that processes of neighbouring versions can talk. Times named `*_unix_s`
-are wall-clock seconds since the epoch; monotonic times never leave a process. Token ids are the
+Each module has the messages of one pair of processes. The encoding is MessagePack. New fields get
+defaults, so that processes of neighbouring versions can talk. Times named `*_unix_s` are seconds
+since the epoch by the cluster's clock; monotonic times never leave a process. Token ids are the
 model's own vocabulary ids.
 
-Sockets are ZeroMQ, `ipc://` below the run directory or loopback TCP:
+Sockets are ZeroMQ, `ipc://` below the run directory or TCP between machines:
   frontend  binds PULL    <- agents and frontends PUSH `ToFrontend`           requests.py
   agent     binds PULL    <- frontends, launcher and agents of other machines
                              PUSH `ToAgent`                         requests.py, kv.py
@@ -17,17 +17,17 @@ Sockets are ZeroMQ, `ipc://` below the run directory or loopback TCP:
                              `OperatorCommand`, `ActionResult`                cluster.py
   an agent of each machine binds ROUTER  <- agents and engines of other machines DEALER:
                              `FromTaker`, `FromHolder`                        weights.py
-An agent and its fork server write JSON lines to each other                   forkserver.py
+An agent and its fork server exchange JSON lines                              forkserver.py
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# Machines of one cluster have the same. It is raised with each change that the version before does
-# not understand, of a message between machines or of what is kept in Redis.
+# All machines of a cluster must have the same number. It is raised with each change that an older
+# version does not understand, in a message between machines or in Redis.
 PROTOCOL = 1
-# What decoding raises: msgspec lets the others through for some malformed messages.
+# Raised by decoding: msgspec does not convert the last three for some malformed messages.
 MALFORMED_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError)
 
 

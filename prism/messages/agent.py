@@ -1,4 +1,4 @@
-"""What agents and the cluster scheduler say to each other."""
+"""Messages between agents and the cluster scheduler."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prism.messages.models import ModelSpec
 
 
 class ModelReport(Wire, frozen=True):
-    """One model on one device. Totals only grow while the agent lives. Bytes are of one rank,
-    except link_bytes."""
+    """State of one model on one device. Totals only grow while the agent lives. Bytes are of one
+    rank, except `link_bytes`."""
 
     model: str
     state: str  # "activating" | "active" | "draining" | "failed"
@@ -26,8 +26,8 @@ class ModelReport(Wire, frozen=True):
     failed_total: int = 0
     cancelled_total: int = 0
     kv_mapped_bytes: int = 0
-    kv_cached_bytes: int = 0  # of kv_mapped_bytes: kept for prompts that begin alike, unused now
-    kv_idle_bytes: int = 0  # of kv_mapped_bytes: no token's
+    kv_cached_bytes: int = 0  # part of kv_mapped_bytes: prefix cache, unused by running requests
+    kv_idle_bytes: int = 0  # part of kv_mapped_bytes: holds no tokens
     kv_reserve_bytes: int = 0
     static_bytes: int = 0
     maps_total: int = 0
@@ -35,19 +35,19 @@ class ModelReport(Wire, frozen=True):
     retractions_total: int = 0
     activation_s: float = 0.0
     error: str = ""
-    # Of the last activation, in order, and "total"; "engine" and "shrink" are the waits for an
-    # engine and for memory.
+    # Seconds of the last activation's stages in order, and "total". "engine" and "shrink" are waits
+    # for an engine and for memory.
     stages_s: dict[str, float] = {}
     activations_total: int = 0
     stages_total_s: dict[str, float] = {}  # stages_s, summed over all activations
-    peers: tuple[str, ...] = ()
-    link_bytes: dict[str, int] = {}  # brought over each link by the last activation, all ranks
-    oldest_wait_s: float = 0.0  # of its waiting requests
-    broken: bool = False  # an engine that lives could not load it, and not for lack of memory
+    peers: tuple[str, ...] = ()  # devices of the ranks above 0
+    link_bytes: dict[str, int] = {}  # loaded over each link by the last activation, all ranks
+    oldest_wait_s: float = 0.0  # wait of its oldest waiting request
+    broken: bool = False  # a live engine failed to load it, and not for lack of memory
 
 
 class AgentReport(Wire, frozen=True):
-    """Sent every `report_interval_s` and on each change."""
+    """State of a device. Sent every `report_interval_s` and on each change."""
 
     device: str
     epoch: int
@@ -62,20 +62,20 @@ class AgentReport(Wire, frozen=True):
     engines_total: int
     models: list[ModelReport]
     engine_restarts_total: int = 0
-    waiting_unplaced: int = 0  # requests here for models that are not placed here
+    waiting_unplaced: int = 0  # queued requests for models that are not on this device
     gpu: GpuMemory | None = None
     malformed_total: int = 0  # messages that the agent dropped
 
 
 class ActionResult(Wire, frozen=True):
-    """The outcome of an action or an operator's command; failures are the next observation."""
+    """Outcome of an action or an operator's command."""
 
     action_id: int
     ok: bool
     message: str = ""
     seconds: float = 0.0
-    stages_s: dict[str, float] = {}  # for an operator's "activate": of the last activation
-    link_bytes: dict[str, int] = {}  # the same
+    stages_s: dict[str, float] = {}  # of an operator's "activate": stages of the activation
+    link_bytes: dict[str, int] = {}  # of an operator's "activate": bytes over each link
 
 
 FromAgent = AgentReport | ActionResult
@@ -84,6 +84,8 @@ FromAgent = AgentReport | ActionResult
 
 
 class ActivateModel(Wire, frozen=True):
+    """Order to load a model and serve it."""
+
     action_id: int
     model: ModelSpec
     kv_limit_bytes: int | None = None
@@ -92,20 +94,19 @@ class ActivateModel(Wire, frozen=True):
 
 
 class EvictModel(Wire, frozen=True):
-    """Stop admitting, wait for running requests (bounded), deactivate, return the engine.
-
-    Requests that still wait here must already be routed elsewhere or stay queued as unplaced.
-    """
+    """Order to stop admission, wait for running requests (bounded), deactivate, and return the
+    engine. Requests that wait here must have been routed elsewhere, or stay queued as unplaced."""
 
     action_id: int
     model: str
     reason: str = ""
-    move_running: bool = False  # running requests go on at `targets`
-    targets: tuple[str, ...] = ()  # devices by rank
+    move_running: bool = False  # running requests continue on `targets`
+    targets: tuple[str, ...] = ()  # device of each rank
 
 
 class PrefetchModel(Wire, frozen=True):
-    """A hint: read the model's files into the machine's weight store. Answered when it is there."""
+    """Hint to read the model's files into the machine's weight store. Answered when they are
+    there."""
 
     action_id: int
     model: ModelSpec
@@ -113,12 +114,14 @@ class PrefetchModel(Wire, frozen=True):
 
 
 class TrimModel(Wire, frozen=True):
+    """Order to return idle memory of one model, or of all."""
+
     action_id: int
     model: str | None = None
 
 
 class Drain(Wire, frozen=True):
-    """SIGTERM path: admit nothing more, finish what runs within `timeout_s`, then exit."""
+    """Order to admit no requests, finish running ones within `timeout_s`, and exit (SIGTERM)."""
 
     action_id: int
     timeout_s: float

@@ -1,4 +1,4 @@
-"""What operators and frontends learn from the cluster scheduler, and what operators ask of it."""
+"""Messages between the cluster scheduler and operators or frontends."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from prism.messages.agent import AgentReport, FromAgent
 
 
 class OperatorCommand(Wire, frozen=True):
-    """From `prism-serve activate|evict|prefetch|flush|drain|undrain|status`, answered by an
+    """Command of `prism-serve activate|evict|prefetch|flush|drain|undrain|status`. The answer is an
     ActionResult."""
 
-    kind: str  # one of these words; "status" answers with ClusterStatus as JSON in the message
+    kind: str  # one of these words; the answer to "status" has a ClusterStatus as JSON
     model: str | None = None
     device: str | None = None
 
@@ -19,29 +19,32 @@ ToScheduler = FromAgent | OperatorCommand
 
 
 class FrontendState(Wire, frozen=True):
-    """What a frontend says with each heartbeat."""
+    """State that a frontend sends with each heartbeat."""
 
-    revision: int = 0  # of the configuration that it works with
-    leaving: list[str] = []  # models that are not in it, and whose requests are open here
+    revision: int = 0  # of the configuration that the frontend uses
+    leaving: list[str] = []  # removed models that have open requests here
 
 
 class Decision(Wire, frozen=True):
-    """A move of a model, and how it went. `kind`: "activate" and "drop_copy" on `device`, "evict"
-    from there, or "migrate" from there to `target`."""
+    """A change of a model's placement, and its outcome.
 
-    time_unix_s: float  # when it began
+    `kind` is "activate" or "drop_copy" on `device`, "evict" from `device`, or "migrate" from
+    `device` to `target`.
+    """
+
+    time_unix_s: float  # begin
     kind: str
     model: str
     device: str
     target: str = ""
     reason: str = ""
-    problem: str = ""  # why it failed
-    seconds: float | None = None  # None: it is under way
+    problem: str = ""  # reason of a failure
+    seconds: float | None = None  # duration; None: in progress
 
 
 class ClusterStatus(Wire, frozen=True):
-    """What the scheduler publishes in Redis each interval. Frontends render /health and /metrics
-    from it; tests read counters from it."""
+    """Status that the scheduler publishes in Redis each interval. Frontends render /health and
+    /metrics from it, and tests read counters from it."""
 
     time_unix_s: float
     policy: str
@@ -52,16 +55,16 @@ class ClusterStatus(Wire, frozen=True):
     unplaced: dict[str, int] = {}
     actions_total: dict[str, int] = {}
     ready: bool = False
-    refusals: dict[str, str] = {}  # model -> why it has no place now
+    refusals: dict[str, str] = {}  # model -> reason why it cannot be placed now
     malformed_total: int = 0  # messages that the scheduler dropped
-    # Part, device or model -> what is wrong with it. The rest of the cluster goes on.
+    # Process, device or model -> its problem. The rest of the cluster works.
     degraded: dict[str, str] = {}
-    decisions: list[Decision] = []  # the latest ones, in the order in which they began
-    # Model -> devices, of models with several copies; `placement` has the first one.
+    decisions: list[Decision] = []  # the latest, ordered by begin
+    # Model -> devices, for models with several copies. `placement` has the first copy.
     copies: dict[str, tuple[str, ...]] = {}
-    # Of the configuration that the scheduler and all frontends work with; -1: it has just begun.
+    # Revision of the configuration that the scheduler and all frontends use; -1: just started.
     revision: int = 0
-    leaving: list[str] = []  # models that are not in it any more, and are still here
-    # Device -> what is still there, of those on which nothing is placed; empty: nothing is.
+    leaving: list[str] = []  # removed models that still have requests
+    # Drained device -> what is still on it; empty: nothing.
     drained: dict[str, str] = {}
-    node: str = ""  # of several machines the one whose scheduler plans
+    node: str = ""  # node of the leading scheduler, in a cluster of several machines

@@ -1,4 +1,4 @@
-"""What an agent and its engines say to each other."""
+"""Messages between an agent and its engines."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from prism.messages.requests import Cancel, EngineOutput, Request
 
 
 class ActivateEngine(Wire, frozen=True, tag="Activate"):
-    """Serve this model now."""
+    """Order to load a model and serve it."""
 
     model: ModelSpec
-    kv_limit_bytes: int | None = None  # of elastic memory; None: what the device has
+    kv_limit_bytes: int | None = None  # limit of elastic memory; None: the device's memory
     max_running: int = 32
-    fingerprint: tuple[int, ...] = ()  # expected answer of the warm-up; empty: any
+    fingerprint: tuple[int, ...] = ()  # expected tokens of the warm-up; empty: any
 
 
 class Deactivate(Wire, frozen=True):
-    """Give every page back and wait for the next model. Requests still running are failed."""
+    """Order to return every page and wait for the next model. Running requests fail."""
 
 
 class Submit(Wire, frozen=True):
+    """Requests for the engine to run."""
+
     requests: list[Request]
 
 
 class Export(Wire, frozen=True):
-    """Stop all requests and hand them back as far as they are, KV offered to ranks on `targets`, or
-    in files, as without targets; None: without KV."""
+    """Order to stop all requests and return them with their progress."""
 
+    # Devices whose ranks are offered the KV. (): KV goes into files. None: without KV.
     targets: tuple[str, ...] | None = ()
 
 
 class SetLimit(Wire, frozen=True):
+    """Order to change the limit of KV memory."""
+
     kv_limit_bytes: int | None
 
 
 class Shutdown(Wire, frozen=True):
-    """Finish nothing, free everything, exit 0."""
+    """Order to finish nothing, free everything and exit with code 0."""
 
 
 ToEngine = ActivateEngine | Deactivate | Submit | Cancel | Export | SetLimit | Shutdown
@@ -53,10 +57,10 @@ class EngineHello(Wire, frozen=True):
 
 
 class Activated(Wire, frozen=True):
-    """The model answers."""
+    """The model has answered its warm-up."""
 
     model: str
-    quantum_bytes: int  # smallest growth of its KV memory
+    quantum_bytes: int  # granularity of its KV memory
     quantum_tokens: int
     floor_bytes: int  # KV that stays resident while it is active (the padding block)
     reserve_bytes: int  # KV guaranteed to it: one request of full context can always finish
@@ -64,7 +68,7 @@ class Activated(Wire, frozen=True):
     block_tokens: int
     max_running: int
     stages_s: dict[str, float] = {}  # seconds of each stage in order, and "total"
-    fingerprint: tuple[int, ...] = ()  # its answer in the warm-up
+    fingerprint: tuple[int, ...] = ()  # tokens of the warm-up
     link_bytes: dict[str, int] = {}  # weights over each GPU's link to the host; "host": no GPU
 
 
@@ -81,23 +85,25 @@ class Deactivated(Wire, frozen=True):
 
 
 class Exported(Wire, frozen=True):
-    """Requests that were stopped, each with its `resume`; none of them is on the engine now."""
+    """Requests that were stopped, each with its `resume`. None of them is on the engine any
+    more."""
 
     requests: list[Request]
 
 
 class EngineStatus(Wire, frozen=True):
-    """Sent after each step batch (at most every 20 ms) and at least once a second."""
+    """State of an engine. Sent after each step batch (at most every 20 ms) and at least once a
+    second."""
 
     engine_id: str
     model: str | None
     running: int = 0
     waiting: int = 0
-    # KV tokens that it could take now: free in mapped pages, room in the ledger, and evictable.
+    # KV tokens that it could store now: in mapped pages, ledger headroom and evictable blocks.
     available_tokens: int = 0
     free_mapped_tokens: int = 0
-    evictable_tokens: int = 0  # of the prefix cache, unused
-    pending_prefill_tokens: int = 0  # of prompts, not computed yet
+    evictable_tokens: int = 0  # unused tokens of the prefix cache
+    pending_prefill_tokens: int = 0  # prompt tokens that are not computed yet
     prefill_tokens_per_s: float = 0.0
     kv_mapped_bytes: int = 0
     static_bytes: int = 0
@@ -106,10 +112,10 @@ class EngineStatus(Wire, frozen=True):
     retractions_total: int = 0
     maps_total: int = 0
     unmaps_total: int = 0
-    imported_tokens_total: int = 0  # whose KV moved here
+    imported_tokens_total: int = 0  # tokens whose KV was moved here
     outside: OutsideMemory | None = None
     captures_s: tuple[float, ...] = ()  # durations of captures of decode graphs
-    malformed_total: int = 0  # messages that the engine dropped, and fetchers that it hung up on
+    malformed_total: int = 0  # dropped messages, and KV fetchers that were disconnected
 
 
 _Answer = Activated | ActivationFailed | Deactivated | Exported | EngineOutput

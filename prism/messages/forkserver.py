@@ -1,6 +1,6 @@
-"""What an agent and its fork server say to each other: JSON lines on the server's stdin and stdout.
+"""Messages between an agent and its fork server: JSON lines on the server's stdin and stdout.
 
-The fork server is the pre-imported parent that forks engines.
+The fork server has imported the engine's packages and forks engines.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from prism.messages import Wire
 
 class ForkEngine(Wire, frozen=True):
     engine_id: str
-    sm_percent: int = 100  # part of the GPU's SMs that the engine may use under MPS
-    peers: tuple[str, ...] = ()  # devices of its ranks above 0 (tensor parallel)
+    sm_percent: int = 100  # share of the GPU's SMs that the engine may use under MPS
+    peers: tuple[str, ...] = ()  # devices of the ranks above 0 (tensor parallel)
 
 
 class EngineForked(Wire, frozen=True):

@@ -1,4 +1,4 @@
-"""What agents of different machines say to each other: KV of running requests, file by file."""
+"""Messages between agents of different machines: KV files of running requests, in parts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from prism.messages import Wire
 
 
 class KvPart(Wire, frozen=True):
-    """Bytes of a file; parts come in order."""
+    """Bytes of a file. The parts of a file are sent in order."""
 
-    sender: str  # the device whose agent sends it
-    name: str  # the file's
+    sender: str  # device of the sending agent
+    name: str  # of the file
     size_bytes: int  # of the whole file
     offset: int
     data: bytes
 
 
 class KvTaken(Wire, frozen=True):
-    """The answer to a part."""
+    """Answer to a part."""
 
     name: str
-    taken_bytes: int = 0  # so much of the file has come
-    path: str = ""  # where the whole file is
-    problem: str = ""  # why it is not taken
+    taken_bytes: int = 0  # bytes of the file received so far
+    path: str = ""  # path of the complete file
+    problem: str = ""  # reason of a refusal

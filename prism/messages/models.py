@@ -1,4 +1,4 @@
-"""The model that messages are about."""
+"""Description of a model, used in other messages."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ from prism.messages import Wire
 
 
 class LoraAdapter(Wire, frozen=True):
+    """A LoRA adapter of a model."""
+
     name: str
     path: str
     rank: int
 
 
 class LoraSpec(Wire, frozen=True):
-    """The LoRA adapters of a model, and what an engine makes ready for them."""
+    """LoRA adapters of a model, and the resources that an engine prepares for them."""
 
     adapters: tuple[LoraAdapter, ...] = ()
-    rank: int = 0  # the largest of theirs
-    # The modules that any of them changes, as PEFT calls them: inputs and outputs.
+    rank: int = 0  # largest rank
+    # Modules that any adapter changes, by PEFT's name: number of inputs and outputs.
     shapes: dict[str, tuple[int, int]] = {}
-    slots: int = 0  # adapters that one step can compute with
-    size_bytes: int = 0  # of device memory for all slots and the base model's
+    slots: int = 0  # maximum number of adapters in one step
+    size_bytes: int = 0  # device memory of all slots, and one for the base model
 
     def adapter(self, name: str) -> LoraAdapter | None:
+        """Returns the adapter called `name`, or None."""
         return next((adapter for adapter in self.adapters if adapter.name == name), None)
 
 
 class EmbeddingSpec(Wire, frozen=True):
-    """Of a model whose answers are vectors, of length 1: of an input's last token."""
+    """Output of an embedding model: the last token's vector, normalized to length 1."""
 
-    size: int  # values of a vector
-    # Fewer values that the model was trained to be cut to: these, or any number of them.
+    size: int  # number of values in a vector
+    # Smaller sizes that the model was trained for: these, or any.
     dimensions: tuple[int, ...] = ()
     any_dimensions: bool = False
 
     def may_have(self, dimensions: int) -> bool:
+        """Returns True if a request may ask for vectors of this many values."""
         if dimensions == self.size or dimensions in self.dimensions:
             return True
         return self.any_dimensions and not self.dimensions and dimensions < self.size
 
 
 class ModelSpec(Wire, frozen=True):
-    """What every process needs to know of a model; built once from the YAML and its files.
+    """Description of a model for every process, built once from the YAML and the model's files.
 
     Sizes are those of the whole model, also if it is spread over several devices.
     """
@@ -55,45 +59,45 @@ class ModelSpec(Wire, frozen=True):
     num_kv_heads: int
     head_dim: int
     weight_bytes: int  # resident, in `dtype`
-    # KV of one token over all layers, K and V, in `kv_dtype`, with the gap that the arrangement
-    # leaves.
+    # KV of one token: all layers, K and V, in `kv_dtype`, with the arrangement's padding.
     token_bytes: int
     slo_ttft_s: float
     slo_tpot_s: float
-    slo_least_ttft_s: float = 0.0  # the tightest that a request may ask for
+    slo_least_ttft_s: float = 0.0  # tightest SLO that a request may ask for
     slo_least_tpot_s: float = 0.0
     never_evict: bool = False
     pinned_device: str | None = None
-    static_share: float | None = None
-    kv_arrangement: str = "per_layer"  # a name of kvcached's
-    tp: int = 1  # devices that it is spread over (tensor parallel)
-    # Of its answers: a name of the engine's, "auto" or "none".
+    static_share: float | None = None  # fraction of the KV memory, static policy
+    kv_arrangement: str = "per_layer"  # a `kvcached.layouts.Arrangement`
+    tp: int = 1  # number of devices (tensor parallel)
+    # Parsers of answers: a name of the engine, "auto" or "none".
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
-    adapter: str = ""  # of its engines; empty: the cluster's
-    block_tokens: int = 16  # of a KV block
-    replicas_min: int = 1  # copies that stay up
+    adapter: str = ""  # engine adapter; empty: the cluster's default
+    block_tokens: int = 16  # tokens of a KV block
+    replicas_min: int = 1  # copies that are never evicted
     replicas_max: int = 1
     aliases: tuple[str, ...] = ()
     lora: LoraSpec = LoraSpec()
-    embedding: EmbeddingSpec | None = None  # None: it generates text
+    embedding: EmbeddingSpec | None = None  # None: the model generates text
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """Of the model and its adapters, as access lists have them."""
+        """Names of the model and its adapters, as access lists have them."""
         return (self.name, *(self.named(adapter.name) for adapter in self.lora.adapters))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call it and its adapters."""
+        """Names of the model and its adapters that requests may use."""
         return (*self.own_names, *self.aliases)
 
     def named(self, adapter: str) -> str:
-        """The name of its adapter, or its own."""
+        """Returns the name of `adapter`, or of the model if it is empty."""
         return f"{self.name}:{adapter}" if adapter else self.name
 
     def adapter_in(self, name: str) -> str | None:
-        """The adapter that a request for `name` means, "" for none; None: no such model."""
+        """Returns the adapter that `name` refers to, "" for the model itself, or None if it is not
+        a name of this model."""
         if name == self.name or name in self.aliases:
             return ""
         base, _, adapter = name.rpartition(":")

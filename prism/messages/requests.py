@@ -1,4 +1,4 @@
-"""A request and its output: frontend to queue to engine, and back."""
+"""A request and its output: from the frontend through the queue to the engine, and back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from prism.messages import Wire
 from prism.messages.kv import KvPart, KvTaken
 
 FinishReason = str  # "stop" | "length" | "cancelled"
-# A failure's code: an agent stopped the request because its frontend showed no life.
+# Code of a failure: the frontend's heartbeat stopped, so the agent stopped the request.
 FRONTEND_SILENT = "frontend_silent"
 
 
 class Grammar(Wire, frozen=True):
-    """What the output must match: a JSON schema, a regular expression, a grammar in EBNF, or a
-    structural tag (a JSON object that says where in free text a grammar holds)."""
+    """Constraint on the output: a JSON schema, a regular expression, a grammar in EBNF, or a
+    structural tag (a JSON object that says where in free text a grammar applies)."""
 
     kind: Literal["json", "regex", "ebnf", "structural_tag"]
     text: str
@@ -37,29 +37,27 @@ class Sampling(Wire, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    min_tokens: int = 0  # no stop token comes before
-    # None: no log probabilities. Otherwise those of each token and of so many of the likeliest.
+    min_tokens: int = 0  # tokens before the first stop token
+    # Number of most likely tokens with log probabilities, besides the sampled one. None: off.
     logprobs: int | None = None
-    prompt_logprobs: bool = False  # of the prompt's tokens, too
+    prompt_logprobs: bool = False  # also of the prompt's tokens
     grammar: Grammar | None = None
 
 
 class Resume(Wire, frozen=True):
-    """Where a request goes on that moved, or is sent again, in the middle of its output.
+    """Progress of a request that moved or is sent again in the middle of its output."""
 
-    The KV of its first `kv_tokens` tokens (prompt, then output) comes with it: in a file, or
-    offered by each rank of the source at an address.
-    """
-
-    output_ids: list[int]  # its output so far
+    output_ids: list[int]  # output so far
+    # KV of the first `kv_tokens` tokens (prompt, then output): in the file `kv_path`, or offered by
+    # each rank of the source at an address.
     kv_path: str = ""
     kv_tokens: int = 0
     kv_offers: tuple[str, ...] = ()
-    kv_device: str = ""  # where it is to go on, since its file is on that machine; empty: anywhere
+    kv_device: str = ""  # device to resume on, whose machine has the file; empty: any
 
 
 class Request(Wire, frozen=True):
-    """A tokenised request, as it waits in a queue and runs in an engine.
+    """A tokenized request, as it waits in a queue and runs in an engine.
 
     deadline_unix_s = arrival_unix_s + slo_ttft_s (Prism §6.3).
     """
@@ -72,61 +70,64 @@ class Request(Wire, frozen=True):
     slo_ttft_s: float
     slo_tpot_s: float
     frontend_id: str
-    priority: int = 0  # waiting requests of a higher one start first
-    attempt: int = 1  # grows when the frontend sends the request again after a failure
-    resume: Resume | None = None  # set if the request goes on in the middle of its output
-    # Output tokens that it had when an engine died that it may have killed.
+    priority: int = 0  # waiting requests of higher priority start first
+    attempt: int = 1  # incremented when the frontend sends the request again after a failure
+    resume: Resume | None = None  # set if the request resumes in the middle of its output
+    # Number of output tokens when an engine died that the request may have killed.
     suspected_at: int | None = None
-    lora: str = ""  # the model's adapter that computes it; empty: none
+    lora: str = ""  # LoRA adapter of the model; empty: none
 
     @property
     def resumed_tokens(self) -> int:
-        """Tokens of the output that came with the request."""
+        """Number of output tokens that came with the request."""
         return len(self.resume.output_ids) if self.resume else 0
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the prompt and of the output that came with the request."""
+        """Number of tokens of the prompt and of the output that came with the request."""
         return len(self.prompt_ids) + self.resumed_tokens
 
     @property
     def kv_device(self) -> str:
-        """See `Resume`."""
+        """Device on which the request must resume, see `Resume`."""
         return self.resume.kv_device if self.resume else ""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """They come with the first output."""
+        """True if the first output must have log probabilities of the prompt."""
         return self.sampling.prompt_logprobs and not self.resumed_tokens
 
     @property
     def is_suspect(self) -> bool:
-        """It may have killed an engine, and has come no further since."""
+        """True if the request may have killed an engine and has not progressed since."""
         return self.suspected_at is not None and self.resumed_tokens <= self.suspected_at
 
     @property
     def prefill_tokens(self) -> int:
-        """Known tokens whose KV does not come with the request."""
+        """Number of known tokens whose KV did not come with the request."""
         return self.known_tokens - (self.resume.kv_tokens if self.resume else 0)
 
     @property
     def deadline_unix_s(self) -> float:
         return self.arrival_unix_s + self.slo_ttft_s
 
-    def going_on(self, now_unix_s: float) -> Request:
-        """The same, in the middle of its output: its next token is due within the TPOT SLO."""
+    def as_resumed(self, now_unix_s: float) -> Request:
+        """Returns the request as resumed in the middle of its output: the next token is due within
+        the TPOT SLO."""
         return structs.replace(self, arrival_unix_s=now_unix_s, slo_ttft_s=self.slo_tpot_s)
 
 
 class Logprobs(Wire, frozen=True):
-    """Log probabilities of tokens in a row: before temperature, behind biases and penalties."""
+    """Log probabilities of consecutive tokens, before temperature and after biases and
+    penalties."""
 
     values: list[float] = []
-    # Of each token: the likeliest ones, the first most, and theirs.
+    # For each token: the most likely tokens in descending order, and their values.
     top_ids: list[list[int]] = []
     top_values: list[list[float]] = []
 
     def part(self, start: int, end: int | None = None) -> Logprobs:
+        """Returns those of the tokens from `start` to `end`."""
         cut = slice(start, end)
         return Logprobs(self.values[cut], self.top_ids[cut], self.top_values[cut])
 
@@ -137,7 +138,7 @@ class Logprobs(Wire, frozen=True):
 
 
 class Chunk(Wire, frozen=True):
-    """Tokens of one request from one engine step. A chunk with a `finish_reason` is its last."""
+    """Tokens of one request from one engine step. The last chunk has a `finish_reason`."""
 
     request_id: str
     attempt: int
@@ -146,26 +147,27 @@ class Chunk(Wire, frozen=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # behind the prompt's first token
-    # The whole answer of an embedding model, beside no tokens: float32, little-endian.
+    prompt_logprobs: Logprobs | None = None  # of the prompt without its first token
+    # Vector of an embedding model, in a chunk without tokens: float32, little-endian.
     embedding: bytes = b""
 
 
 class Failure(Wire, frozen=True):
-    """A request ended without finishing."""
+    """End of a request that did not finish."""
 
     request_id: str
     attempt: int
     code: str
     message: str
-    retryable: bool = False  # another engine may serve the request again
-    # Its engine died: this request may have killed it (when it had output_tokens), or another has.
+    retryable: bool = False  # the request may be sent again to another engine
+    # Set if the engine died: this request may have killed it (after output_tokens), or another did.
     blame: Literal["", "suspect", "other"] = ""
     output_tokens: int = 0
 
 
 class Started(Wire, frozen=True):
-    """An agent gave this attempt to an engine of its device. It comes with the first output."""
+    """Report that an agent gave this attempt to an engine of its device. It comes with the first
+    output."""
 
     request_id: str
     attempt: int
@@ -174,48 +176,49 @@ class Started(Wire, frozen=True):
 
 
 class EngineOutput(Wire, frozen=True):
-    """What one or more engine steps produced. `started`, `agent`: added by the agent."""
+    """Output of one or more engine steps."""
 
     chunks: list[Chunk] = []
     failures: list[Failure] = []
-    started: list[Started] = []
-    agent: str = ""  # the process
+    started: list[Started] = []  # added by the agent
+    agent: str = ""  # process of the agent, added by the agent
 
 
 class KeptAnswer(Wire, frozen=True):
-    """What a client that sends its Idempotency-Key again gets. fingerprint: of its request."""
+    """Answer for a client that repeats its Idempotency-Key."""
 
-    fingerprint: str
+    fingerprint: str  # of the request
     id: str
     created_unix_s: float
-    # Of each choice, as its only chunk.
-    outputs: list[Chunk]
+    outputs: list[Chunk]  # one chunk for each choice
 
 
 class Cancel(Wire, frozen=True):
+    """Order of a frontend to cancel requests."""
+
     request_ids: list[str]
 
 
 class FrontendGone(Wire, frozen=True):
-    """The process of this frontend has ended; its id is not used again."""
+    """Report of the launcher that this frontend's process has ended. The id is not used again."""
 
     frontend_id: str
 
 
 class MetricsWanted(Wire, frozen=True):
-    """Another frontend is scraped, and wants the answer. `names`: of metrics; none: of all."""
+    """Query of a frontend that is scraped for the metrics of another one."""
 
-    frontend_id: str
-    names: tuple[str, ...] = ()
+    frontend_id: str  # of the scraped one
+    names: tuple[str, ...] = ()  # of metrics; empty: all
 
 
 class FrontendMetrics(Wire, frozen=True):
-    """The metrics of one frontend, as text for Prometheus."""
+    """Metrics of one frontend in Prometheus's text format."""
 
     frontend_id: str
     text: str
     names: tuple[str, ...] = ()
 
 
-ToFrontend = EngineOutput | MetricsWanted | FrontendMetrics  # from an agent | from a frontend
-ToAgent = Cancel | FrontendGone | KvPart | KvTaken  # a frontend's | the launcher's | agents'
+ToFrontend = EngineOutput | MetricsWanted | FrontendMetrics  # first: agents; others: frontends
+ToAgent = Cancel | FrontendGone | KvPart | KvTaken  # from a frontend, the launcher, agents

@@ -1,7 +1,7 @@
-"""Which parts of a running cluster are in trouble, as its supervisor sees them.
+"""Problems of a running cluster's processes, as its supervisor reports them.
 
-The supervisor writes a file in the run directory: it can be read while Redis or the scheduler is
-what is in trouble.
+The supervisor writes a file in the run directory, which can be read even if Redis or the scheduler
+is what fails.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _decoder = msgspec.json.Decoder(dict[str, str])
 
 
 def write_troubles(run_dir: Path, troubles: Mapping[str, str]) -> None:
-    """Part -> what is wrong with it. Raises OSError."""
+    """Writes the problem of each part. Raises OSError."""
     partial = run_dir / f"{_FILE}.partial"
     partial.write_bytes(msgspec.json.encode(troubles))
     partial.replace(run_dir / _FILE)
 
 
 def read_troubles(run_dir: Path) -> dict[str, str]:
-    """Empty where nothing is wrong, or nobody supervises."""
+    """Returns the problem of each part. Empty without problems or without a supervisor."""
     try:
         return _decoder.decode((run_dir / _FILE).read_bytes())
     except (OSError, *MALFORMED_ERRORS):

@@ -1,4 +1,4 @@
-"""What machines say to each other for weights: who has what, and the bytes of tensors, in parts."""
+"""Messages between machines for weights: the contents of weight stores, and bytes of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class Form(Wire, frozen=True):
-    """In which form, as the rest of `kvcached.WeightKey` beside the content."""
+    """Form of stored weights: the fields of `kvcached.WeightKey` other than the content."""
 
     engine: str
     dtype: str
@@ -22,44 +22,49 @@ class Form(Wire, frozen=True):
 
 
 class AskWeights(Wire, frozen=True):
-    """Is this model in your store, in all of `forms` or as its files have it? `sketch`: see
-    `kvcached.weights.exchange`; whose files are others says that it has nothing."""
+    """Query whether a machine's store has this model, in all of `forms` or as in its files."""
 
     model: str
+    # See `kvcached.weights.exchange`. A holder with other files answers that it has nothing.
     sketch: str
     forms: list[Form] = []
 
 
 class Tensor(Wire, frozen=True, array_like=True):
+    """A stored tensor."""
+
     name: str
     dtype: str
     shape: tuple[_Count, ...]
-    blob: str  # its SHA-256
+    blob: str  # SHA-256 of its bytes
 
 
 class HeldForm(Wire, frozen=True):
+    """Tensors of a model that is stored in one form."""
+
     form: Form
     tensors: list[Tensor]
 
 
 class HeldWeights(Wire, frozen=True):
-    """`hashes`: of the model's files. No forms: it is not there."""
+    """Answer to AskWeights."""
 
-    hashes: list[str] = []
-    forms: list[HeldForm] = []
+    hashes: list[str] = []  # of the model's files
+    forms: list[HeldForm] = []  # empty: the store does not have the model
 
 
 class AskPart(Wire, frozen=True):
+    """Query for bytes of a tensor."""
+
     blob: str
     offset_bytes: _Count
     size_bytes: Annotated[int, Meta(ge=1, le=PART_BYTES_MAX)]
 
 
 class Part(Wire, frozen=True):
-    """Answers to one machine come in the order of its questions. Shorter than asked for: it is not
-    there any more."""
+    """Answer to AskPart. Answers to one machine come in the order of its queries."""
 
-    data: bytes
+    data: bytes  # shorter than asked for: the tensor is not stored any more
 
 
 FromTaker = AskWeights | AskPart

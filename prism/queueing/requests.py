@@ -27,8 +27,8 @@ from redis.commands.core import AsyncScript
 from prism import clock
 from prism.errors import LeaseLostError, MalformedRequestError
 from prism.messages import MALFORMED_ERRORS
-from prism.messages.beginnings import REMEMBERED_S, SLACK_REQUESTS, beginning
 from prism.messages.cluster import ClusterStatus, FrontendState
+from prism.messages.prompt_prefix import PREFIX_KEPT_S, SLACK_REQUESTS, prefix_hash
 from prism.messages.requests import KeptAnswer, Request
 from prism.queueing.redis_errors import queue_errors
 
@@ -107,9 +107,10 @@ class RequestQueue:
         Returns the device of each, or UNPLACED. Repeating an (id, attempt) changes nothing. A newer
         attempt replaces an older one.
         """
-        args: list[str | int | bytes] = [SLACK_REQUESTS, _ms(REMEMBERED_S)]
+        args: list[str | int | bytes] = [SLACK_REQUESTS, _ms(PREFIX_KEPT_S)]
         for each in requests:
-            args += each.id, each.model, each.attempt, msgspec.msgpack.encode(each), beginning(each)
+            packed = msgspec.msgpack.encode(each)
+            args += each.id, each.model, each.attempt, packed, prefix_hash(each)
         return [_text(queue) for queue in await self._run("enqueue", *args)] if requests else []
 
     async def forget(self, request_ids: Collection[str]) -> set[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prism.messages.beginnings import BEGINNING_TOKENS, REMEMBERED_S, SLACK_REQUESTS
+from prism.messages.prompt_prefix import PREFIX_KEPT_S, PREFIX_TOKENS, SLACK_REQUESTS
 from prism_sim.cluster.resident import Resident
 from prism_sim.core.prefix import HASH_TOKENS
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import ModelSetup
 
-_BLOCKS = BEGINNING_TOKENS // HASH_TOKENS
+_BLOCKS = PREFIX_TOKENS // HASH_TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class SimModel:
         device, since_s = self.begun.pop(key, ("", 0.0))
         most = least.open_requests + SLACK_REQUESTS
         target = least
-        if now_s - since_s < REMEMBERED_S:
+        if now_s - since_s < PREFIX_KEPT_S:
             had = (r for r in copies if r.home.name == device and r.open_requests <= most)
             target = next(had, least)
         self.begun[key] = (target.home.name, now_s)
@@ -84,5 +84,5 @@ class SimModel:
 
     def _forget(self, now_s: float) -> None:
         """The oldest beginnings come first."""
-        while now_s - next(iter(self.begun.values()))[1] >= REMEMBERED_S:
+        while now_s - next(iter(self.begun.values()))[1] >= PREFIX_KEPT_S:
             del self.begun[next(iter(self.begun))]

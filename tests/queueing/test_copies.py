@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.messages.beginnings import BEGINNING_TOKENS, REMEMBERED_S, SLACK_REQUESTS
+from prism.messages.prompt_prefix import PREFIX_KEPT_S, PREFIX_TOKENS, SLACK_REQUESTS
 from prism.messages.requests import Request, Resume
 from prism.queueing import BundledRedis, RequestQueue
 from prism_sim.cluster.copies import SimModel
@@ -101,7 +101,7 @@ async def test_whoever_joins_third_shares_by_age_not_by_device(queue: RequestQue
     assert shares == [["0", "3"], ["1", "4"], ["2", "5"]]
 
 
-def prompt(id: str, begins: int, *, tokens: int = BEGINNING_TOKENS + 9, lora: str = "") -> Request:
+def prompt(id: str, begins: int, *, tokens: int = PREFIX_TOKENS + 9, lora: str = "") -> Request:
     """Prompts with one `begins` differ in their last token alone."""
     ids = [begins] * (tokens - 1) + [uuid.uuid4().int % 9999]
     return structs.replace(request(id), prompt_ids=ids, lora=lora)
@@ -130,12 +130,12 @@ async def test_short_prompts_and_those_of_one_copy_are_not_remembered(
         await queue.route("a", DEVICE)
         await queue.enqueue(prompt("0", 1))
         await queue.route("a", DEVICE, OTHER)
-        short = [prompt(str(n), 1, tokens=BEGINNING_TOKENS - 1) for n in range(1, 4)]
+        short = [prompt(str(n), 1, tokens=PREFIX_TOKENS - 1) for n in range(1, 4)]
         assert [await queue.enqueue(each) for each in short] == [OTHER, DEVICE, OTHER]
         assert not server.keys(f"{namespace}:begun:*")
         await queue.enqueue(prompt("9", 1))
         (key,) = server.keys(f"{namespace}:begun:*")
-        assert 0 < server.pttl(key) <= REMEMBERED_S * 1000
+        assert 0 < server.pttl(key) <= PREFIX_KEPT_S * 1000
 
 
 class Copies:
@@ -179,7 +179,7 @@ async def test_the_simulator_chooses_the_same_copies(
     await queue.route("a", *devices)
     for number, (what, begins) in enumerate(steps):
         if what == "come":
-            tokens = BEGINNING_TOKENS + 1 if begins else 9
+            tokens = PREFIX_TOKENS + 1 if begins else 9
             found = await queue.enqueue(prompt(str(number), begins, tokens=tokens))
             assert found == simulated.enqueue(begins)
             open_at[str(number)] = found
