@@ -1,7 +1,7 @@
-"""Building vLLM for one model in this process, and taking it down without a trace.
+"""Builds vLLM for one model in this process, and tears it down completely.
 
-vLLM is stepped here, in the process that has its scheduler, its worker and its KV. What it keeps in
-process globals (process groups, caches of its environment) is cleared for the next model.
+Scheduler, worker and KV of vLLM are in the process that steps them. Its process globals (process
+groups, caches of its environment) are cleared for the next model.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ _libc = ctypes.CDLL(None)
 
 
 def _inspect_here(model: Any) -> Any:
-    """vLLM would import the class in a process of its own, to keep CUDA out of this one."""
+    """Inspects a model class in this process. vLLM would import it in a separate process, to keep
+    CUDA out of this one."""
     return registry._ModelInfo.from_model_cls(model.load_model_cls())
 
 
 registry._LazyRegisteredModel.inspect_model_cls = _inspect_here
-# A frozen model would never be collected, and to thaw it is to look at all imports at each garbage
-# collection: those the fork server has frozen.
+# A frozen model would never be collected. `gc.unfreeze` would also unfreeze the imports that the
+# fork server has frozen, and each garbage collection would then traverse them.
 engine_core.freeze_gc_heap = lambda: None
 
 
 def arguments(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig) -> dict[str, Any]:
-    """Of vLLM's `EngineArgs`."""
+    """Returns the arguments of vLLM's `EngineArgs`."""
     model, plan = order.model, memory.plan
     return {
         "model": model.path,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # a request says all that holds for it
+        "generation_config": "vllm",  # a request has all its sampling parameters
         "dtype": model.dtype,
         "max_model_len": model.context_length,
         "block_size": model.block_tokens,
         "kv_cache_memory_bytes": plan.virtual_tokens * plan.layout.buffer_token_bytes[0],
         "max_num_seqs": order.max_running,
-        # A step computes a token of each running request beside the prompts.
+        # A step computes a token of each running request in addition to the prompts.
         "max_num_batched_tokens": engine.prefill_chunk_tokens + order.max_running,
         "max_logprobs": -1,
         "enforce_eager": True,
@@ -69,9 +70,9 @@ def arguments(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig)
 
 
 def build(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig) -> EngineCore:
-    """Load the model and lay out its KV space in `memory`.
+    """Loads the model and lays out its KV space in `memory`.
 
-    Raises whatever vLLM raises for bad files; the caller must then call `tear_down(None)`.
+    Raises any error of vLLM for bad files; the caller must then call `tear_down(None)`.
     """
     use_memory(memory)
     config = EngineArgs(**arguments(order, memory, engine)).create_engine_config()
@@ -79,7 +80,8 @@ def build(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig) -> 
 
 
 def tear_down(core: EngineCore | None) -> None:
-    """REQUIRES: the caller drops its own references to `core`. Idempotent."""
+    """Removes vLLM from this process. Idempotent. REQUIRES: the caller drops its own references to
+    `core`."""
     with replaced(gc, "unfreeze", lambda: None):  # see `freeze_gc_heap`
         if core is not None:
             core.shutdown()
@@ -89,6 +91,6 @@ def tear_down(core: EngineCore | None) -> None:
 
 
 def release_heap() -> None:
-    """Give what was freed back: first the cycles, then what glibc keeps of it."""
+    """Returns freed memory to the system: collects cycles, then trims glibc's heap."""
     gc.collect()
     _libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""vLLM's loader for weights that live in kvcached pages (`prism.engines.parameters`)."""
+"""Weight loader of vLLM for parameters in kvcached pages (`prism.engines.parameters`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LOAD_FORMAT = "prism_pages"
 
 @register_model_loader(LOAD_FORMAT)
 class KvcachedLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Weights stay as they are loaded: vLLM would pack a second copy of each, outside of the
-    ledger's pages, for its CPU kernels."""
+    """Loader that leaves weights as they are loaded. For its CPU kernels vLLM would pack a second
+    copy of each weight, outside of the ledger's pages."""
 
     def __init__(self, load_config: Any) -> None:
         load_config.load_format = "safetensors"
@@ -57,7 +57,8 @@ class KvcachedLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(
         self, model_config: Any, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """What the store read ahead, if vLLM would do nothing but read the same files."""
+        """Yields the prefetched tensors if vLLM would only read the same files, otherwise the
+        tensors that vLLM reads."""
         special = ("secondary_weights", "allow_patterns_overrides", "is_unused_checkpoint_weight")
         is_plain = not any(getattr(model, name, None) for name in special)
         ahead = self._memory.weights.prefetched() if is_plain else None

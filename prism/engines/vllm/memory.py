@@ -1,7 +1,7 @@
-"""The device memory of one engine process, as kvcached's parts of vLLM see it.
+"""Device memory of one engine process, for kvcached's adapter of vLLM.
 
-For them it stands for `kvcached.engines.vllm.memory.EngineMemory`. Its room has been reserved
-already, and the agent has others make more.
+It replaces `kvcached.engines.vllm.memory.EngineMemory`. Its memory has already been reserved, and
+the agent makes other engines free more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prism.messages.engine import ActivateEngine
 
 
 def plan(order: ActivateEngine, **sizes: int) -> MemoryPlan:
-    """`prism.engines.model_memory.plan`, its blocks as vLLM packs them."""
+    """Returns the plan of `prism.engines.model_memory.plan` with blocks as vLLM packs them."""
     planned = plan_memory(order, **sizes)
     stock = planned.layout
     packed = PackedLayout(
@@ -32,7 +32,7 @@ def plan(order: ActivateEngine, **sizes: int) -> MemoryPlan:
 
 
 class EngineMemory(ModelMemory):
-    """Of one active model. It is its own stake."""
+    """Memory of one active model, which is also its own stake (`kvcached.engines.stake`)."""
 
     @property
     def stake(self) -> EngineMemory:
@@ -47,7 +47,8 @@ class EngineMemory(ModelMemory):
         return self._client
 
     def layout(self, block_bytes: int, block_tokens: int) -> kvcached.KVLayout:
-        """Raises RuntimeError where the model's specification is not what vLLM lays out."""
+        """Returns the planned layout. Raises RuntimeError if vLLM's layout differs from the model's
+        specification."""
         planned = self.plan.layout
         wanted = (block_tokens, block_bytes)
         if wanted != (planned.block_tokens, planned.block_tokens * planned.token_bytes):
@@ -60,7 +61,8 @@ class EngineMemory(ModelMemory):
     def alloc_kvcache(
         self, layout: kvcached.KVLayout, num_tokens: int, request_tokens: int
     ) -> kvcached.KVCache:
-        """Raises NotImplementedError for another number of tokens than was planned."""
+        """Returns the KV space. Raises NotImplementedError if the number of tokens differs from the
+        plan."""
         if num_tokens != self.plan.virtual_tokens:
             raise NotImplementedError(
                 f"vLLM laid out {num_tokens} tokens of KV where {self.plan.virtual_tokens} were"
@@ -69,16 +71,16 @@ class EngineMemory(ModelMemory):
         return self.kv
 
     def lease_static(self, measured_bytes: int) -> None:
-        """Weights have their lease."""
+        """Does nothing: the weights already have a lease."""
 
     def find_room(self, kv: kvcached.KVCache, num_blocks: int) -> None:
-        """Nothing is found: the agent has others make room before it is needed."""
+        """Does nothing: the agent makes other engines free memory in advance."""
 
     def ask_for(self, size_bytes: int, more_bytes: int = 0) -> None:
-        """Nothing: the agent sees what waits."""
+        """Does nothing: the agent sees the waiting requests."""
 
     def publish_evictable(self, size_bytes: int) -> None:
-        """Nothing: it goes with the engine's status."""
+        """Does nothing: the core publishes it with the engine's status."""
 
     def answer_requests(self, shrink: Callable[[int | None], Any]) -> None:
-        """Nothing: the worker loop answers between two steps."""
+        """Does nothing: the worker loop answers between two steps."""

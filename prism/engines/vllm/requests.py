@@ -1,4 +1,4 @@
-"""Prism's requests and vLLM's: checked and converted as its input processor would do."""
+"""Conversion of Prism's requests to vLLM's, with the checks of vLLM's input processor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from prism.messages.requests import Logprobs, Request
 
 
 def convert(request: Request, rid: str, core: EngineCore, context_length: int) -> VllmRequest:
-    """vLLM's request under the engine-local id `rid`. One that goes on behind output has it in its
-    prompt. Raises RequestError when it can never run."""
+    """Returns vLLM's request under the engine-local id `rid`. Output of a resumed request is a part
+    of its prompt. Raises RequestError if it can never run."""
     model_config = core.vllm_config.model_config
     check(request, context_length, model_config.get_vocab_size())
     params = sampling_params(request)
@@ -30,11 +30,11 @@ def convert(request: Request, rid: str, core: EngineCore, context_length: int) -
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """Raises BadRequestError for values that vLLM does not take."""
+    """Returns vLLM's parameters. Raises BadRequestError for values that vLLM rejects."""
     sampling, done = request.sampling, request.resumed_tokens
     check_ranges(sampling)
     if sampling.grammar is not None:
-        raise BadRequestError("the vllm engine has no grammars; leave the structure out")
+        raise BadRequestError("the vllm engine does not support grammars; remove the structure")
     top_logprobs = sampling.logprobs
     try:
         return SamplingParams(
@@ -44,7 +44,7 @@ def sampling_params(request: Request) -> SamplingParams:
             top_p=sampling.top_p,
             top_k=max(0, sampling.top_k),
             min_p=sampling.min_p,
-            # Where a request goes on, other draws must come than at its beginning.
+            # A resumed request must not repeat the draws of its first tokens.
             seed=seed_of(sampling) + done if sampling.temperature > 0 else None,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
@@ -61,7 +61,7 @@ def sampling_params(request: Request) -> SamplingParams:
 
 
 def logprobs_of(found: Any) -> Logprobs | None:
-    """vLLM's rows: the token's own first, then the likeliest ones."""
+    """Converts vLLM's rows, which have the token's own value first, then the most likely ones."""
     if found is None:
         return None
     ids, values = found.logprob_token_ids.tolist(), found.logprobs.tolist()

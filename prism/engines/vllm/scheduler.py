@@ -1,4 +1,4 @@
-"""vLLM's scheduler on kvcached, with what Prism reports of it."""
+"""Scheduler of vLLM on kvcached, with the figures that Prism reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvcached.engines.vllm.scheduler import ElasticScheduler
 
 
 class PoolScheduler(ElasticScheduler):
-    """`retractions_total`: requests that lost their KV for lack of room, and compute it again."""
+    """Elastic scheduler that counts retractions: requests that lost their KV for lack of memory and
+    compute it again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,7 +28,7 @@ class PoolScheduler(ElasticScheduler):
         return [*self.waiting, *self.kv_holding_waiting]
 
     def prefill_left(self) -> int:
-        """Tokens of waiting requests, and of running ones' prompts, that are not computed."""
+        """Returns the number of tokens to compute in waiting requests and running prompts."""
         prefilling = (r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens)
         left = sum(r.num_tokens - r.num_computed_tokens for r in prefilling)
         return int(left + sum(r.num_tokens for r in self.waiting_requests()))
