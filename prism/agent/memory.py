@@ -14,7 +14,7 @@ from kvcached import Device, ShrinkOrder
 from kvcached.errors import UnknownClientError
 from prism.agent.pool import EnginePool, EngineProcess
 from prism.agent.state import DeviceState
-from prism.engines.ranks.spread import rank_name
+from prism.engines.ranks.launch import rank_name
 
 log = logging.getLogger(__name__)
 

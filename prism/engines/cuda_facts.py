@@ -1,9 +1,8 @@
-"""What CUDA says about the devices, asked without initialising CUDA in this process.
+"""Properties of the CUDA devices, read without initialising CUDA in this process.
 
-A process that has initialised CUDA cannot be forked into one that uses it. So the fork server asks
-through a short-lived process: this file, run by its path, imports nothing beyond the standard
-library and prints one JSON list. Its device numbers are CUDA's own, `CUDA_VISIBLE_DEVICES`
-included.
+A process that has initialised CUDA cannot be forked into one that uses it. The fork server
+therefore asks a short-lived process: this file, run by its path, imports only the standard library
+and prints one JSON list. Its device numbers are CUDA's, after `CUDA_VISIBLE_DEVICES`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ Facts = dict[str, int | str]
 
 
 class CudaFactsError(Exception):
-    """The driver could not be asked."""
+    """The driver could not be queried."""
 
 
 def is_initialized() -> bool:
-    """Whether something in this process has initialised CUDA. Does not do so itself."""
+    """Returns whether this process has initialised CUDA, without initialising it."""
     name = os.environ.get(LIBRARY_VARIABLE, DEFAULT_LIBRARY)
     try:
         driver = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -61,17 +60,18 @@ def is_initialized() -> bool:
 
 
 def ask() -> list[Facts]:
-    """Properties of every visible device, from a process of its own. Raises CudaFactsError."""
+    """Returns the properties of every visible device, from a separate process. Raises
+    CudaFactsError."""
     command = [sys.executable, "-I", __file__]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CudaFactsError(f"the process that asks the CUDA driver failed: {error}") from error
+        raise CudaFactsError(f"cannot run the query of the CUDA driver: {error}") from error
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise CudaFactsError(last[0] if last else f"it ended with {done.returncode}")
+        raise CudaFactsError(last[0] if last else f"the query exited with {done.returncode}")
     facts: list[Facts] = json.loads(done.stdout)
     return facts
 
@@ -101,7 +101,7 @@ def _facts_of(driver: ctypes.CDLL, index: int) -> Facts:
 
 def _check(result: int, what: str) -> None:
     if result != 0:
-        raise SystemExit(f"{what} answered CUDA error {result}")
+        raise SystemExit(f"{what} failed with CUDA error {result}")
 
 
 if __name__ == "__main__":

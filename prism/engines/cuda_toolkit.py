@@ -1,9 +1,9 @@
 """CUDA toolkit with which kernels can be compiled and linked at run time.
 
-Compilers of kernels take `$CUDA_HOME`, or else the folder above that of the `nvcc` on the PATH,
-and link with libcudart from its lib64. A wrapper in /usr/local/bin would lead them to /usr/local.
-Imports nothing beyond the standard library, since installers run this file by its path: it prints
-the toolkit's folder, and exits with 1 if there is none.
+Compilers of kernels use `$CUDA_HOME`, otherwise the parent folder of the `nvcc` on the PATH, and
+link with libcudart from its lib64. A wrapper in /usr/local/bin would lead them to /usr/local.
+This file imports only the standard library, since installers run it by its path: it prints the
+toolkit's folder, and exits with 1 if there is none.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FOLDERS = ("lib64", "lib")  # NVIDIA's own, and conda's
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables that name the toolkit; none if there is no toolkit.
+    """Returns the environment variables that name the toolkit, empty without a toolkit.
 
-    LIBRARY_PATH is among them where libcudart is in the toolkit's lib, where no compiler of kernels
-    looks.
+    LIBRARY_PATH is among them if libcudart is in the toolkit's lib, which compilers of kernels do
+    not search.
     """
     found = find(environment)
     if found is None:
@@ -39,8 +39,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Returns the first folder with bin/nvcc and libcudart: what `$CUDA_HOME` or `$CUDA_PATH` name,
-    the usual one, or that of the `nvcc` on the PATH, links followed."""
+    """Returns the first of these folders with bin/nvcc and libcudart: `$CUDA_HOME`, `$CUDA_PATH`,
+    /usr/local/cuda, and the folder of the `nvcc` on the PATH after following links."""
     for folder in _candidates(environment):
         if (folder / "bin" / "nvcc").exists() and _library_folder(folder) is not None:
             return folder

@@ -1,8 +1,8 @@
-"""KV of a request on its way to another engine of the machine, from device to device.
+"""Transfer of a request's KV to another engine of the machine, from device to device.
 
-The source engine offers the blocks and the target fetches them: one copy, page to page
-(`kvcached.KVCache.offer_kv`). Devices that cannot read each other use a file (`kv_file`). With
-several ranks each rank offers its part, and fetches that of its rank.
+The source engine offers the blocks and the target fetches them with one copy, page to page
+(`kvcached.KVCache.offer_kv`). Devices that cannot read each other use a file (`kv_file`). Each rank
+of a tensor-parallel engine offers its part and fetches that of the same rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ log = logging.getLogger("prism.engine")
 
 
 class DirectMoves:
-    """One rank's end of it, for the model that it serves. Thread rule: the engine's thread.
+    """Offers and fetches of one rank for its active model. Thread rule: the engine's thread.
 
-    The source keeps the blocks for `kv_offer_s`, and its deactivation waits as long. The target has
-    to admit the request in that time and to fetch it in `kv_fetch_s`, or it is computed again.
+    The source keeps the blocks for `kv_offer_s`, and its deactivation waits that long. The target
+    must admit the request in that time and fetch its KV within `kv_fetch_s`; otherwise the KV is
+    computed again.
     """
 
     def __init__(self, kv: kvcached.KVCache, ranks: RankGroup, times: ClusterConfig) -> None:
@@ -41,32 +42,37 @@ class DirectMoves:
         self._ranks = ranks
         self._offer_s = times.kv_offer_s
         self._fetch_s = times.kv_fetch_s
-        self._silent: set[str] = set()
+        self._unresponsive: set[str] = set()  # sources that a fetch has timed out on
 
     def reaches(self, targets: Sequence[str]) -> bool:
-        """Whether the engine whose ranks lie on `targets` can fetch this rank's blocks."""
+        """Returns whether an engine on the devices `targets` can fetch this rank's blocks."""
         rank = self._ranks.rank
         return len(targets) > rank and self._kv.can_offer_to(targets[rank])
 
     def offer(self, blocks: Ids) -> tuple[str, ...]:
-        """The address of these blocks, for `Resume.kv_offers`; none if they cannot be offered."""
+        """Returns the address of these blocks for `Resume.kv_offers`, empty if they cannot be
+        offered."""
         try:
             return (self._kv.offer_kv(blocks, deadline_s=self._offer_s).address,)
         except KvcachedError as error:
-            log.warning("KV of a request is not kept for its next engine: %s", error)
+            log.warning("the KV of a request cannot be offered to its next engine: %s", error)
             return ()
 
     def fetch(self, resume: Resume, blocks: Ids, skip: int = 0) -> bool:
-        """Fill `blocks` with those that came, but for the first `skip`. False, logged: their
-        content is undefined, on all ranks. A collective of the ranks."""
-        came = len(resume.kv_offers) == self._ranks.size
-        ok = came and self._fetch(resume.kv_offers[self._ranks.rank], blocks, skip)
+        """Fetches the offered blocks into `blocks`, without the first `skip` of the offer.
+
+        A collective of the ranks. Returns whether it succeeded on all ranks; if not, the content of
+        `blocks` is undefined on all ranks, and the error is logged.
+        """
+        is_offered = len(resume.kv_offers) == self._ranks.size
+        ok = is_offered and self._fetch(resume.kv_offers[self._ranks.rank], blocks, skip)
         return self._ranks.all_true(ok) if self._ranks.size > 1 else ok
 
     def _fetch(self, address: str, blocks: Ids, skip: int) -> bool:
-        """Waits for a suspended source once, not for each of its requests."""
+        """Returns whether the fetch succeeded. A source that has timed out once is not asked again
+        for its other requests."""
         source = address.rpartition("/")[0]
-        if source in self._silent:
+        if source in self._unresponsive:
             return False
         started_s = time.monotonic()
         try:
@@ -74,13 +80,13 @@ class DirectMoves:
         except KvcachedError as error:
             log.warning("KV of a request is computed again: %s", error)
             if time.monotonic() - started_s >= self._fetch_s:
-                self._silent.add(source)
+                self._unresponsive.add(source)
             return False
         return True
 
 
-def of_all_ranks(parts: Sequence[Request]) -> Request:
-    """One request as each rank exported it: with its KV if every rank has offered its part."""
+def merge_ranks(parts: Sequence[Request]) -> Request:
+    """Returns a request that each rank has exported, with its KV if every rank offers its part."""
     resume = parts[0].resume
     if resume is None:
         return parts[0]

@@ -1,9 +1,9 @@
-"""KV of a request on its way to another engine.
+"""Transfer of a request's KV to another engine through a file in shared memory.
 
-Each request has one file in shared memory. Its bytes are copied out of the source's pages and into
-the target's, layer by layer; where the target is on another machine, agents copy the file there.
-The reader removes the file. A file that is never read, because the request was cancelled on its way
-or a process was killed, is removed after `ABANDONED_AFTER_S`.
+Each request has one file. Its bytes are copied from the source's pages and into the target's, layer
+by layer. If the target is on another machine, agents copy the file there. The reader removes the
+file. A file that is never read, because its request was cancelled or a process was killed, is
+removed after `ABANDONED_AFTER_S`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 import numpy.lib.format as npy
 from numpy.typing import NDArray
 
-from kvcached.trust import distrust
+from kvcached.trust import untrusted_reason
 
 ABANDONED_AFTER_S = 600.0
-_NAME = re.compile(r"[0-9a-f]{32}\.npy")  # of a file that `save` wrote
+_NAME = re.compile(r"[0-9a-f]{32}\.npy")  # names of files that `save` writes
 
 Rows = NDArray[np.uint8]
 
@@ -33,9 +33,13 @@ log = logging.getLogger("prism.engine")
 
 
 def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
-    """Write each layer's K and V, `count` in all, in an order that the reader shares, as arrays of
-    one shape whose first axis is tokens. Returns the file's path; "" where there is no room for
-    it, or where another user has made the folder first."""
+    """Writes K and V of each layer to a new file. Returns its path, or "" if the file cannot be
+    written or another user has created the folder.
+
+    Args:
+        buffers: arrays of one shape whose first axis is tokens, in the order of the reader.
+        count: number of buffers.
+    """
     path = Path(folder) / f"{uuid4().hex}.npy"
     try:
         with create(path.parent, path.name) as file:
@@ -46,7 +50,7 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
                     npy.write_array_header_1_0(file, {**header, "shape": (count, *rows.shape)})
                 file.write(rows.data)
     except OSError as error:
-        log.warning("KV of a request is not kept for its next engine: %s", error)
+        log.warning("the KV of a request cannot be saved for its next engine: %s", error)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         return ""
@@ -54,25 +58,27 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
 
 
 def create(folder: Path, name: str) -> BinaryIO:
-    """A new file of KV, for this user alone. Raises OSError, also for a name that none has, for one
-    that is there, and where another user has made the folder first."""
+    """Creates a KV file that only this user can access. Raises OSError, also for an invalid name,
+    for a file that exists, and if another user has created the folder."""
     if not _NAME.fullmatch(name):
-        raise PermissionError(f"{name!r:.100} is no file of KV")
+        raise PermissionError(f"{name!r:.100} is not a valid name of a KV file")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if why := distrust(folder):
+    if why := untrusted_reason(folder):
         raise PermissionError(f"{folder} {why}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     return os.fdopen(os.open(folder / name, flags, 0o600), "wb")
 
 
 def take(path: str, buffers: int, tokens: int, token_bytes: int) -> Rows | None:
-    """Bytes (buffers, tokens, token_bytes) of a file, which is gone then; they lie in its pages
-    until they are dropped. None, logged, for one that is missing, damaged or of another shape.
+    """Maps a file and removes it. Returns its bytes, shape (buffers, tokens, token_bytes), which
+    stay in the file's pages. Returns None, and logs it, for a file that is missing, damaged or of
+    another shape.
 
-    The path came with the request, by way of Redis: no other file is read or removed.
+    The path came with the request through Redis, so only files with a valid name are read and
+    removed.
     """
     if not _NAME.fullmatch(Path(path).name):
-        log.warning("KV of a request is computed again: %.200r is no file of KV", path)
+        log.warning("KV of a request is computed again: %.200r is not a KV file", path)
         return None
     try:
         rows: Rows = np.load(path, mmap_mode="c", allow_pickle=False)
@@ -83,7 +89,7 @@ def take(path: str, buffers: int, tokens: int, token_bytes: int) -> Rows | None:
         with contextlib.suppress(OSError):
             Path(path).unlink(missing_ok=True)
     if rows.dtype != np.uint8 or rows.shape != (buffers, tokens, token_bytes):
-        log.warning("KV of a request is computed again: %s holds %s", path, rows.shape)
+        log.warning("KV of a request is computed again: %s has shape %s", path, rows.shape)
         return None
     return rows
 
@@ -96,7 +102,7 @@ def remove_abandoned(folder: Path) -> None:
     """Removes files that were never read."""
     oldest_s = time.time() - ABANDONED_AFTER_S
     for path in folder.glob("*.npy"):
-        with contextlib.suppress(OSError):  # it was read, or is another user's
+        with contextlib.suppress(OSError):  # already removed, or another user's
             if path.stat().st_mtime < oldest_s:
-                log.info("%s is removed: it was not read", path)
+                log.info("removing %s, which was not read", path)
                 path.unlink()

@@ -1,9 +1,9 @@
-"""The ways over which an engine's weights come: its own GPU's link to the host, and those of the
-node's other GPUs, which hand their part on to it (Prism §5.2). On a host device: threads.
+"""Links over which an engine loads its weights: its own GPU's link to the host, and those of the
+node's other GPUs, which forward their part to it (Prism §5.2). On a host device: threads.
 
-What this takes on another GPU (staging, and this process's CUDA context) is leased in that GPU's
-ledger as memory that can be given back: it goes when an engine there is short of memory, when no
-load has used it for `IDLE_S`, and with the engine.
+The memory on another GPU (staging, and this process's CUDA context) is leased in that GPU's ledger
+as evictable memory. It is released when an engine there is short of memory, when no load has used
+it for `IDLE_S`, and with the engine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from prism.engines.core import EngineContext
 from prism.engines.room import await_room
 
 IDLE_S = 60.0
-ROOM_S = 0.5  # for others to make room
+ROOM_S = 0.5  # time for others to make room
 STAGING_BYTES = 32 << 20
 
 log = logging.getLogger("prism.engine")
 
 
 def helpers_of(context: EngineContext) -> tuple[str, ...]:
-    """The GPUs whose links help this engine, or this rank of it: ranks load at once, each over its
-    own link and its part of those that no rank has."""
+    """Returns the GPUs whose links this rank uses. All ranks of an engine load at once, each over
+    its own link and its part of the links of GPUs without a rank."""
     engine, ranks = context.config.engine, context.ranks
     if engine.weight_links != "node" or not is_gpu(context.device):
         return ()
@@ -39,7 +39,8 @@ def helpers_of(context: EngineContext) -> tuple[str, ...]:
 
 
 class LoadLinks:
-    """Kept from load to load. Thread rule: the engine's thread; `clock` gives monotonic seconds."""
+    """Links of one rank, which stay open between loads. Thread rule: the engine's thread. `clock`
+    returns monotonic seconds."""
 
     def __init__(
         self,
@@ -63,12 +64,13 @@ class LoadLinks:
         self._poll.register(client.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable while the engine or what it has on other GPUs may be asked for memory."""
+        """Returns a descriptor that is readable while a ledger may ask this engine for memory, on
+        its own or on other GPUs."""
         return self._poll.fileno()
 
     def prepare(self, size_bytes: int) -> None:
-        """A load of this size will come: begin to open what other GPUs can lend, if it is worth
-        their contexts, which take a while."""
+        """Starts to open links of other GPUs for a load of this size, if the load is large enough
+        for the time that their contexts take."""
         missing = {*self._names} - self._helpers.keys() - self._opening.keys()
         if missing and size_bytes >= self._context.config.engine.links_from_bytes:
             threads = ThreadPoolExecutor(len(missing), "links")
@@ -78,14 +80,15 @@ class LoadLinks:
     def load(
         self, arena: WeightArena, weights: StoredWeights, meanwhile: Callable[[], object]
     ) -> dict[str, int]:
-        """Copies every tensor, with `meanwhile` beside it; bytes that each link brought.
+        """Copies every tensor, and calls `meanwhile` during the copy. Returns the bytes loaded over
+        each link.
 
-        The configured rate holds over all links together. A GPU that cannot lend its link is left
-        out; one that fails leaves its part to the others, and is given up. Raises as
-        `WeightArena.load` does.
+        The configured rate applies to all links together. A GPU whose link cannot be opened is left
+        out. If a link fails, the others load its part, and its GPU is no longer used. Raises the
+        errors of `WeightArena.load`.
         """
         self.prepare(weights.size_bytes)
-        self._join()
+        self._add_opened()
         for client in self._helpers.values():
             client.publish_evictable(0)
         try:
@@ -93,49 +96,50 @@ class LoadLinks:
             meanwhile()
             loading.result()
         finally:
-            self._rest()
+            self._mark_idle()
         for name, why in loading.lost_links.items():
             log.warning("%s failed in the middle of a load: %s", name, why)
-            self._give_back(name)
+            self._release(name)
         return loading.link_bytes
 
     def answer_requests(self) -> bool:
-        """Between two steps: give back what is asked for on other GPUs, or all that lies idle.
-        Whether there was anything."""
+        """Releases memory on other GPUs if their ledgers ask for it or it is idle. Returns whether
+        it released any. Called between two steps."""
         if self._opening and all(future.done() for future in self._opening.values()):
-            self._join()
-            self._rest()
+            self._add_opened()
+            self._mark_idle()
         is_idle = self._clock() - self._used_s > IDLE_S
-        asked = [n for n, client in self._helpers.items() if is_idle or _is_asked(client)]
-        for name in asked:
-            self._give_back(name)
-        return bool(asked)
+        released = [n for n, client in self._helpers.items() if is_idle or _is_requested(client)]
+        for name in released:
+            self._release(name)
+        return bool(released)
 
     def close(self) -> None:
-        """REQUIRES: no load runs"""
-        self._join()
+        """Closes all links. REQUIRES: no load runs."""
+        self._add_opened()
         for name in list(self._helpers):
-            self._give_back(name)
+            self._release(name)
         self._links.close()
         self._poll.close()
 
     # --- other GPUs ------------------------------------------------------------------------
 
     def _open(self, name: str) -> kvcached.Client:
-        """In a thread. The context comes before its lease, so nothing is begun without room; spare
-        pages and prefix cache of others make some."""
+        """Opens a client on another GPU, in a thread. The CUDA context is created before its lease,
+        so this waits for free memory first, from spare pages and prefix caches of others."""
         device = kvcached.Device.open(name, namespace=self._context.config.namespace)
         await_room(device, self._link_bytes, ROOM_S, only_offered=True)
         return device.client(f"{self._context.engine_id}.links")
 
-    def _join(self) -> None:
-        """Every GPU that is being opened helps from now on, or is left out."""
+    def _add_opened(self) -> None:
+        """Waits for all GPUs that are being opened, and adds their links. A GPU that fails is left
+        out."""
         opening, self._opening = self._opening, {}
         for name, future in opening.items():
             try:
                 self._add(name, future.result())
             except KvcachedError as error:
-                log.warning("%s does not help to load weights: %s", name, error)
+                log.warning("the link of %s is not used to load weights: %s", name, error)
 
     def _add(self, name: str, client: kvcached.Client) -> None:
         try:
@@ -146,27 +150,27 @@ class LoadLinks:
         self._helpers[name] = client
         self._poll.register(client.fileno(), select.EPOLLIN)
 
-    def _rest(self) -> None:
-        """Between loads all of it can be had by others."""
+    def _mark_idle(self) -> None:
+        """Publishes the memory on other GPUs as evictable between loads."""
         self._used_s = self._clock()
         for client in self._helpers.values():
             client.publish_evictable(self._link_bytes)
 
-    def _give_back(self, name: str) -> None:
-        """What a GPU that is lost, or whose ledger is gone, does not take back ends with this
-        process."""
+    def _release(self, name: str) -> None:
+        """Releases the memory on another GPU. If the GPU is lost or its ledger is gone, the memory
+        is freed at the end of this process."""
         client = self._helpers.pop(name)
         self._poll.unregister(client.fileno())
         try:
             self._links.drop(client)
-            client.close()  # which is the answer: who asked may remove the ledger upon it
+            client.close()  # answers the request; the client that asked may then remove the ledger
         except KvcachedError as error:
-            log.warning("%s is not left in order: %s", name, error)
-        log.info("what loads over %s took there is given back", name)
+            log.warning("cannot release memory on %s: %s", name, error)
+        log.info("closed the link over %s", name)
 
 
-def _is_asked(client: kvcached.Client) -> bool:
-    """Also when the ledger is gone."""
+def _is_requested(client: kvcached.Client) -> bool:
+    """Returns whether the ledger asks for the client's memory, or is gone."""
     try:
         return client.shrink_request() is not None
     except KvcachedError:

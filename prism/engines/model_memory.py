@@ -1,7 +1,7 @@
-"""The device memory of one engine process: KV, weights and the synthetic static share.
+"""Device memory of one engine process: KV, weights and the synthetic static share.
 
-Room for all of it is reserved in the ledger before any is used; KV pages are elastic above
-`reserve_bytes`, which is guaranteed to this engine.
+All of it is reserved in the ledger before any is used. `reserve_bytes` of KV are guaranteed to this
+engine; KV pages above that are elastic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PADDING_BLOCKS = 1
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a model needs on a device with this page size; all in bytes unless named otherwise."""
+    """Memory that a model needs on a device with a given page size."""
 
     layout: kvcached.KVLayout
     quantum_bytes: int
@@ -39,19 +39,20 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """What must be free on the device for the model to come up."""
+        """Bytes that must be free on the device to activate the model."""
         return self.weight_bytes + self.share_bytes + self.reserve_bytes
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that an engine may count on: all but the padding block."""
+        """Number of tokens that the engine can use: all but the padding block."""
         return self.virtual_tokens - _PADDING_BLOCKS * self.layout.block_tokens
 
 
 def plan(
     order: ActivateEngine, *, capacity_bytes: int, page_bytes: int, static_bytes: int
 ) -> MemoryPlan:
-    """Lay out `order.model` on a device; pure arithmetic. `static_bytes`: the engine's share."""
+    """Returns the plan of `order.model` on a device; pure arithmetic. `static_bytes` is the
+    engine's static share."""
     spec = order.model
     layout = layout_of(spec)
     slab_tokens = layout.slab_tokens(page_bytes)
@@ -71,10 +72,10 @@ def plan(
 
 
 class ModelMemory:
-    """The memory of one active model. `release` returns all of it; idempotent.
+    """Memory of one active model. `release` returns all of it and is idempotent.
 
-    Thread rule: the engine's thread only. Raises ActivationError with the missing bytes, and then
-    nothing stays reserved.
+    The constructor raises ActivationError with the missing bytes; nothing stays reserved then.
+    Thread rule: the engine's thread only.
     """
 
     def __init__(
@@ -109,22 +110,23 @@ class ModelMemory:
 
     @property
     def kv(self) -> kvcached.KVCache:
-        """The KV space; its virtual range is laid out at the first use. May raise NoRoomError."""
+        """KV space, whose virtual range is laid out at the first use. May raise NoRoomError."""
         if self._kv is None:
             self._kv = self._client.alloc_kvcache(
                 self.plan.layout, self.plan.virtual_tokens, reserved_blocks=_PADDING_BLOCKS
             )
-            # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
+            # One spare slab, or a block at a slab's edge would map and unmap it at every step.
             self._kv.set_spare_pages(0, self.plan.slab_pages)
         return self._kv
 
     @property
     def static_bytes(self) -> int:
-        """Memory that does not come and go with requests."""
+        """Bytes that do not vary with requests."""
         return self.weights.size_bytes + self.plan.share_bytes
 
     def lay_out_weights(self, parameters: Mapping[str, torch.Tensor], *, back: bool) -> None:
-        """The real size of the weights, now that the model tells; `back`: with pages at once."""
+        """Lays out the weights at their real size, known once the model is built. With `back`, all
+        pages are mapped at once."""
         try:
             self.weights.lay_out(parameters)
             if back:
@@ -133,21 +135,21 @@ class ModelMemory:
             raise self._no_room(error, 0) from error
 
     def load_weights(self) -> None:
-        """The KV space is laid out while they are copied. Raises WeightFileError,
-        WeightMismatchError for a stored copy that is no good."""
+        """Copies the weights out of the store, and lays out the KV space meanwhile. Raises
+        WeightFileError or WeightMismatchError for a stored copy that cannot be used."""
         try:
             self.weights.load(lambda: self.kv)
         except kvcached.NoRoomError as error:
             raise self._no_room(error, 0) from error
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        """Cap elastic memory; never below what one full-context request needs."""
+        """Caps elastic memory, but never below the need of one full-context request."""
         if limit_bytes is not None:
             limit_bytes = max(limit_bytes, self.plan.reserve_bytes)
         self._client.set_limit(limit_bytes)
 
     def release(self) -> None:
-        """REQUIRES: no tensor over the KV space is used any more."""
+        """Returns all memory. REQUIRES: no tensor over the KV space is used any more."""
         self._client.publish_evictable(0)
         if self._kv is not None:
             self._client.free_kvcache(self._kv)
@@ -160,10 +162,11 @@ class ModelMemory:
         self._client.set_limit(None)
 
     def _agree(self, order: ActivateEngine) -> None:
-        """No rank begins to build, where it waits for the others, before all have their room."""
+        """Waits until all ranks have reserved their memory, since ranks that build the model wait
+        for each other. Raises ActivationError if one has failed."""
         if not self.ranks.all_true(True):
             self.release()
-            raise ActivationError(f"model {order.model.name}: another rank cannot take it")
+            raise ActivationError(f"model {order.model.name}: another rank has no memory for it")
 
     def _check_limit(self, order: ActivateEngine) -> None:
         limit = order.kv_limit_bytes
@@ -177,13 +180,13 @@ class ModelMemory:
     def _make_room(self) -> None:
         self.timeline.enter("shrink")
         try:
-            what = f"{self._name} comes up"
+            what = f"activation of {self._name}"
             make_room(self._client, self._device, self.plan.total_bytes, what)
         except kvcached.NoRoomError as error:
             raise self._no_room(error, 0) from error
 
     def _reserve(self, order: ActivateEngine) -> None:
-        """Share, weights and KV one after another; `more_bytes` is what would still be asked."""
+        """Reserves share, weights and KV. `more_bytes` is the part not yet asked for."""
         self.timeline.enter("reserve")
         plan = self.plan
         self._client.set_limit(order.kv_limit_bytes)

@@ -1,8 +1,8 @@
-"""One model's weights on the device, and their copy in the machine's store.
+"""Weights of one model on the device, and their copy in the machine's store.
 
-The copy is in the engine's own layout (fused, sharded), so that a later activation copies bytes and
-does nothing else. Beside the parameters it keeps the model's fingerprint: what it answered when
-its weights came through the engine's own loader.
+The copy is in the engine's own layout (fused, sharded), so that a later activation only copies
+bytes. It includes the model's fingerprint: the first tokens of the model when its weights were
+loaded by the engine's own loader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prism.messages.models import ModelSpec
 
 FINGERPRINT_TOKENS = 2
 _FINGERPRINT = "prism.fingerprint"
-# What the environment may refuse while a copy is made; any other error is a bug.
+# Errors of the environment while a copy is stored; any other error is a bug.
 _NO_COPY = (
     StoreFullError,
     WeightFileError,
@@ -48,15 +48,15 @@ log = logging.getLogger("prism.engine")
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """The machine's weight store and the ways out of it. Without both, every load reads the files.
-    Each of the `ranks` of a tensor-parallel engine has copies of its own shards."""
+    """Access of one rank to the machine's weight store. Without store and links, every load reads
+    the files. Each of the `ranks` of a tensor-parallel engine stores only its shards."""
 
     store: WeightStore | None = None
     links: LoadLinks | None = None
     rank: int = 0
     ranks: int = 1
     device: str = "host:0"
-    weight_key: Callable[..., WeightKey] | None = None  # the adapter's
+    weight_key: Callable[..., WeightKey] | None = None  # function of the adapter
     peers: PeerWeights | None = None
 
     @classmethod
@@ -66,15 +66,17 @@ class StoreAccess:
         client: kvcached.Client,
         weight_key: Callable[..., WeightKey],
     ) -> StoreAccess:
-        """As `engine.weight_store` says, into the client's memory."""
+        """Opens the store that `engine.weight_store` configures, for loads into the client's
+        memory."""
         store, ranks = open_store(context.config), context.ranks
         links = LoadLinks(context, client) if store is not None else None
         peers = open_peers(context.config, store)
         return cls(store, links, ranks.rank, ranks.size, context.device, weight_key, peers)
 
     def key_of(self, spec: ModelSpec) -> WeightKey | None:
-        """Reads the whole checkpoint once, to hash it, unless another machine's store gave it.
-        Raises WeightFileError."""
+        """Returns the key of the model's copy, None without a store. Reads the whole checkpoint
+        once to hash it, unless another machine's store provided the model. Raises
+        WeightFileError."""
         weight_key = self.weight_key
         if self.store is None or weight_key is None:
             return None
@@ -88,7 +90,8 @@ class StoreAccess:
 
 
 class ModelWeights:
-    """Thread rule: the engine's thread only. `release` is idempotent and returns all memory."""
+    """Weights of one model. `release` is idempotent and returns all memory. Thread rule: the
+    engine's thread only."""
 
     def __init__(self, client: kvcached.Client, access: StoreAccess, spec: ModelSpec) -> None:
         self._client = client
@@ -100,31 +103,34 @@ class ModelWeights:
         self._stored: StoredWeights | None = None
         self._checkpoint: StoredWeights | None = None
         self.may_store = False
-        self.link_bytes: dict[str, int] = {}  # what came out of the store over each link
+        self.link_bytes: dict[str, int] = {}  # loaded from the store over each link
 
     # --- memory ----------------------------------------------------------------------------
 
     def reserve(self, size_bytes: int) -> None:
-        """Hold room for weights of about this size before they are laid out. NoRoomError."""
+        """Reserves memory for weights of about this size until they are laid out. Raises
+        NoRoomError."""
         self._held = self._client.reserve_static(size_bytes, f"weights of {self._spec.name}")
 
     def lay_out(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Lease what these tensors really need, in this order, and take addresses. NoRoomError."""
+        """Leases the exact size of these tensors, and assigns addresses in their order. Raises
+        NoRoomError."""
         specs = {name: _spec_of(tensor) for name, tensor in parameters.items()}
         specs[_FINGERPRINT] = TensorSpec("int64", (FINGERPRINT_TOKENS,))
         self.release_memory()
         self._arena = self._client.alloc_weights(WeightLayout.of(specs), self._spec.name)
 
     def back(self) -> None:
-        """Make every page: the engine's loaders are going to write them. NoRoomError.
+        """Maps every page for the engine's loaders. Raises NoRoomError.
 
-        All bytes are set to a pattern that is no weight, so that `unwritten` finds what they miss.
+        Fills all bytes with a pattern that is not a valid weight, by which `unwritten` finds
+        tensors that were not written.
         """
         self._required().fill()
-        self[_FINGERPRINT].zero_()  # no answer yet
+        self[_FINGERPRINT].zero_()  # zero means no answer
 
     def unwritten(self) -> tuple[str, ...]:
-        """Tensors that nothing was written to since `back`. REQUIRES: their writers are done."""
+        """Returns the tensors that were not written since `back`. REQUIRES: all writes are done."""
         return self._required().unwritten()
 
     @property
@@ -135,11 +141,11 @@ class ModelWeights:
         return torch.from_dlpack(self._required()[name])
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is its place in the arena."""
+        """Returns whether the tensor's memory is its place in the arena."""
         return not tensor.is_meta and tensor.data_ptr() == self[name].data_ptr()
 
     def checksum(self) -> int:
-        """Changes when any of the weights does."""
+        """Returns a number that changes when any of the weights does."""
         names = [name for name in self._required() if name != _FINGERPRINT]
         return sum(_sum(self[name]) * (index + 1) for index, name in enumerate(names))
 
@@ -152,7 +158,7 @@ class ModelWeights:
             self._arena = None
 
     def release(self) -> None:
-        """REQUIRES: no tensor over the arena is used any more."""
+        """Returns all memory. REQUIRES: no tensor over the arena is used any more."""
         if self._stored is not None:
             self._stored.close()
             self._stored = None
@@ -162,7 +168,8 @@ class ModelWeights:
     # --- the store -------------------------------------------------------------------------
 
     def find_copy(self) -> bool:
-        """Whether the store has this model as this engine wants it; it stays in use until `load`.
+        """Returns whether the store has this model in this engine's layout. The copy stays in use
+        until `load`.
 
         A damaged copy is discarded. Raises WeightFileError if the model's own files are damaged.
         """
@@ -178,13 +185,13 @@ class ModelWeights:
         return self._stored is not None
 
     def load(self, meanwhile: Callable[[], object]) -> None:
-        """Copy every tensor out of the store into its place, and do `meanwhile` beside it.
+        """Copies every tensor from the store to its place, and calls `meanwhile` during the copy.
 
         Raises WeightFileError, WeightMismatchError, NoRoomError; the memory is released then.
         """
         links = self._access.links
         if self._stored is None or links is None:
-            raise RuntimeError("there is no copy to load: call find_copy first")
+            raise RuntimeError("no copy is open: call find_copy first")
         try:
             self.link_bytes = links.load(self._required(), self._stored, meanwhile)
         except BaseException:
@@ -194,26 +201,26 @@ class ModelWeights:
         self._stored = None
 
     def prefetched(self) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """The files' own tensors if they were read into the store ahead of this activation, which
-        then reads nothing from disk; they stay in use until `save_copy`. None: read the files."""
+        """Returns the tensors of the model's files if they were prefetched into the store, None if
+        the files must be read. The tensors stay in use until `save_copy`."""
         store, key = self._access.store, self._key
         if store is None or key is None:
             return None
         try:
             self._checkpoint = store.find_checkpoint(key.content)
         except WeightFileError as error:
-            log.warning("%s is read from its files: %s", self._spec.name, error)
+            log.warning("reading %s from its files: %s", self._spec.name, error)
         return None if self._checkpoint is None else _tensors(self._checkpoint)
 
     def fingerprint(self) -> tuple[int, ...]:
-        """What the stored copy's model answered; empty if the weights came from files."""
+        """Returns the fingerprint in the stored copy, empty if the weights came from files."""
         tokens = tuple(int(token) for token in self[_FINGERPRINT])
         return tokens if any(tokens) else ()
 
     def save_copy(self, fingerprint: tuple[int, ...]) -> None:
-        """Put the loaded weights into the store, unless that cannot be or they came from there.
+        """Stores a copy of the loaded weights, unless they came from the store or cannot be stored.
 
-        A copy that cannot be made is logged: the model is served all the same.
+        An error is logged; the model is served without a copy.
         """
         files = self._close_checkpoint()
         store, key = self._access.store, self._key
@@ -222,19 +229,20 @@ class ModelWeights:
         self[_FINGERPRINT].copy_(torch.tensor(fingerprint))
         try:
             store.get(key, self._put_all).close()
-            if files is not None and key.ranks == 1:  # one copy is enough
+            if files is not None and key.ranks == 1:  # the copy replaces the prefetched files
                 store.discard(files)
         except _NO_COPY as error:
-            log.warning("no copy of %s is kept: %s", self._spec.name, error)
+            log.warning("cannot store a copy of %s: %s", self._spec.name, error)
 
     def _put_all(self, builder: WeightBuilder) -> None:
         for name in self._required():
             builder.put(name, self[name])
 
     def discard_copy(self, why: str) -> None:
-        """The copy is no good. In use by another process it stays, and is tried again later."""
+        """Discards a copy that cannot be used. The copy remains if another process uses it, and is
+        tried again later."""
         if self._access.store is not None and self._key is not None:
-            log.warning("the stored copy of %s is discarded: %s", self._spec.name, why)
+            log.warning("discarding the stored copy of %s: %s", self._spec.name, why)
             self._access.store.discard(self._key)
 
     def _close_checkpoint(self) -> WeightKey | None:
@@ -255,7 +263,7 @@ def _spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _tensors(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    """One after another, so that no more than one is mapped into this process."""
+    """Yields the tensors one after another, so that at most one is mapped into this process."""
     for name in sorted(stored.specs):
         spec = stored.specs[name]
         dtype = getattr(torch, spec.dtype)

@@ -1,8 +1,8 @@
-"""Parameters of a torch model that live in kvcached pages.
+"""Parameters of a torch model in kvcached pages.
 
-The model is built with its parameters on the meta device, so nothing is allocated for them; then
-they become views of mapped pages. The first time the engine's own weight loaders (which fuse and
-shard) write into those; from then on the machine's store has the result, and loading is a copy.
+The model is built with its parameters on the meta device, so nothing is allocated for them. They
+then become views of mapped pages. At the first load the engine's own weight loaders, which fuse and
+shard, write into those pages. The result is saved in the machine's store, and later loads copy it.
 Device memory never holds a second copy of a weight.
 """
 
@@ -30,19 +30,22 @@ log = logging.getLogger("prism.engine")
 
 @dataclass(frozen=True, slots=True)
 class EngineLoader:
-    """The engine's own steps: to build a model, to write its parameters from files, and what it
-    does with a loaded one."""
+    """Steps in which an engine loads a model."""
 
+    # Builds the model.
     build: Callable[[], nn.Module]
+    # Writes the parameters from the model's files.
     read: Callable[[nn.Module], None]
+    # Processes the loaded model.
     finish: Callable[[nn.Module], None]
 
 
 def load(memory: ModelMemory, steps: EngineLoader) -> nn.Module:
-    """The model: out of the machine's store if it has a good copy, else out of its files.
+    """Returns the model, loaded from the machine's store if it has a valid copy, otherwise from its
+    files.
 
-    Only a model whose parameters alone tell what was loaded, and whose last step leaves them as
-    they are, may be copied instead of loaded from then on.
+    A copy may be stored only if loading changes nothing but parameters, and if the engine's last
+    step does not change them.
     """
     if memory.weights.find_copy():
         try:
@@ -70,30 +73,31 @@ def _load(memory: ModelMemory, steps: EngineLoader, *, from_store: bool) -> nn.M
 
 
 def _read_files(model: nn.Module, weights: ModelWeights, steps: EngineLoader) -> None:
-    before = {name: tensor.clone() for name, tensor in others(model)}
+    before = {name: tensor.clone() for name, tensor in other_tensors(model)}
     steps.read(model)
     check_written(dict(model.named_parameters()), weights)
-    is_plain = _same(before, dict(others(model)))
+    is_plain = _same(before, dict(other_tensors(model)))
     loaded = weights.checksum() if is_plain else 0
     steps.finish(model)
     weights.may_store = is_plain and weights.checksum() == loaded
 
 
 def _build(steps: EngineLoader) -> nn.Module:
-    """On the meta device. A model that fills what `torch.empty` gave it is built again for real:
-    its parameters then exist twice while they move into their pages."""
+    """Builds the model with parameters on the meta device. A model that itself fills tensors of
+    `torch.empty` is built again in real memory; its parameters then exist twice while they move
+    into their pages."""
     with EmptyOnMeta():
         model = steps.build()
-    lost = sorted(name for name, tensor in others(model) if tensor.is_meta)
+    lost = sorted(name for name, tensor in other_tensors(model) if tensor.is_meta)
     if lost:
-        log.warning("%s is not built on the meta device", ", ".join(lost))
+        log.warning("cannot build %s on the meta device", ", ".join(lost))
         return steps.build()
     return model
 
 
 class EmptyOnMeta(TorchFunctionMode):  # type: ignore[misc]
-    """`torch.empty` makes meta tensors: what it returns has no content that could be lost. All
-    else is made for real: tables (rotary), ones of norms, masks."""
+    """Mode in which `torch.empty` creates meta tensors, since its result has no content to lose.
+    All other tensors are real: rotary tables, ones of norms, masks."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -107,63 +111,65 @@ class EmptyOnMeta(TorchFunctionMode):  # type: ignore[misc]
 def place(
     parameters: Mapping[str, nn.Parameter], weights: ModelWeights, *, keep_content: bool
 ) -> None:
-    """Make every parameter its place in the pages; `keep_content`: with the content it has."""
+    """Moves every parameter to its place in the pages, with its content if `keep_content`."""
     for name, parameter in parameters.items():
-        room = weights[name]
+        target = weights[name]
         if parameter.is_meta:
-            _materialise(parameter, room)
+            _materialise(parameter, target)
         else:
-            parameter.data = room.copy_(parameter.data) if keep_content else room
+            parameter.data = target.copy_(parameter.data) if keep_content else target
 
 
-def _materialise(parameter: nn.Parameter, room: torch.Tensor) -> None:
-    """The same object, with its class and attributes (weight loaders), gets real memory."""
-    real = nn.Parameter(room, requires_grad=False)
+def _materialise(parameter: nn.Parameter, target: torch.Tensor) -> None:
+    """Gives real memory to a parameter, which stays the same object with its class and its
+    attributes (weight loaders)."""
+    real = nn.Parameter(target, requires_grad=False)
     real.__class__ = parameter.__class__
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)
 
 
 def check(model: nn.Module, weights: ModelWeights) -> None:
-    """Raises SelfCheckError unless every tensor of the model is real and every parameter lies in
-    its place in kvcached pages."""
+    """Raises SelfCheckError unless every tensor of the model is real and every parameter is at its
+    place in kvcached pages."""
     found = dict(model.named_parameters())
     strays = {n: t for n, t in found.items() if not weights.holds(n, t)}
     if strays:
         size_bytes = sum(t.numel() * t.element_size() for t in strays.values())
         raise SelfCheckError(
-            f"{format_size(size_bytes)} of parameters lie outside of the ledger's pages after"
-            f" loading ({_some(strays)})"
+            f"{format_size(size_bytes)} of parameters are outside of the ledger's pages after"
+            f" loading ({_first_names(strays)})"
         )
-    lost = [name for name, tensor in others(model) if tensor.is_meta]
+    lost = [name for name, tensor in other_tensors(model) if tensor.is_meta]
     if lost:
-        raise SelfCheckError(f"tensors without memory after loading ({_some(lost)})")
+        raise SelfCheckError(f"tensors without memory after loading ({_first_names(lost)})")
 
 
 def check_written(parameters: Mapping[str, torch.Tensor], weights: ModelWeights) -> None:
-    """Raises ActivationError for parameters that loading left as they were, or a part of them.
+    """Raises ActivationError for parameters that loading did not write, or wrote in part only.
 
-    An engine itself does not miss what a checkpoint lacks, and would serve nonsense. The pages were
-    filled with a pattern that is no weight: NaN in the types that have one. Of other types a part
-    that was not written cannot be told from weights. What a model itself sets before it loads
-    (ones in norms) counts as written.
+    An engine does not notice tensors that a checkpoint lacks, and would serve nonsense. The pages
+    were filled with a pattern that is not a valid weight: NaN in the types that have one. For other
+    types an unwritten part cannot be distinguished from weights. Values that the model sets before
+    loading (ones in norms) count as written.
     """
     empty = [name for name in weights.unwritten() if name in parameters]
     if empty:
         raise ActivationError(
-            f"the files give no values for {_some(empty)}; tied embeddings of this architecture"
-            " may not be supported: save the checkpoint with every tensor it needs"
+            f"the files have no values for {_first_names(empty)}; tied embeddings of this"
+            " architecture may not be supported: save the checkpoint with every tensor it needs"
         )
     partial = [name for name, tensor in parameters.items() if _has_nan(tensor)]
     if partial:
         raise ActivationError(
-            f"the files give values for a part of {_some(partial)} only, or values that are no"
-            " numbers: save the checkpoint with every tensor it needs"
+            f"the files have values for only a part of {_first_names(partial)}, or NaN values:"
+            " save the checkpoint with every tensor it needs"
         )
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
-    """Piece by piece: a mask over a large embedding would not fit into what torch may allocate."""
+    """Returns whether a tensor has a NaN. Checks it in pieces: a mask over a large embedding would
+    exceed the memory that torch may allocate."""
     if not tensor.is_floating_point():
         return False
     pieces = tensor.detach().flatten().split(_PIECE_ELEMENTS)
@@ -171,12 +177,13 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 
 def _nans(piece: torch.Tensor) -> torch.Tensor:
-    """`torch.isnan` lacks the types of one byte."""
+    """Returns a mask of NaNs, also for one-byte types, which `torch.isnan` does not support."""
     return torch.isnan(piece if piece.element_size() > 1 else piece.to(torch.float32))
 
 
-def others(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the model that are no parameters: buffers, and plain attributes of modules."""
+def other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a model that are not parameters: buffers and plain attributes of
+    modules."""
     yield from model.named_buffers()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -188,5 +195,5 @@ def _same(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -
     return before.keys() == now.keys() and all(torch.equal(before[n], now[n]) for n in now)
 
 
-def _some(names: Any) -> str:
+def _first_names(names: Any) -> str:
     return ", ".join(sorted(names)[:3])

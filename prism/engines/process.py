@@ -1,11 +1,11 @@
-"""An engine, or one rank of it, in a fresh process that imports the adapter itself.
+"""Engine, or one rank of it, in a fresh process that imports the adapter itself.
 
     python -m prism.engines.process --adapter NAME --config PATH --device cuda:0 --engine-id ID
 
-The fork server starts engines like this where it must not fork: CUDA that a parent has initialised
-cannot be used in its forked children. Everything else is the contract of a forked engine: one
-process for each engine, a log of its own, death with the parent, the exit status. The price is that
-every process imports the adapter again, and shares none of its memory with the others.
+The fork server starts engines like this if it must not fork: CUDA that a parent has initialised
+cannot be used in its forked children. A fresh engine otherwise behaves like a forked one: one
+process and one log for each engine, death with the parent, the same exit status. Each fresh process
+imports the adapter again and shares none of its memory with the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import ModuleType
 from prism.config.resolved import read_resolved
 from prism.config.schema import ADAPTERS
 from prism.engines.core import EngineContext
-from prism.engines.ranks.spread import RankPlace, follow, spread
+from prism.engines.ranks.launch import RankLaunch, launch_ranks, run_follower
 from prism.engines.worker import run_engine
 from prism.errors import ConfigError, RankLostError
 from prism.messages.forkserver import ForkEngine
@@ -43,7 +43,7 @@ log = logging.getLogger("prism.engine")
 
 
 def start(order: ForkEngine, adapter: str, config_path: Path, device: str) -> int:
-    """Start an engine; returns its pid. OSError if that cannot be."""
+    """Starts an engine; returns its pid. Raises OSError if the process cannot be started."""
     arguments = ["--adapter", adapter, "--config", str(config_path), "--device", device]
     arguments += ["--engine-id", order.engine_id]
     for peer in order.peers:
@@ -52,13 +52,13 @@ def start(order: ForkEngine, adapter: str, config_path: Path, device: str) -> in
     return _spawn(arguments, {SM_VARIABLE: str(order.sm_percent)})
 
 
-def start_rank(place: RankPlace, adapter: str, config_path: Path) -> int:
-    """Start a rank above 0, which inherits its end of the socket; returns its pid."""
-    link_fd, context = place.link.fileno(), place.context
+def start_rank(launch: RankLaunch, adapter: str, config_path: Path) -> int:
+    """Starts a rank above 0, which inherits its end of the socket; returns its pid."""
+    link_fd, context = launch.link.fileno(), launch.context
     os.set_inheritable(link_fd, True)
     arguments = ["--adapter", adapter, "--config", str(config_path), "--device", context.device]
-    arguments += ["--engine-id", context.engine_id, "--rank", str(place.rank)]
-    arguments += ["--link", str(link_fd), "--folder", str(place.folder)]
+    arguments += ["--engine-id", context.engine_id, "--rank", str(launch.rank)]
+    arguments += ["--link", str(link_fd), "--folder", str(launch.folder)]
     for device in context.rank_devices:
         arguments += ["--peer", device]
     return _spawn(arguments, {})
@@ -77,11 +77,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", required=True)
     parser.add_argument("--engine-id", required=True)
     parser.add_argument(
-        "--peer", action="append", default=[], help="devices of ranks 1, 2, ... (of all: with rank)"
+        "--peer",
+        action="append",
+        default=[],
+        help="device of rank 1, 2, ...; with --rank the devices of all ranks",
     )
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--link", type=int, help="file descriptor of the socket to rank 0")
-    parser.add_argument("--folder", type=Path, help="where the ranks meet")
+    parser.add_argument("--folder", type=Path, help="folder of the ranks' rendezvous files")
     return parser.parse_args(arguments)
 
 
@@ -101,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RankLostError:
         return 1
     except BaseException:
-        log.exception("engine %s ends", options.engine_id)
+        log.exception("engine %s failed", options.engine_id)
         return 1
     finally:
         flush_log()
@@ -110,7 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _lead(context: EngineContext, options: argparse.Namespace) -> int:
     adapter = load_adapter(options.adapter)
     starting = partial(start_rank, adapter=options.adapter, config_path=options.config)
-    create = spread(context, adapter.create, options.peer, starting)  # they import beside us
+    # The other ranks import while this one does.
+    create = launch_ranks(context, adapter.create, options.peer, starting)
     adapter.preload(context.device)
     return run_engine(context, create)
 
@@ -121,22 +125,23 @@ def _follow(context: EngineContext, options: argparse.Namespace) -> int:
     devices = tuple(options.peer)
     own = EngineContext(context.engine_id, context.device, context.config, rank_devices=devices)
     link = socket.socket(fileno=options.link)
-    follow(RankPlace(own, options.rank, len(devices), link, options.folder), adapter.create)
+    launch = RankLaunch(own, options.rank, len(devices), link, options.folder)
+    run_follower(launch, adapter.create)
     return 0
 
 
-# --- shared with a forked engine -------------------------------------------------------------
+# --- shared with forked engines --------------------------------------------------------------
 
 
 def load_adapter(name: str) -> ModuleType:
-    """The package `prism.engines.<name>`. Raises ConfigError when there is none."""
+    """Returns the package `prism.engines.<name>`. Raises ConfigError for an unknown name."""
     if name not in ADAPTERS:
-        raise ConfigError(f"there is no adapter {name!r}; use one of {', '.join(ADAPTERS)}")
+        raise ConfigError(f"{name!r} is not an engine adapter; use one of {', '.join(ADAPTERS)}")
     return importlib.import_module(f"prism.engines.{name}")
 
 
 def redirect_to_log(path: Path) -> None:
-    """stdin from nowhere, stdout and stderr into `path`, readable by this user only."""
+    """Redirects stdin from /dev/null, stdout and stderr to `path`, a file for this user only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_fd = open_log(path)
     null_fd = os.open(os.devnull, os.O_RDONLY)

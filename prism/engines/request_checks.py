@@ -1,4 +1,4 @@
-"""What keeps a request from running on an engine with a model, checked before it is submitted."""
+"""Checks of a request before it is submitted to an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prism.messages.requests import Failure, Request, Sampling
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4e38
-_FLOAT32_MIN = 1.2e-38  # less would become 0
+_FLOAT32_MIN = 1.2e-38  # smaller values round to 0
 
 
 def failure(request: Request, error: RequestError) -> Failure:
@@ -17,12 +17,14 @@ def failure(request: Request, error: RequestError) -> Failure:
 
 
 def seed_of(sampling: Sampling) -> int:
-    """An engine with seeds on gives every request without one the same; each must get its own."""
+    """Returns the request's seed, or a random one: an engine with seeds enabled would otherwise
+    use one seed for all requests that have none."""
     return sampling.seed if sampling.seed is not None else secrets.randbits(62)
 
 
 def check_ranges(sampling: Sampling) -> None:
-    """What tensors hold: 32 bits for counts, ids and probabilities. Raises BadRequestError."""
+    """Raises BadRequestError for values that 32-bit tensors of counts, ids and probabilities cannot
+    hold."""
     last_stop_id = max(sampling.stop_token_ids, default=0)
     ranges = {
         "max_tokens": (sampling.max_tokens, 1, _INT32_MAX),
@@ -36,16 +38,17 @@ def check_ranges(sampling: Sampling) -> None:
     }
     for name, (value, least, most) in ranges.items():
         if not least <= value <= most:
-            raise BadRequestError(f"{name}: {value} must lie between {least} and {most}")
+            raise BadRequestError(f"{name}: {value} must be between {least} and {most}")
 
 
 def check(request: Request, context_length: int, vocab_size: int) -> None:
-    """Raises RequestError. The frontend checks the same: this is the last line of defence."""
+    """Raises RequestError for a request that can never run. The frontend checks the same; this
+    check is the last line of defence."""
     prompt = request.prompt_ids
     if not prompt:
         raise BadRequestError("the prompt is empty: give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise BadRequestError(f"a prompt token id lies outside the vocabulary of {vocab_size}")
+        raise BadRequestError(f"a prompt token id is outside the vocabulary of {vocab_size}")
     excess = len(prompt) + request.sampling.max_tokens - context_length
     if excess > 0:
         raise ContextLengthError(

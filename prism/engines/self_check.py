@@ -1,4 +1,4 @@
-"""A model's first answer: whether this model is right on this engine."""
+"""Warm-up request of a model and the check of its answer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def warm_up_request(order: ActivateEngine, vocab_size: int, sampling: Sampling) 
 def check_answer(
     order: ActivateEngine, stored: tuple[int, ...], tokens: tuple[int, ...], messages: list[str]
 ) -> None:
+    """Raises SelfCheckError unless the warm-up's tokens are complete and equal to known answers.
+
+    Args:
+        stored: tokens that were saved with the stored weights; empty for weights from files.
+        messages: errors of the warm-up request.
+    """
     name = order.model.name
     if len(tokens) != FINGERPRINT_TOKENS:
         said = "; ".join(messages) or "no error"
@@ -37,4 +43,4 @@ def check_answer(
     known = ((order.fingerprint, "on a fresh engine"), (stored, "when loaded from its files"))
     for expected, where in known:
         if expected and tokens != expected:
-            raise SelfCheckError(f"model {name} answers {tokens} here, and {expected} {where}")
+            raise SelfCheckError(f"model {name} answers {tokens} here, but {expected} {where}")

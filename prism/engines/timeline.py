@@ -1,8 +1,7 @@
-"""The stages of an activation, as they pass.
+"""Timing of the stages of an activation, and faults for tests.
 
-Tests end an engine in one of them. PRISM_FAULT_STAGE names the stage at whose beginning the process
-kills itself. PRISM_FAULT_ONCE is a file that the first fault creates; there is no fault while it
-exists.
+PRISM_FAULT_STAGE names a stage; the process kills itself at its beginning. PRISM_FAULT_ONCE is a
+file that the first fault creates; no fault happens while it exists.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ ONCE_VARIABLE = "PRISM_FAULT_ONCE"
 
 
 class Timeline:
-    """A stage lasts from the `enter` that names it to the next one, or to `finish`.
+    """Durations of stages. A stage lasts from its `enter` to the next `enter` or to `finish`.
 
-    Stages may recur; their times add up. Not thread-safe. `clock` gives monotonic seconds.
+    The times of a stage that recurs add up. Not thread-safe. `clock` returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,14 +29,14 @@ class Timeline:
         self._stages_s: dict[str, float] = {}
 
     def enter(self, stage: str) -> None:
-        """Close the stage that runs, and begin this one."""
+        """Ends the current stage and begins this one."""
         now_s = self._clock()
         self._close(now_s)
         self._stage, self._since_s = stage, now_s
-        _die_if_told(stage)
+        _inject_fault(stage)
 
     def finish(self) -> dict[str, float]:
-        """Seconds of each stage in the order of their first `enter`, then "total"."""
+        """Returns the seconds of each stage in the order of their first `enter`, then "total"."""
         now_s = self._clock()
         self._close(now_s)
         self._stage = None
@@ -49,14 +48,15 @@ class Timeline:
             self._stages_s[self._stage] = self._stages_s.get(self._stage, 0.0) + spent_s
 
 
-def _die_if_told(stage: str) -> None:
-    """SIGKILL to itself if this is the stage to die in."""
+def _inject_fault(stage: str) -> None:
+    """Kills this process if the environment asks for a fault in this stage."""
     if os.environ.get(STAGE_VARIABLE) == stage and claim_fault(os.environ.get(ONCE_VARIABLE)):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def claim_fault(once_file: str | None) -> bool:
-    """Whether a fault may happen now; it is the last one while `once_file` exists."""
+    """Returns whether a fault may happen now. Creates `once_file`, which prevents further faults
+    while it exists."""
     if once_file is None:
         return True
     try:

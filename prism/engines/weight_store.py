@@ -1,4 +1,4 @@
-"""The machine's weight store, as the configuration names it."""
+"""Access to the machine's weight store and to those of other machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from prism.engines.peer_weights import PeerWeights
 
 
 def open_store(config: ClusterConfig) -> WeightStore | None:
-    """None if there is none. Every process of the machine that opens it shares it."""
+    """Opens the configured weight store, which all processes of the machine share. Returns None if
+    none is configured."""
     engine = config.engine
     if not engine.weight_store:
         return None
@@ -20,5 +21,5 @@ def open_store(config: ClusterConfig) -> WeightStore | None:
 
 
 def open_peers(config: ClusterConfig, store: WeightStore | None) -> PeerWeights | None:
-    """The way to other machines' stores, where there are several and this one has a store."""
+    """Returns access to other machines' stores; None with one machine, or without a store here."""
     return PeerWeights(store, config) if store is not None and config.node else None

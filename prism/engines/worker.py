@@ -1,7 +1,7 @@
-"""The loop of an engine process: messages of the agent in, tokens and status out.
+"""Main loop of an engine process: takes the agent's messages, sends tokens and status.
 
-Engine-neutral: everything about a model happens behind `EngineCore`. The process talks to its
-agent through one DEALER socket (identity = engine id, one frame per message) and runs in one
+The loop is the same for all engines; `EngineCore` does everything about a model. The process talks
+to its agent through one DEALER socket (identity = engine id, one frame per message) and runs in one
 thread. It waits in poll() while there is nothing to compute.
 """
 
@@ -43,7 +43,7 @@ STATUS_MAX_S = 1.0
 STALLED_RETRY_S = 0.005
 STALLED_STEP_S = 0.002
 LINGER_MS = 1000
-MESSAGES_PER_TURN = 64
+MESSAGES_PER_ITERATION = 64
 
 log = logging.getLogger("prism.engine")
 
@@ -70,7 +70,7 @@ class AgentChannel:
         self.send = self._channel.send
 
     def wake_on_signals(self) -> None:
-        """Let a signal end `receive` early. Its handler runs before `receive` returns."""
+        """Makes a signal end `receive` early. Its handler runs before `receive` returns."""
         self._wake, writer = socket.socketpair()
         self._wake.setblocking(False)
         writer.setblocking(False)
@@ -79,13 +79,13 @@ class AgentChannel:
         self._poller.register(self._wake, zmq.POLLIN)
 
     def wake_on(self, descriptor: int) -> None:
-        """Let this descriptor end `receive` early as long as it is readable."""
+        """Makes `receive` end early while this descriptor is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def receive(self, patience_s: float) -> list[ToEngine]:
-        """Messages that have arrived, after waiting up to `patience_s` for the first."""
-        self._poller.poll(max(0, round(patience_s * 1000)))
-        return self._channel.receive(MESSAGES_PER_TURN)
+    def receive(self, timeout_s: float) -> list[ToEngine]:
+        """Returns the messages that have arrived, after waiting up to `timeout_s` for the first."""
+        self._poller.poll(max(0, round(timeout_s * 1000)))
+        return self._channel.receive(MESSAGES_PER_ITERATION)
 
     def close(self) -> None:
         self._channel.close()
@@ -93,9 +93,9 @@ class AgentChannel:
 
 
 class Worker:
-    """Obeys the agent and steps the core.
+    """Carries out the agent's orders and steps the core.
 
-    `clock` gives monotonic seconds. Not thread-safe; `stop` may be called from a signal handler.
+    `clock` returns monotonic seconds. Not thread-safe; `stop` may be called from a signal handler.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Worker:
         self._clock = clock
         self._model: str | None = None
         self._activating: str | None = None
-        self._leaving: tuple[str, float] | None = None
+        self._deactivating: tuple[str, float] | None = None  # model, start in seconds of `clock`
         self._open: dict[str, int] = {}
         self._busy = False
         self._stalled = False
@@ -123,38 +123,41 @@ class Worker:
         self._stopping = True
 
     def run(self) -> int:
-        """Serve until Shutdown or `stop`; returns the exit code 0.
+        """Serves until Shutdown or `stop`; returns the exit code 0.
 
-        An exception of the core fails every open request, then leaves this function: the state
-        of the core is unknown, so the process must end and be replaced.
+        An exception of the core fails every open request and is raised again. The state of the core
+        is then unknown, so the process must end and be replaced.
         """
         self._link.send(EngineHello(engine_id=self._engine_id, pid=os.getpid()))
         try:
             while not self._stopping:
-                self._turn()
+                self._iterate()
         except Exception as error:
             self._report_crash(error)
             raise
         self._core.close()
         return 0
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         self._report_status()
-        for message in self._link.receive(self._patience_s()):
-            self._obey(message)
+        for message in self._link.receive(self._poll_timeout_s()):
+            self._handle(message)
         self._changed |= self._core.answer_requests()
-        self._deactivate()
+        self._finish_deactivation()
         if self._open or self._busy:
             self._step()
 
-    def _patience_s(self) -> float:
-        """A core that holds requests but has no room is stepped again soon: other engines may have
-        freed memory, which is not announced. `_stalled` detects this also in a core that calls
-        itself busy: its last step took no time and put nothing out."""
+    def _poll_timeout_s(self) -> float:
+        """Returns how long to wait for messages.
+
+        A core that holds requests but has no memory for them is stepped again soon, since memory
+        that other engines free is not announced. Such a core may report busy; `_stalled` detects
+        it by a last step that took no time and produced no output.
+        """
         if self._busy and not self._stalled:
             return 0.0
         until_status_s = self._status_due_s() - self._clock()
-        soon = self._open or self._leaving
+        soon = self._open or self._deactivating
         return min(STALLED_RETRY_S, until_status_s) if soon else until_status_s
 
     def _step(self) -> None:
@@ -192,7 +195,7 @@ class Worker:
 
     # --- the agent's orders ----------------------------------------------------------------
 
-    def _obey(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         self._changed = True
         match message:
             case Submit(requests=requests):
@@ -202,7 +205,7 @@ class Worker:
             case ActivateEngine():
                 self._activate(message)
             case Deactivate():
-                self._leave()
+                self._begin_deactivation()
             case Export(targets=targets):
                 self._export(targets)
             case SetLimit(kv_limit_bytes=limit_bytes):
@@ -243,23 +246,24 @@ class Worker:
             self._link.send(activation_failed(name, error))
         self._activating = None
 
-    def _leave(self) -> None:
-        """Answers also when no model is active, so that an agent with an old view recovers."""
+    def _begin_deactivation(self) -> None:
+        """Fails open requests and starts the deactivation. It is answered also if no model is
+        active, so that an agent with outdated state recovers."""
         model, self._model = self._model or "", None
         self._fail(self._open, "model_evicted", f"{model} left this engine while serving")
         self._open = {}
         self._busy = False
-        self._leaving = self._leaving or (model, self._clock())
-        self._deactivate()
+        self._deactivating = self._deactivating or (model, self._clock())
+        self._finish_deactivation()
 
-    def _deactivate(self) -> None:
-        """Waits until exported KV was fetched, or its time is over."""
-        if self._leaving is None or self._core.handing_over():
+    def _finish_deactivation(self) -> None:
+        """Deactivates once exported KV has been fetched or its offer has expired."""
+        if self._deactivating is None or self._core.handing_over():
             return
-        (model, started_s), self._leaving = self._leaving, None
+        (model, started_s), self._deactivating = self._deactivating, None
         if model:
             self._core.deactivate()
-            # The last counters of this model: what the deactivation itself unmapped included.
+            # The last counters of this model include the unmaps of the deactivation itself.
             self._link.send(msgspec.structs.replace(self._core.status(), model=model))
         seconds = self._clock() - started_s
         log.info("deactivated %s in %.3f s", model or "nothing", seconds)
@@ -282,20 +286,20 @@ class Worker:
 
     def _report_crash(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        # Before the agent hears of it, which then kills this process.
+        # Logged first, since the agent kills this process once it has the failures.
         log.error("engine failed: %s", text, exc_info=error)
         is_known = isinstance(error, RequestsFailedError | LedgerCorruptError)
         blame: Literal["suspect", "other"] = "other" if is_known else "suspect"
         self._fail(self._open, "engine_error", text, blame)
-        # A lost rank says nothing about the model: the agent sees the end and takes another one.
+        # A lost rank says nothing about the model: the agent sees the exit and uses another engine.
         if self._activating is not None and not isinstance(error, RankLostError):
             self._link.send(ActivationFailed(model=self._activating, message=text))
 
 
 def run_engine(context: EngineContext, create: Callable[[EngineContext], EngineCore]) -> int:
-    """The body of an engine process; returns its exit code.
+    """Runs the loop of an engine process until its end. Returns the exit code.
 
-    SIGTERM ends it like Shutdown. Raises what the core raises, after its requests were failed.
+    SIGTERM ends it like Shutdown. Raises the core's errors, after failing its requests.
     """
     link = AgentChannel(context)
     link.wake_on_signals()

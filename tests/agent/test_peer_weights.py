@@ -228,7 +228,7 @@ def test_nobody_is_asked_where_the_disk_is_faster(
 
 def test_who_has_not_the_key_gets_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.a.store.get_checkpoint(pair.a.spec.path).close()
-    monkeypatch.setattr(peer_weights, "ASK_S", 0.5)
+    monkeypatch.setattr(peer_weights, "QUERY_S", 0.5)
     config = msgspec.structs.replace(pair.b.config, cluster_key=new_secret())
     pair.b.peers = PeerWeights(pair.b.store, config)
     await_disk(pair.b, monkeypatch)

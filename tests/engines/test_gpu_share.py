@@ -198,7 +198,7 @@ def test_too_small_a_static_names_one_that_works(gpu: ScriptedDevice) -> None:
     with pytest.raises(ActivationError) as raised:
         share.model_bytes()
     assert str(raised.value) == (
-        "engine.static: 1000MiB leaves torch 40MiB beside the 512MiB of this engine's CUDA"
+        "engine.static: 1000MiB leaves torch 40MiB after the 512MiB of this engine's CUDA"
         " context; set it to at least 1216MiB"
     )
     assert opened(gpu, static_bytes=1216 * MIB).model_bytes() == 704 * MIB
@@ -311,7 +311,7 @@ def test_the_driver_is_asked_now_and_then_only(gpu: ScriptedDevice) -> None:
 
 def serving(gpu: ScriptedDevice, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuShare, OutsideMemory]:
     """A model is served, and what was said of its engine before. Each report asks the driver."""
-    monkeypatch.setattr(gpu_share, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(gpu_share, "READ_INTERVAL_S", 0.0)
     share = opened(gpu, said(9 * GIB), said(9 * GIB, (ME, 530 * MIB)))
     before = share.report()
     assert before is not None
@@ -321,9 +321,9 @@ def serving(gpu: ScriptedDevice, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuSh
 
 
 def let_answer(gpu: ScriptedDevice, share: GpuShare) -> None:
-    assert share._asking is not None
+    assert share._reading is not None
     gpu.may_answer.set()
-    wait([share._asking], 60)
+    wait([share._reading], 60)
 
 
 def test_a_slow_driver_stalls_no_step_of_a_model(

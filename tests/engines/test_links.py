@@ -155,8 +155,8 @@ def test_gpus_that_cannot_help_are_left_out(make_node: MakeNode, model: ModelSpe
         node.engine.fork()
         assert sorted(node.engine.activate(model).link_bytes) == ["cuda:0", "cuda:2"]
         log = node.engine.engine_log()
-        assert "cuda:1 does not help to load weights: 512KiB are free, " in log
-        assert "cuda:3 does not help to load weights" in log
+        assert "the link of cuda:1 is not used to load weights: 512KiB are free, " in log
+        assert "the link of cuda:3 is not used to load weights" in log
         node.engine.end()
         assert node.charged() == [0, 0, 0]
 

@@ -1,10 +1,10 @@
-"""A shipped engine without a model: predictable tokens on real elastic memory.
+"""Engine without a model, for tests: predictable tokens on real elastic memory.
 
-Its tokens are a pure function of the prompt and the position (`expected_tokens`), so a test knows
-the whole output beforehand. Its memory is real: KV blocks from kvcached, reserved in the device's
-ledger, mapped, written and checked on every reuse, so that a page lent to two engines shows as
-`CorruptKVError`. Speeds and faults come from the environment variable PRISM_FAKE, a JSON object
-with the fields of `FakeOptions`, for example
+The output is a pure function of the prompt and the position (`expected_tokens`), so a test knows it
+beforehand. The memory is real: KV blocks from kvcached are reserved in the device's ledger, mapped,
+written, and checked on every reuse, so that a page with two owners raises `CorruptKVError`. The
+environment variable PRISM_FAKE sets speeds and faults, as a JSON object with the fields of
+`FakeOptions`, for example
 
     PRISM_FAKE='{"decode_step_ms": 5, "prefill_tokens_per_s": 20000, "die_at_token": 40}'
 """

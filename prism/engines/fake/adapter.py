@@ -19,28 +19,28 @@ def lacks(device: str) -> str:
 
 
 def refuses(model: Path, embeds: bool = False) -> str:
-    """It reads no model."""
+    """Returns "", since the engine does not read the model's files."""
     return ""
 
 
 def parser_names() -> dict[str, list[str]]:
-    """Its tokens are parsed by nothing."""
+    """Returns no names, since answers of this engine are not parsed."""
     return {}
 
 
 def preload(device: str = "host:0") -> None:
-    """The same on every device."""
+    """Imports the core; the imports are the same on every device."""
     for name in ("numpy", "kvcached", "prism.engines.fake.core"):
         importlib.import_module(name)
 
 
 def traits() -> EngineTraits:
-    """As the configuration says."""
+    """Returns the defaults, so that the configuration alone decides."""
     return EngineTraits()
 
 
 def create(context: EngineContext) -> EngineCore:
-    """Raises ConfigError when PRISM_FAKE cannot be parsed."""
+    """Creates the core. Raises ConfigError if PRISM_FAKE cannot be parsed."""
     from prism.engines.fake.core import FakeCore
 
     return FakeCore(context, FakeOptions.from_environment())
@@ -49,5 +49,6 @@ def create(context: EngineContext) -> EngineCore:
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
-    """It loads files as they are, so nothing is ever stored under this key."""
+    """Returns a key under which nothing is stored, since this engine loads the files as they
+    are."""
     return WeightKey(content, "fake", spec.dtype, rank, ranks)

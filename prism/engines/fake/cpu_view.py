@@ -1,4 +1,4 @@
-"""Where the CPU finds a view's memory."""
+"""Address of a view's memory for the CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _DLPACK_CPU = 1
 
 
 def cpu_address(view: Any) -> int:
-    """The address at which this process may read and write the view.
+    """Returns the address at which this process may read and write the view.
 
-    On a host device it is the view's own. The memory of a CUDA device is never accessible to the
-    CPU; the library that stands for the driver (`KVCACHED_LIBCUDA`) shows it at a constant
+    On a host device it is the view's own address. Memory of a CUDA device is not accessible to the
+    CPU, but the test library that replaces the driver (`KVCACHED_LIBCUDA`) maps it at a constant
     distance (`FakeOptions.cpu_reads_gpu`).
     """
     address: int = view.address

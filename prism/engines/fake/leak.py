@@ -1,4 +1,4 @@
-"""Memory of a GPU that an engine takes past its lease, as a library that it uses might."""
+"""GPU memory that an engine takes in excess of its lease, like a leak in a library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from prism.errors import EngineError
 
 
 def take(device: str, size_bytes: int) -> None:
-    """Allocates device memory outside of kvcached and of every lease, for the process's life.
+    """Allocates device memory outside of kvcached and of every lease, until the process ends.
 
-    Raises EngineError if the driver refuses. REQUIRES: the process has a client on the device.
+    Raises EngineError if the driver fails. REQUIRES: the process has a client on the device.
     """
     cuda = ctypes.CDLL(os.environ.get("KVCACHED_LIBCUDA") or "libcuda.so.1")
     ordinal = int(device.partition(":")[2])

@@ -1,7 +1,7 @@
-"""The fake engine's KV memory: real blocks of kvcached, written, checked and cached.
+"""KV memory of the fake engine: real blocks of kvcached, written, checked and cached.
 
-Each token's KV is a number made from its id, in every layer's K and V. Reading back another
-number than was written means that the page went to somebody else while it was in use.
+A token's KV is a number computed from its id, in K and V of every layer. If another number is read
+back than was written, the page was given to another client while it was in use.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _DLPACK_CPU = 1
 
 
 class CorruptKVError(EngineError):
-    """KV of a live token was overwritten: two owners had one page."""
+    """KV of a live token was overwritten, so a page had two owners."""
 
 
 def layout_of(model: ModelSpec) -> kvcached.Layout:
-    """Raises ActivationError for a dtype that numpy cannot hold."""
+    """Returns the KV layout of a model. Raises ActivationError for a dtype that numpy lacks."""
     if model.kv_dtype not in STORED_AS:
-        raise ActivationError(f"the fake engine has no KV of type {model.kv_dtype}")
+        raise ActivationError(f"the fake engine does not support KV of type {model.kv_dtype}")
     return replace(arranged_layout_of(model), dtype=STORED_AS[model.kv_dtype])
 
 
 def reserve_bytes(layout: kvcached.Layout, page_bytes: int, context_tokens: int) -> int:
-    """KV that one request of full context needs at most: with all others retracted, its blocks
+    """Returns the maximum KV of one request of full context. With all others retracted, its blocks
     and the reserved one fill every mapped slab but the last."""
     tokens = context_tokens + (1 + RESERVED_BLOCKS) * BLOCK_TOKENS
     slabs = -(-tokens // layout.slab_tokens(page_bytes))
@@ -58,9 +58,9 @@ def reserve_bytes(layout: kvcached.Layout, page_bytes: int, context_tokens: int)
 
 
 class FakeMemory:
-    """Memory of one active model. `free` gives everything back.
+    """Memory of one active model. `free` returns all of it.
 
-    Raises ActivationError when the ledger has no room; nothing stays reserved then.
+    The constructor raises ActivationError if the ledger has no room; nothing stays reserved then.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class FakeMemory:
         try:
             timeline.enter("shrink")
             need_bytes = self.static_bytes + self.reserve_bytes
-            make_room(client, device, need_bytes, f"{order.model.name} comes up")
+            make_room(client, device, need_bytes, f"activation of {order.model.name}")
             timeline.enter("reserve")
             self._reserve(order, share_bytes)
             tokens = max(usage.capacity_bytes // layout.token_bytes, order.model.context_length)
             self.kv = client.alloc_kvcache(layout, tokens, reserved_blocks=RESERVED_BLOCKS)
-            # A block on the edge of a slab would otherwise map and unmap it on every step.
+            # Without a spare slab, a block at a slab's edge would map and unmap it at every step.
             self.kv.set_spare_pages(0, sum(layout.slab_pages(usage.page_bytes)))
         except kvcached.NoRoomError as error:
             self._release()
@@ -114,8 +114,8 @@ class FakeMemory:
         self._client.set_min(self.reserve_bytes)
         self._client.set_limit(order.kv_limit_bytes)
 
-    def hand_over_weights(self) -> None:
-        """What was held for weights is theirs to lease, now that their real size is known."""
+    def release_weight_lease(self) -> None:
+        """Releases the memory reserved for weights, which are then leased at their real size."""
         self._leases.pop(0).release()
 
     def _check_limit(self, order: ActivateEngine) -> None:
@@ -157,7 +157,7 @@ class FakeMemory:
         )
 
     def alloc(self, num_blocks: int) -> list[int] | None:
-        """Blocks, after evicting as much of the prefix cache as that takes; None: no room."""
+        """Allocates blocks, and evicts cached ones if necessary. Returns None without room."""
         while (ids := self._ranks.alloc_kv(num_blocks)) is None:
             evicted = self.cache.evict(max(num_blocks, EVICT_BATCH_BLOCKS))
             if not evicted:
@@ -166,19 +166,22 @@ class FakeMemory:
         return [int(i) for i in ids]
 
     def give(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Return a sequence's blocks; whole ones stay in the prefix cache."""
+        """Returns a sequence's blocks to this memory; whole blocks stay in the prefix cache."""
         self._free(self.cache.give(token_ids, blocks))
 
     def take(self, token_ids: Sequence[int]) -> list[int]:
-        """Cached blocks of a prefix of `token_ids`, which leave at least its last token to
+        """Returns cached blocks of a prefix of `token_ids`. At least the last token is left to
         compute."""
         blocks = self.cache.take(token_ids[:-1])
         self.check(token_ids[: len(blocks) * BLOCK_TOKENS], blocks)
         return blocks
 
     def write(self, parts: Iterable[tuple[Sequence[int], Sequence[int], range]]) -> None:
-        """Write KV into its slots, of all sequences at once: (token ids, blocks, which of the
-        tokens) of each."""
+        """Writes KV of all sequences at once.
+
+        Args:
+            parts: for each sequence its token ids, its blocks, and the range of tokens to write.
+        """
         slots: list[int] = []
         token_ids: list[int] = []
         for tokens, blocks, some in parts:
@@ -188,11 +191,11 @@ class FakeMemory:
         for buffer in self._buffers:
             buffer[places] = values
 
-    def leave(
+    def export_kv(
         self, blocks: Sequence[int], tokens: int, resume: Resume, targets: Sequence[str]
     ) -> Resume:
-        """`resume` with the KV of a sequence's first tokens: offered to an engine on `targets`, or
-        in a file; see `kv_direct`, `kv_file`."""
+        """Offers the KV of a sequence's first tokens to an engine on `targets`, or saves it to a
+        file; see `kv_direct`, `kv_file`. Returns `resume` with its location."""
         if self._direct.reaches(targets):
             held = np.asarray(blocks[: -(-tokens // BLOCK_TOKENS)], dtype=np.int64)
             offers = self._direct.offer(held)
@@ -204,9 +207,10 @@ class FakeMemory:
         path = kv_file.save(self._folder, rows, len(self._buffers))
         return Resume(resume.output_ids, path, tokens if path else 0)
 
-    def join(self, resume: Resume, blocks: Sequence[int], start: int) -> bool:
-        """KV of the tokens from `start` on, a multiple of a block, into a sequence's blocks. False:
-        what came is no good, or not for this engine. A collective of the ranks."""
+    def import_kv(self, resume: Resume, blocks: Sequence[int], start: int) -> bool:
+        """Imports the KV of the tokens from `start`, a multiple of a block, into a sequence's
+        blocks. Returns False if the KV cannot be read or is not for this engine. A collective of
+        the ranks."""
         if not resume.kv_path:
             first, end = start // BLOCK_TOKENS, -(-resume.kv_tokens // BLOCK_TOKENS)
             fresh = np.asarray(blocks[first:end], dtype=np.int64)
@@ -231,7 +235,8 @@ class FakeMemory:
                 raise CorruptKVError(f"KV in blocks {list(blocks)[:8]} is not what was written")
 
     def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
-        """Give memory back, cached pages by page, or with peers the blocks used least recently."""
+        """Frees memory: spare pages, then cached blocks, chosen page by page; with several ranks
+        the least recently used blocks."""
         if self._group.size > 1:
             return self._ranks.shrink(size_bytes, self._evict_tokens)
         return self.kv.shrink(size_bytes, self)
@@ -243,21 +248,21 @@ class FakeMemory:
         return len(evicted) * BLOCK_TOKENS
 
     def evictable(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `kvcached.PrefixCache`: the order of use stands for the time."""
+        """Implements `kvcached.PrefixCache`. The order of use replaces the time of use."""
         blocks = np.fromiter(self.cache.idle(), dtype=np.int64)
         return blocks, np.arange(len(blocks))
 
     def evict(self, ids: NDArray[np.int64]) -> int:
-        """See `kvcached.PrefixCache`. What follows a block that went is found no more, until the
-        block is computed again."""
+        """Implements `kvcached.PrefixCache`. Blocks that follow an evicted one are not found until
+        that block is computed again."""
         blocks = [int(block) for block in ids]
         self.cache.forget(blocks)
         self._free(blocks)
         return len(blocks) * BLOCK_TOKENS
 
     def figures(self, busy: bool) -> dict[str, int]:
-        """The memory's part of EngineStatus. What could be evicted is published as well; seldom
-        while the engine is `busy`, since each cached block is looked at."""
+        """Returns the memory's part of EngineStatus, and publishes the evictable bytes. It does so
+        at most every PUBLISH_S while the engine is `busy`, since it examines each cached block."""
         evictable_blocks, now_s = self.cache.idle_blocks, time.monotonic()
         if not busy or now_s >= self._published_s + PUBLISH_S:
             self._published_s = now_s
@@ -271,7 +276,7 @@ class FakeMemory:
         }
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        """Never below what one request of full context needs."""
+        """Caps elastic memory, but never below the need of one full-context request."""
         if limit_bytes is not None:
             limit_bytes = max(limit_bytes, self.reserve_bytes)
         self._client.set_limit(limit_bytes)
@@ -293,8 +298,8 @@ class FakeMemory:
 
 
 def as_array(view: Any) -> NDArray[Any]:
-    """A numpy array on a view's memory. numpy takes no tensor of a GPU: there the CPU must be able
-    to reach it elsewhere (`FakeOptions.cpu_reads_gpu`)."""
+    """Returns a numpy array on a view's memory. numpy does not accept GPU tensors, so the CPU must
+    be able to access the memory at another address (`FakeOptions.cpu_reads_gpu`)."""
     if view.__dlpack_device__()[0] == _DLPACK_CPU:
         return np.from_dlpack(view)
     item = np.dtype(view.dtype).itemsize
@@ -304,5 +309,5 @@ def as_array(view: Any) -> NDArray[Any]:
 
 
 def _values(token_ids: Sequence[int]) -> NDArray[np.int64]:
-    """One number per token, exact in float16, shaped to fill (tokens, heads, head_dim)."""
+    """Returns one number per token, exact in float16; broadcasts to (tokens, heads, head_dim)."""
     return (np.asarray(token_ids, dtype=np.int64) % 1021 + 1)[:, None, None]

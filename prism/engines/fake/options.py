@@ -15,39 +15,44 @@ VARIABLE = "PRISM_FAKE"
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault happens once where `once_file` is given."""
+    """Options in PRISM_FAKE. With `once_file` only one fault happens."""
 
-    # For every token that it computes; 0: no delay.
+    # Rate at which tokens of prefill and decode are computed; 0: no delay.
     prefill_tokens_per_s: float = 0.0
+    # Time of a step in addition to its tokens.
     decode_step_ms: float = 0.0
+    # Time of an activation's "weights" stage.
     activation_s: float = 0.0
-    # Output tokens lie in [first, second).
+    # Output tokens are in [first, second).
     vocabulary: tuple[int, int] = (32, 96)
-    # Load the model's files through the weight store, as a real engine does.
+    # True to load the model's files through the weight store like a real engine.
     load_weights: bool = False
-    # Serve on cuda devices, too, whose memory the CPU reaches through the test libcuda.
+    # True to serve also on cuda devices, whose memory the CPU accesses through the test libcuda.
     cpu_reads_gpu: bool = False
-    # What is planned for a CUDA context.
+    # Planned size of a CUDA context.
     context_bytes: int = 0
-    # SIGKILL to itself, or an exception in step, when it has produced that many tokens.
+    # Number of output tokens after which the engine kills itself with SIGKILL.
     die_at_token: int | None = None
+    # Number of output tokens after which `step` raises an exception.
     raise_at_token: int | None = None
-    # SIGKILL to itself when it produces a token of a request whose prompt has this one.
+    # The engine kills itself when it produces a token for a prompt that has this token.
     die_on_prompt_token: int | None = None
-    # Models whose activation fails ("*": all), or kills the engine with their memory reserved.
+    # Models whose activation fails; "*" means all.
     fail_activation: tuple[str, ...] = ()
+    # Models whose activation kills the engine after their memory is reserved.
     die_in_activation: tuple[str, ...] = ()
-    # Models that fail their self-check on an engine that has served another one.
+    # Models that fail their self-check on an engine that has served another model.
     fail_reuse: tuple[str, ...] = ()
-    # Device memory that is taken outside of every lease: at an activation, at the engine's start.
+    # Device memory that an activation takes outside of every lease.
     leak_bytes: int = 0
+    # Device memory that the engine takes outside of every lease at its start.
     leak_idle_bytes: int = 0
-    # The first fault creates this file, and no fault happens while it exists.
+    # File that the first fault creates. No fault happens while it exists.
     once_file: str | None = None
 
     @classmethod
     def from_environment(cls) -> FakeOptions:
-        """Raises ConfigError that names the wrong field."""
+        """Parses PRISM_FAKE. Raises ConfigError that names the wrong field."""
         text = os.environ.get(VARIABLE, "{}")
         try:
             return msgspec.json.decode(text, type=cls)
@@ -55,10 +60,10 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"{VARIABLE}: {error}") from error
 
     def claim_fault(self) -> bool:
-        """Whether a fault may happen now."""
+        """Returns whether a fault may happen now; see `timeline.claim_fault`."""
         return claim_fault(self.once_file)
 
 
 def needs(device: str) -> GpuNeeds:
-    """What a test plans for a context; it has no torch and no kernels."""
+    """Returns the context size that a test plans; the engine has neither torch nor kernels."""
     return GpuNeeds(FakeOptions.from_environment().context_bytes if is_gpu(device) else 0)

@@ -1,7 +1,7 @@
-"""Blocks that finished sequences leave behind, found again by the tokens they hold.
+"""Prefix cache: blocks of finished sequences, found by their tokens.
 
-A block's key is the hash of its tokens and of the key before it, so equal keys mean equal
-prefixes. Blocks in use are counted; those with no user wait in least-recently-used order.
+A block's key is the hash of its tokens and of the previous key, so equal keys mean equal prefixes.
+Users of a block are counted; blocks without users are kept in least-recently-used order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = bytes
 
 
 def block_keys(token_ids: Sequence[int], block_tokens: int) -> Iterator[Key]:
-    """Keys of the whole blocks of a sequence, first to last."""
+    """Yields the keys of the whole blocks of a sequence, first to last."""
     key = b""
     for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
         tokens = np.asarray(token_ids[start : start + block_tokens], dtype="<i8").tobytes()
@@ -26,7 +26,7 @@ def block_keys(token_ids: Sequence[int], block_tokens: int) -> Iterator[Key]:
 
 
 class BlockCache:
-    """Not thread-safe. The caller owns the memory behind the block ids."""
+    """Cache of block ids; the caller owns their memory. Not thread-safe."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -40,7 +40,7 @@ class BlockCache:
         return len(self._idle)
 
     def take(self, token_ids: Sequence[int]) -> list[int]:
-        """Blocks that hold the longest cached prefix; the caller is a user of each."""
+        """Returns the blocks of the longest cached prefix. The caller becomes a user of each."""
         taken: list[int] = []
         for key in block_keys(token_ids, self._block_tokens):
             block = self._block_of.get(key)
@@ -52,10 +52,10 @@ class BlockCache:
         return taken
 
     def give(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """The caller stops using `blocks`, which hold `token_ids`; whole blocks stay cached.
+        """Ends the caller's use of `blocks`, which hold `token_ids`; whole blocks stay cached.
 
-        Returns the blocks that are not kept (the partial last one, duplicates): free them.
-        The end of a prefix goes first when room is needed, since it is useless without its start.
+        Returns the blocks that are not cached (the partial last one, duplicates), for the caller to
+        free. The end of a prefix is evicted first, since it is useless without its start.
         """
         keys = list(block_keys(token_ids, self._block_tokens))
         unkept = list(blocks[len(keys) :])
@@ -72,17 +72,18 @@ class BlockCache:
         return unkept
 
     def evict(self, count: int) -> list[int]:
-        """Forget up to `count` idle blocks, least recently used first: free them."""
+        """Removes up to `count` idle blocks, least recently used first. Returns them for the caller
+        to free."""
         blocks = list(islice(self._idle, count))
         self.forget(blocks)
         return blocks
 
     def idle(self) -> Iterator[int]:
-        """Blocks without a user, least recently used first."""
+        """Returns the blocks without a user, least recently used first."""
         return iter(self._idle)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """These idle blocks are no longer cached: free them."""
+        """Removes these idle blocks from the cache, for the caller to free."""
         for block in blocks:
             del self._idle[block], self._users[block]
             del self._block_of[self._key_of.pop(block)]

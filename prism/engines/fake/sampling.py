@@ -1,4 +1,4 @@
-"""What the fake model knows of sampling: its output is a function of the prompt alone."""
+"""Sampling of the fake model, whose output depends on the prompt alone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from prism.messages.requests import Chunk, Failure, Logprobs, Request
 LN2 = math.log(2)
 
 
-def refused(request: Request) -> Failure | None:
-    """Where the request asks for what would have to change the output."""
+def reject_unsupported(request: Request) -> Failure | None:
+    """Returns a failure if the request has options that would have to change the output."""
     sampling = request.sampling
     lacking = "grammars" if sampling.grammar else "logit_bias" if sampling.logit_bias else ""
     if not lacking:
         return None
-    text = f"the fake engine has no {lacking}"
+    text = f"the fake engine does not support {lacking}"
     return Failure(request.id, request.attempt, "invalid_request_error", text)
 
 
-def shown(chunk: Chunk, request: Request, embedding: EmbeddingSpec | None) -> Chunk:
-    """The chunk, with log probabilities where the request asks for them; or the vector in its place
-    where the model makes one."""
+def with_requested_data(chunk: Chunk, request: Request, embedding: EmbeddingSpec | None) -> Chunk:
+    """Returns the chunk with the requested log probabilities. For an embedding model it has the
+    vector instead of tokens."""
     if embedding is not None:
         vector = expected_embedding(request.prompt_ids, embedding.size).tobytes()
         return structs.replace(chunk, token_ids=[], finish_reason="stop", embedding=vector)
@@ -40,7 +40,8 @@ def shown(chunk: Chunk, request: Request, embedding: EmbeddingSpec | None) -> Ch
 
 
 def logprobs_of(token_ids: Sequence[int], top: int) -> Logprobs:
-    """Every token is the likeliest one; the next ids follow, each with half of the chance."""
+    """Returns log probabilities in which each token is the most likely one. The following ids are
+    next, each with half the probability of the one before."""
     nearest = [[token + step for step in range(top)] for token in token_ids]
     falling = [[-(step + 1) * LN2 for step in range(top)] for _ in token_ids]
     return Logprobs([-LN2] * len(token_ids), nearest if top else [], falling if top else [])

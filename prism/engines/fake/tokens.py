@@ -1,4 +1,4 @@
-"""The fake model: output as a pure function of the prompt."""
+"""Output of the fake model, a pure function of the prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prism.engines.fake.options import FakeOptions
 
-STRIDE = 2654435761  # Knuth's multiplicative hash: neighbouring positions get unlike tokens
+STRIDE = 2654435761  # Knuth's multiplicative hash: neighbouring positions get different tokens
 
 
 def seed_of(prompt_ids: Sequence[int]) -> int:
@@ -18,8 +18,8 @@ def seed_of(prompt_ids: Sequence[int]) -> int:
 
 
 def token_at(seed: int, position: int, vocabulary: tuple[int, int]) -> int:
-    """Token at `position` of the output: (seed + position * STRIDE) mod 2^32, its upper half
-    reduced into the vocabulary."""
+    """Returns the token at `position` of the output: the upper half of (seed + position * STRIDE)
+    mod 2^32, reduced into the vocabulary."""
     low, high = vocabulary
     return low + (((seed + position * STRIDE) & 0xFFFFFFFF) >> 16) % (high - low)
 
@@ -29,12 +29,12 @@ def expected_tokens(
     count: int,
     vocabulary: tuple[int, int] = FakeOptions().vocabulary,
 ) -> list[int]:
-    """The first `count` output tokens for a prompt, without regard to stop tokens."""
+    """Returns the first `count` output tokens for a prompt, regardless of stop tokens."""
     seed = seed_of(prompt_ids)
     return [token_at(seed, i, vocabulary) for i in range(count)]
 
 
 def expected_embedding(prompt_ids: Sequence[int], size: int) -> NDArray[np.float32]:
-    """The vector of a prompt: (size,), of length 1, little-endian."""
+    """Returns the vector of a prompt: (size,), of length 1, little-endian."""
     drawn = np.random.default_rng(seed_of(prompt_ids)).standard_normal(size)
     return (drawn / np.linalg.norm(drawn)).astype("<f4")

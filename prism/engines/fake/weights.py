@@ -1,5 +1,5 @@
-"""The fake engine's weights: a checkpoint's own tensors, out of the machine's store into an arena,
-over the links that a real engine's take, and compared there byte by byte."""
+"""Weights of the fake engine: a checkpoint's tensors, loaded from the machine's store into an arena
+over the same links as a real engine's, and compared byte by byte."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from prism.messages.models import ModelSpec
 
 
 class CorruptWeightsError(EngineError):
-    """Other bytes arrived than the store has."""
+    """The loaded bytes differ from those in the store."""
 
 
 class FakeWeights:
-    """Of one model at a time. Thread rule: the engine's thread."""
+    """Weights of one model at a time. Thread rule: the engine's thread."""
 
     def __init__(self, client: kvcached.Client, context: EngineContext) -> None:
         store = open_store(context.config)
@@ -34,7 +34,8 @@ class FakeWeights:
         self.links = LoadLinks(context, client)
 
     def load(self, model: ModelSpec) -> dict[str, int]:
-        """Bytes that each link brought. Raises ActivationError, and holds nothing then."""
+        """Loads a model. Returns the bytes loaded over each link. Raises ActivationError; no memory
+        is held then."""
         try:
             if self._peers is not None:
                 self._peers.fetch(model, lambda _: [])
@@ -63,10 +64,11 @@ class FakeWeights:
 
 
 def _compare(arena: WeightArena, stored: StoredWeights) -> None:
-    """REQUIRES: the CPU can read the arena's memory"""
+    """Raises CorruptWeightsError if the arena differs from the store. REQUIRES: the CPU can read
+    the arena's memory."""
     for name, spec in stored.specs.items():
         if spec.size_bytes == 0:
             continue
         arrived = ctypes.string_at(cpu_address(arena[name]), spec.size_bytes)
         if memoryview(arrived) != memoryview(stored.buffer(name)):
-            raise CorruptWeightsError(f"{name} of {arena.what} is not what the store has")
+            raise CorruptWeightsError(f"{name} of {arena.what} differs from the store's copy")

@@ -1,4 +1,4 @@
-"""The ranks above 0: they do what rank 0 does, when it does it."""
+"""Ranks above 0, which repeat the calls of rank 0."""
 
 from __future__ import annotations
 
@@ -31,33 +31,36 @@ from prism.messages.requests import Cancel
 
 
 class Follower:
-    """Replays rank 0's calls on this rank's core. What a step puts out is rank 0's to send."""
+    """Repeats rank 0's calls on this rank's core. Only rank 0 sends the output of a step."""
 
     def __init__(self, core: EngineCore, group: RankGroup) -> None:
         self._core = core
         self._group = group
-        self._asked: list[int | None] = []
+        self._shrink_requests: list[int | None] = []
 
     def run(self) -> None:
-        """Until rank 0 shuts down. Raises RankLostError when it is gone, and what the core raises:
-        the process must end then, and rank 0 will find it gone."""
+        """Runs until rank 0 shuts down.
+
+        Raises RankLostError when rank 0 is gone, and the core's errors. The process must then end;
+        rank 0 detects its end.
+        """
         descriptors = [self._group.fileno(), self._core.fileno()]
         while True:
             select.select(descriptors, [], [])
-            self._core.answer_requests(self._note)
+            self._core.answer_requests(self._record_shrink)
             if select.select(descriptors[:1], [], [], 0)[0]:
                 order = self._group.order()
                 if isinstance(order, Shutdown):
                     return
-                self._obey(order)
+                self._handle(order)
 
-    def _note(self, size_bytes: int | None) -> kvcached.Shrunk:
-        """Gives nothing back yet, since the caches of all ranks must stay alike. Rank 0 learns of
-        it with the next status, and all ranks give the same."""
-        self._asked.append(size_bytes)
+    def _record_shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
+        """Records the ledger's request without freeing memory, since the caches of all ranks must
+        stay equal. The next status reports it to rank 0, which shrinks all ranks alike."""
+        self._shrink_requests.append(size_bytes)
         return kvcached.Shrunk()
 
-    def _obey(self, order: FromLeader) -> None:
+    def _handle(self, order: FromLeader) -> None:
         match order:
             case RankStep():
                 self._core.step()
@@ -72,11 +75,11 @@ class Follower:
             case SetLimit(kv_limit_bytes=limit_bytes):
                 self._core.set_limit(limit_bytes)
             case AskStatus():
-                self._tell_status()
+                self._send_status()
             case ActivateEngine():
                 self._activate(order)
             case Deactivate():
-                self._asked.clear()
+                self._shrink_requests.clear()
                 self._core.deactivate()
             case _:
                 raise RankLostError(f"rank 0 is out of step: it sent {type(order).__name__}")
@@ -90,9 +93,10 @@ class Follower:
         if isinstance(own, Activated) and not vote.ok:
             self._core.deactivate()
 
-    def _tell_status(self) -> None:
-        asked_bytes = None if None in self._asked else sum(s for s in self._asked if s)
+    def _send_status(self) -> None:
+        sizes = self._shrink_requests
+        asked_bytes = None if None in sizes else sum(size for size in sizes if size)
         handing_over = self._core.handing_over()
-        status = RankStatus(self._core.status(), bool(self._asked), asked_bytes, handing_over)
-        self._asked.clear()
+        status = RankStatus(self._core.status(), bool(sizes), asked_bytes, handing_over)
+        sizes.clear()
         self._group.answer(status)

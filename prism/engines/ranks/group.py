@@ -1,4 +1,7 @@
-"""What the ranks of one engine agree through: a socket pair from rank 0 to each of the others."""
+"""Collectives and messages between the ranks of one engine.
+
+Rank 0 has a socket pair to each of the others.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ _LENGTH_BYTES = 8
 
 
 class RankGroup:
-    """One rank's view. All ranks make the same collective calls in the same order.
+    """One rank's connection to the others. All ranks make the same collective calls in the same
+    order.
 
-    Calls block without a time limit: a suspended rank stalls the engine, whose agent then ends rank
-    0, and with it its sockets. Every call raises RankLostError once a rank is gone or sends another
-    message than was due. The engine must end then, since no rank knows what the others did. Thread
-    rule: one thread.
+    Calls block without a time limit. A suspended rank stalls the engine; the agent then ends rank
+    0, which closes its sockets. Every call raises RankLostError once a rank is gone or sends an
+    unexpected message. The engine must then end, since the state of the other ranks is unknown.
+    Thread rule: one thread.
     """
 
     def __init__(
@@ -34,7 +38,7 @@ class RankGroup:
         self.size = size
         self._links = list(links)
         self._folder = folder
-        self._meetings = 0
+        self._rendezvous_count = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._from_follower = msgspec.msgpack.Decoder(FromFollower)
         self._from_leader = msgspec.msgpack.Decoder(FromLeader)
@@ -42,34 +46,34 @@ class RankGroup:
     # --- collectives -----------------------------------------------------------------------
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values, on every rank."""
+        """Returns the smallest of all ranks' values, on every rank."""
         if self.rank > 0:
             self.answer(Vote(value))
             return self._take(self.order(), Vote, 0).value
         smallest = min(value, *(vote.value for vote in self.gather(Vote))) if self._links else value
-        self.tell(Vote(smallest))
+        self.broadcast(Vote(smallest))
         return smallest
 
     def all_true(self, ok: bool) -> bool:
-        """Whether every rank passed True, on every rank."""
+        """Returns on every rank whether all ranks passed True."""
         return self.least(int(ok)) == 1
 
-    def meeting(self) -> Path:
-        """A path that no earlier meeting had, the same on all ranks: torch.distributed's ranks
-        find one another through a file there."""
-        self._meetings += 1
-        return Path(self._folder) / f"meeting-{self._meetings}"
+    def rendezvous_path(self) -> Path:
+        """Returns a new path, the same on all ranks. The ranks of torch.distributed find each other
+        through a file at this path."""
+        self._rendezvous_count += 1
+        return Path(self._folder) / f"rendezvous-{self._rendezvous_count}"
 
     # --- rank 0 ----------------------------------------------------------------------------
 
-    def tell(self, message: FromLeader) -> None:
-        """To every other rank."""
+    def broadcast(self, message: FromLeader) -> None:
+        """Sends a message to every other rank."""
         payload = self._encoder.encode(message)
         for rank, link in enumerate(self._links, 1):
             _send(link, payload, rank)
 
     def gather(self, kind: type[M] | tuple[type[M], ...]) -> list[M]:
-        """The next answer of every other rank, in their order."""
+        """Returns the next answer of every other rank, in the order of the ranks."""
         kinds = kind if isinstance(kind, tuple) else (kind,)
         answers = [(r, _receive(link, r)) for r, link in enumerate(self._links, 1)]
         return [self._take(_decoded(self._from_follower, d, r), kinds, r) for r, d in answers]
@@ -77,15 +81,17 @@ class RankGroup:
     # --- the other ranks -------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when `order` has something. REQUIRES: this is not rank 0."""
+        """Returns a descriptor that is readable when `order` does not block. REQUIRES: this is not
+        rank 0."""
         return self._links[0].fileno()
 
     def order(self) -> FromLeader:
-        """Rank 0's next message."""
+        """Waits for rank 0's next message and returns it."""
         order: FromLeader = _decoded(self._from_leader, _receive(self._links[0], 0), 0)
         return order
 
     def answer(self, message: FromFollower) -> None:
+        """Sends a message to rank 0."""
         _send(self._links[0], self._encoder.encode(message), 0)
 
     def close(self) -> None:

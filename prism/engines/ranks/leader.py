@@ -1,4 +1,4 @@
-"""Rank 0 of a tensor-parallel engine: the core that the worker drives (Prism §5.2)."""
+"""Rank 0 of a tensor-parallel engine, the core that the worker steps (Prism §5.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import kvcached
 from prism.config.memory import shard_of
 from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
-from prism.engines.kv_direct import of_all_ranks
+from prism.engines.kv_direct import merge_ranks
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.orders import ActivationVote, AskStatus, RankStatus, RankStep, Shrink
 from prism.errors import ActivationError, RankLostError, SelfCheckError
@@ -34,28 +34,29 @@ from prism.messages.requests import Cancel, Request
 
 
 class LeaderCore:
-    """Rank 0's own core, with every call passed on to the other ranks first.
+    """Core of rank 0, which forwards every call to the other ranks first.
 
     The ranks stay in step because they see the same calls and agree on everything that depends on
-    a device: each allocation (`kvcached.RankKV`), each activation. What this core reports are the
-    figures of one rank, tokens being those that every rank has room for.
+    a device: each allocation (`kvcached.RankKV`) and each activation. Status reports the figures of
+    one rank; its token counts are the minimum over all ranks.
     """
 
     def __init__(self, core: EngineCore, group: RankGroup, pids: Sequence[int]) -> None:
         self._core = core
         self._group = group
         self._pids = list(pids)
-        self._asked: list[int | None] = []
+        self._shrink_requests: list[int | None] = []
 
     def activate(self, order: ActivateEngine) -> Activated:
-        """On all ranks at once. Raises ActivationError if any of them cannot; none serves then."""
+        """Activates the model on all ranks at once. Raises ActivationError if any rank fails; the
+        model is then active on none."""
         model = shard_of(order.model, self._group.size)
         order = msgspec.structs.replace(order, model=model)
-        self._group.tell(order)
+        self._group.broadcast(order)
         own = outcome(self._core, order)
         everyone = [own, *self._group.gather((Activated, ActivationFailed))]
         failures = [(r, f) for r, f in enumerate(everyone) if isinstance(f, ActivationFailed)]
-        self._group.tell(ActivationVote(not failures))
+        self._group.broadcast(ActivationVote(not failures))
         if isinstance(own, Activated) and not failures:
             return msgspec.structs.replace(own, link_bytes=_total(everyone))
         if isinstance(own, Activated):
@@ -63,31 +64,32 @@ class LeaderCore:
         raise _error(failures)
 
     def deactivate(self) -> None:
-        self._asked.clear()
-        self._group.tell(Deactivate())
+        self._shrink_requests.clear()
+        self._group.broadcast(Deactivate())
         self._core.deactivate()
 
     def submit(self, requests: Sequence[Request]) -> None:
         seeded = [_seeded(request) for request in requests]
-        self._group.tell(Submit(seeded))
+        self._group.broadcast(Submit(seeded))
         self._core.submit(seeded)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        self._group.tell(Cancel(list(request_ids)))
+        self._group.broadcast(Cancel(list(request_ids)))
         self._core.cancel(request_ids)
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
-        """With KV if each rank offers its part; the ranks have the same requests in one order."""
-        self._group.tell(Export(None if targets is None else tuple(targets)))
+        """Exports the requests, with KV if each rank offers its part. All ranks have the same
+        requests in the same order."""
+        self._group.broadcast(Export(None if targets is None else tuple(targets)))
         own = self._core.export(targets)
         others = [exported.requests for exported in self._group.gather(Exported)]
-        return [of_all_ranks(parts) for parts in zip(own, *others, strict=True)]
+        return [merge_ranks(parts) for parts in zip(own, *others, strict=True)]
 
     def handing_over(self) -> bool:
         return self._core.handing_over() or any(o.handing_over for o in self._ask_others())
 
     def step(self) -> StepOutput:
-        self._group.tell(RankStep())
+        self._group.broadcast(RankStep())
         return self._core.step()
 
     # --- memory ----------------------------------------------------------------------------
@@ -96,20 +98,20 @@ class LeaderCore:
         return self._core.fileno()
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
-        """The same part of the prefix cache goes on every rank."""
-        self._group.tell(Shrink(size_bytes))
+        """Evicts the same part of the prefix cache on every rank."""
+        self._group.broadcast(Shrink(size_bytes))
         return self._core.shrink(size_bytes)
 
     def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
-        """What other ranks' ledgers asked for is known since their last status."""
+        """Answers also the requests of other ranks' ledgers that came with their last status."""
         answered = self._core.answer_requests(shrink or self.shrink)
-        while self._asked:
-            self.shrink(self._asked.pop())
+        while self._shrink_requests:
+            self.shrink(self._shrink_requests.pop())
             answered = True
         return answered
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
-        self._group.tell(SetLimit(kv_limit_bytes))
+        self._group.broadcast(SetLimit(kv_limit_bytes))
         self._core.set_limit(kv_limit_bytes)
 
     # --- status and end --------------------------------------------------------------------
@@ -127,15 +129,15 @@ class LeaderCore:
         )
 
     def _ask_others(self) -> list[RankStatus]:
-        self._group.tell(AskStatus())
+        self._group.broadcast(AskStatus())
         others = self._group.gather(RankStatus)
-        self._asked += [other.asked_bytes for other in others if other.asked]
+        self._shrink_requests += [other.asked_bytes for other in others if other.asked]
         return others
 
     def close(self) -> None:
-        """Ranks that are gone already do not keep the others from closing."""
+        """Shuts all ranks down, also if some are gone already."""
         try:
-            self._group.tell(Shutdown())
+            self._group.broadcast(Shutdown())
         except RankLostError:
             self._group.close()
         self._core.close()
@@ -152,7 +154,7 @@ def outcome(core: EngineCore, order: ActivateEngine) -> Activated | ActivationFa
 
 
 def _total(everyone: Sequence[Wire]) -> dict[str, int]:
-    """What all ranks brought over each link."""
+    """Returns the bytes that all ranks loaded over each link."""
     total: Counter[str] = Counter()
     for rank in everyone:
         total.update(rank.link_bytes if isinstance(rank, Activated) else {})
@@ -160,8 +162,8 @@ def _total(everyone: Sequence[Wire]) -> dict[str, int]:
 
 
 def _worst(own: OutsideMemory | None, everyone: Sequence[OutsideMemory]) -> OutsideMemory | None:
-    """Of the rank that holds most beyond its lease, under this process's number; None on host
-    devices."""
+    """Returns the figures of the rank that holds most beyond its lease, with the pid of this
+    process. None on host devices."""
     if own is None:
         return None
     worst = max(everyone, key=lambda rank: rank.excess_bytes)
@@ -169,14 +171,15 @@ def _worst(own: OutsideMemory | None, everyone: Sequence[OutsideMemory]) -> Outs
 
 
 def _error(failures: Sequence[tuple[int, ActivationFailed]]) -> ActivationError:
-    """The failure that lacks most memory: others may only tell that a rank went away."""
+    """Returns the error of the rank that lacks the most memory. The others may report only that a
+    rank is gone."""
     rank, worst = max(failures, key=lambda failure: failure[1].missing_bytes)
     kind = SelfCheckError if worst.needs_fresh_engine else ActivationError
     return kind(f"rank {rank}: {worst.message}", worst.missing_bytes)
 
 
 def _seeded(request: Request) -> Request:
-    """All ranks must draw the same tokens: a request without a seed gets one here."""
+    """Returns the request with a seed, since all ranks must draw the same tokens."""
     if request.sampling.seed is not None:
         return request
     sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(62))

@@ -1,4 +1,4 @@
-"""What the ranks of one engine say to each other, in the terms of the worker's own messages."""
+"""Messages between the ranks of one engine, based on those between agent and worker."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from prism.messages.requests import Cancel
 
 
 class Vote(Wire, frozen=True):
-    """One rank's value, or to the others the smallest of all."""
+    """Value of one rank; from rank 0, the smallest value of all ranks."""
 
     value: int
 
 
 class ActivationVote(Wire, frozen=True):
-    """Whether the model is up on all ranks. If not, ranks where it came up take it down."""
+    """Outcome of an activation. If it is not ok, ranks with an active model deactivate it."""
 
+    # True if the model is active on all ranks.
     ok: bool
 
 
 class RankStep(Wire, frozen=True):
-    """One continuous-batching step."""
+    """Order to run one continuous-batching step."""
 
 
 class Shrink(Wire, frozen=True):
-    """See `EngineCore.shrink`."""
+    """Call of `EngineCore.shrink`."""
 
     size_bytes: int | None
 
 
 class AskStatus(Wire, frozen=True):
-    """Answered by a RankStatus."""
+    """Request for a RankStatus."""
 
 
 class RankStatus(Wire, frozen=True):
     status: EngineStatus
-    # The ledger asked this rank for memory since the last answer.
+    # True if the ledger has asked this rank for memory since the last RankStatus.
     asked: bool = False
-    # None: all that can go.
+    # Bytes that it asked for; None: as many as possible.
     asked_bytes: int | None = None
-    # See `EngineCore`.
+    # Value of `EngineCore.handing_over`.
     handing_over: bool = False
 
 

@@ -1,7 +1,7 @@
-"""Building SGLang for one model in this process, and taking it down without a trace.
+"""Builds SGLang for one model in this process, and tears it down completely.
 
-SGLang keeps the running engine in process globals (configuration, process groups, layer state);
-`build` publishes a new one, `tear_down` clears what a second build would trip over.
+SGLang keeps the running engine in process globals (configuration, process groups, layer state).
+`build` sets them, and `tear_down` clears those that would break the next build.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _libc = ctypes.CDLL(None)
 def build(
     order: ActivateEngine, memory: EngineMemory, engine: EngineConfig, device: str = "host:0"
 ) -> InProcessScheduler:
-    """Load the model and lay out its KV space in `memory`.
+    """Loads the model and lays out its KV space in `memory`.
 
-    Raises whatever SGLang raises for bad files; the caller must then call `tear_down(None)`.
+    Raises any error of SGLang for bad files; the caller must then call `tear_down(None)`.
     """
     platforms.current_platform.memory = memory
     ranks = memory.ranks
@@ -65,7 +65,8 @@ def build(
 
 
 def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> None:
-    """REQUIRES: the caller drops its own references to `scheduler`. Idempotent."""
+    """Removes SGLang from this process. Idempotent. REQUIRES: the caller drops its own references
+    to `scheduler`."""
     gpu.synchronize(device)
     if scheduler is not None:
         decode_graphs.drop(scheduler)
@@ -80,26 +81,28 @@ def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> N
 
 
 def _forget_tensors() -> None:
-    """Those that SGLang keeps in its modules, for a model that is gone."""
+    """Drops the tensors of the former model that SGLang keeps in its modules."""
     input_buffers._forward_input_buffer_pool.clear()
     rotary_factory._ROPE_DICT.clear()
     GraphSharedOutput._process_shared = None
 
 
 def release_heap(device: str = "host:0") -> None:
-    """Give what was freed back: first the cycles, then what torch and glibc keep of it."""
+    """Returns freed memory to the system: collects cycles, then trims torch's cache and glibc's
+    heap."""
     gc.collect()
     gpu.return_cached(device)
     _libc.malloc_trim(0)
 
 
 class _Rendezvous:
-    """torch.distributed meets itself, or the other ranks, in a file instead of on a TCP port."""
+    """Context in which torch.distributed uses a file as rendezvous of the ranks, instead of a TCP
+    port."""
 
     _VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
     def __init__(self, ranks: RankGroup) -> None:
-        self._path = _own_file() if ranks.size == 1 else ranks.meeting()
+        self._path = _own_file() if ranks.size == 1 else ranks.rendezvous_path()
 
     def __enter__(self) -> None:
         os.environ[self._VARIABLE] = f"file://{self._path}"
@@ -110,7 +113,7 @@ class _Rendezvous:
 
 
 def _bind_threads(ranks: int) -> None:
-    """SGLang wants to know each rank's cores, and gives up on more ranks than NUMA nodes."""
+    """Sets each rank's cores. Without this setting SGLang fails with more ranks than NUMA nodes."""
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))
         bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
@@ -124,6 +127,5 @@ def _own_file() -> Path:
 
 
 def import_models() -> None:
-    """Import every model class that SGLang knows, so that forked engines find them loaded."""
-
+    """Imports every model class of SGLang, so that forked engines need not import them."""
     importlib.import_module("sglang.srt.models.registry")
