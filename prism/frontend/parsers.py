@@ -133,7 +133,7 @@ def behind_reasoning(parsing: Parsing, grammar: Grammar) -> Grammar:
     if not parsing.reasoning_parser:
         return grammar
     name, prompt = parsing.reasoning_parser, parsing.prompt
-    return Grammar(*parsing.module.behind_reasoning(name, prompt, grammar.kind, grammar.text))
+    return Grammar(*parsing.module.after_reasoning(name, prompt, grammar.kind, grammar.text))
 
 
 def _chosen(body: ChatBody) -> list[Any]:

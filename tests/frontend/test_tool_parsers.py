@@ -342,7 +342,7 @@ def test_a_structure_begins_behind_the_reasoning(name: str, prompt: str, opens: 
     from prism.engines.sglang import parsers
 
     asked = ("json", '{"type": "object"}')
-    kind, text = parsers.behind_reasoning(name, prompt, *asked)
+    kind, text = parsers.after_reasoning(name, prompt, *asked)
     piece = parser_of("", prompt=prompt, reasoning=name).whole("Hm.</think>Yes.")
     if opens:
         thought, answer = json.loads(text)["format"]["elements"]

@@ -213,7 +213,7 @@ def test_a_copy_that_cannot_be_kept_is_no_failed_activation(
     namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_copy(namespace, SystemCallError("write: input/output error"))
-    assert "no copy of tiny-llama is kept: write: input/output error" in caplog.text
+    assert "cannot store a copy of tiny-llama: write: input/output error" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [InternalError, ClosedError, InvalidArgumentError])
@@ -346,14 +346,16 @@ def test_graphs_are_captured_one_by_one_once_a_request_is_answered(
 
 
 def test_an_engine_that_is_never_idle_gets_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prism.engines.sglang.decode_graphs import PATIENCE_STEPS
+    from prism.engines.sglang.decode_graphs import BUSY_STEPS_PER_CAPTURE
 
     captures = Captures(monkeypatch)
     captures.graphs.answered()
-    steps = [captures.graphs.between_steps(is_idle=False) for _ in range(2 * PATIENCE_STEPS + 2)]
+    steps = [
+        captures.graphs.between_steps(is_idle=False) for _ in range(2 * BUSY_STEPS_PER_CAPTURE + 2)
+    ]
     assert [step for step, captured in enumerate(steps) if captured] == [
-        PATIENCE_STEPS,
-        2 * PATIENCE_STEPS + 1,
+        BUSY_STEPS_PER_CAPTURE,
+        2 * BUSY_STEPS_PER_CAPTURE + 1,
     ]
     assert captures.sizes == [4, 2]
 

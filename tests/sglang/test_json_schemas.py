@@ -1,4 +1,4 @@
-"""A schema is tried before an engine compiles it; what its grammar would leave out is refused."""
+"""Schemas that a grammar would not enforce are rejected before an engine compiles them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prism.engines.sglang.try_grammar import tried
+from prism.engines.sglang.try_grammar import grammar_error
 from tests.sglang.models import LLAMA, path_of
 
 pytestmark = pytest.mark.sglang
@@ -35,18 +35,24 @@ LEFT_OUT: list[tuple[Any, str]] = [
     ({"type": "object", "properties": {"a": INTEGER}, "required": ["a", "b"]}, "required names"),
     ({"type": "object", "required": ["b"]}, "required names 'b'"),
     ({"required": ["b"]}, "without a type"),
-    ({"minimum": 5}, "minimum is not kept without a type"),
-    ({"properties": {"q": INTEGER}, "allOf": [{"properties": {"r": INTEGER}}]}, "beside allOf"),
+    ({"minimum": 5}, "minimum is not enforced without a type"),
+    ({"properties": {"q": INTEGER}, "allOf": [{"properties": {"r": INTEGER}}]}, "next to allOf"),
     ({"properties": {"a": {"allOf": [INTEGER, {"minimum": 5}]}}}, "allOf .*properties/a"),
-    ({"properties": {"a": INTEGER}, "anyOf": [{"required": ["a"]}]}, "properties beside anyOf"),
-    ({"type": "object", "oneOf": [{"required": ["a"]}]}, "type beside oneOf"),
-    ({"$ref": "#/$defs/A", "minProperties": 1, **A}, r"minProperties beside \$ref"),
-    ({"properties": {"a": {"$ref": "https://example.com/s.json"}}}, "only within the schema"),
-    ({"$ref": "#z", "$defs": {"z": {"$anchor": "z", **INTEGER}}}, "only within the schema"),
-    ({"type": "integer", "anyOf": [{"type": "boolean"}]}, "type beside anyOf"),
-    ({"type": "integer", "enum": [True]}, "type beside enum"),
-    ({"type": "string", "const": 1}, "type beside const"),
-    ({"enum": ["a", "bb"], "maxLength": 1}, "maxLength beside enum"),
+    (
+        {"properties": {"a": INTEGER}, "anyOf": [{"required": ["a"]}]},
+        "properties is not enforced next to anyOf",
+    ),
+    ({"type": "object", "oneOf": [{"required": ["a"]}]}, "type is not enforced next to oneOf"),
+    (
+        {"$ref": "#/$defs/A", "minProperties": 1, **A},
+        r"minProperties is not enforced next to \$ref",
+    ),
+    ({"properties": {"a": {"$ref": "https://example.com/s.json"}}}, "into the schema itself"),
+    ({"$ref": "#z", "$defs": {"z": {"$anchor": "z", **INTEGER}}}, "into the schema itself"),
+    ({"type": "integer", "anyOf": [{"type": "boolean"}]}, "type is not enforced next to anyOf"),
+    ({"type": "integer", "enum": [True]}, "type is not enforced next to enum"),
+    ({"type": "string", "const": 1}, "type is not enforced next to const"),
+    ({"enum": ["a", "bb"], "maxLength": 1}, "maxLength is not enforced next to enum"),
     ({"anyOf": []}, "empty"),
     ({"properties": {"k": {"anyOf": []}}, "required": ["k"]}, "empty"),
     ({"type": []}, "empty"),
@@ -55,8 +61,11 @@ LEFT_OUT: list[tuple[Any, str]] = [
         {"properties": {"s": {"type": ["string", "null"], "pattern": "a", "maxLength": 3}}},
         "pattern",
     ),
-    ({"type": "integer", "anyOf": [{"$ref": "#"}, {"type": "string"}]}, "type beside anyOf"),
-    ({"$defs": {"A": {"enum": ["a"], "type": [{}]}}}, "no schema"),
+    (
+        {"type": "integer", "anyOf": [{"$ref": "#"}, {"type": "string"}]},
+        "type is not enforced next to anyOf",
+    ),
+    ({"$defs": {"A": {"enum": ["a"], "type": [{}]}}}, "this is not a schema"),
     ({"$ref": "#"}, "no text matches"),
 ]
 
@@ -64,7 +73,7 @@ LEFT_OUT: list[tuple[Any, str]] = [
 def error_of(kind: str, text: str) -> str:
     config = json.loads((path_of(LLAMA) / "config.json").read_text())
     asked = {"directory": str(path_of(LLAMA)), "vocab_size": config["vocab_size"]}
-    return tried({**asked, "kind": kind, "text": text})
+    return grammar_error({**asked, "kind": kind, "text": text})
 
 
 @pytest.mark.parametrize("schema", KEPT)

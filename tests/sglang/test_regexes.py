@@ -23,7 +23,7 @@ from xgrammar import (
     allocate_token_bitmask,
 )
 
-from prism.engines.sglang.regexes import kept_ebnf, kept_regex
+from prism.engines.sglang.regexes import rewrite_ebnf, rewrite_regex
 from prism.engines.sglang.vocabulary import JsonCompiler
 
 pytestmark = pytest.mark.sglang
@@ -264,7 +264,7 @@ def test_regular_expressions_in_ebnf_are_checked() -> None:
     with pytest.raises(RuntimeError, match="lookahead"):
         compiler().compile_grammar(r'root ::= Regex("a(?=b)")')
     strings = 'root ::= "[é-" ["(#] "[" # [é-z]\n'
-    assert kept_ebnf(strings) == strings
+    assert rewrite_ebnf(strings) == strings
 
 
 def test_names_and_data_of_a_schema_are_no_patterns() -> None:
@@ -275,7 +275,7 @@ def test_names_and_data_of_a_schema_are_no_patterns() -> None:
 
 def test_plain_expressions_stay_as_they_are() -> None:
     for text in (r"[^a]\d+[\w.-]*(x|y){2,4}", "^a$", "가나"):
-        assert kept_regex(text) == text
+        assert rewrite_regex(text) == text
         assert re.fullmatch("[가-힣]+", "한국")
 
 
@@ -303,15 +303,15 @@ def test_a_pattern_matches_json_of_what_it_matches_in_python(seed: int) -> None:
 def test_what_has_no_end_is_read_once() -> None:
     for text in ("[" * 60_000, '"' * 60_001, "(" * 60_000, "Regex(" * 10_000, "[^가" * 20_000):
         began_s = time.perf_counter()
-        kept_ebnf(text)
-        kept_regex(text)
+        rewrite_ebnf(text)
+        rewrite_regex(text)
         assert time.perf_counter() - began_s < 10
 
 
 @pytest.mark.parametrize("text", [r"\"" * 500_000, '"' + r"\"" * 500_000, r'Regex("\"' * 100_000])
 def test_a_string_without_an_end_is_read_once(text: str) -> None:
     """Read from each of its quotes, it takes longer than a test may."""
-    assert kept_ebnf(text) == text
+    assert rewrite_ebnf(text) == text
 
 
 def test_names_beside_a_bounded_string_stay() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prism.engines.sglang.try_grammar import tried
+from prism.engines.sglang.try_grammar import grammar_error
 from prism.messages.requests import Grammar
 from tests.sglang.models import LLAMA, path_of
 from tests.sglang.slow_grammars import SLOW, random_slow
@@ -48,12 +48,12 @@ def asked(grammar: Grammar) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_good_ones_pass(name: str) -> None:
-    assert tried(asked(GOOD[name])) == ""
+    assert grammar_error(asked(GOOD[name])) == ""
 
 
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_ones_are_refused(name: str) -> None:
-    assert "of CPU time to match one token" in tried(asked(SLOW[name]))
+    assert "of CPU time to match one token" in grammar_error(asked(SLOW[name]))
 
 
 def test_a_trial_that_takes_too_much_cpu_time_ends_its_process() -> None:
@@ -76,5 +76,5 @@ def test_a_trial_that_takes_too_much_cpu_time_ends_its_process() -> None:
 @pytest.mark.long
 def test_most_of_200_ambiguous_grammars_are_refused() -> None:
     """The others are ended by the engine where it comes to that."""
-    refused = sum(bool(tried(asked(random_slow(seed)))) for seed in range(200))
+    refused = sum(bool(grammar_error(asked(random_slow(seed)))) for seed in range(200))
     assert refused > 180

@@ -143,7 +143,7 @@ def test_a_draw_that_fails_without_the_compiler_too_is_a_warning(
     monkeypatch.setattr(sampler, "multinomial_with_seed", broken)
     core = draw()
     failed = f"model {LLAMA} cannot draw tokens at random (RuntimeError: no kernel for this GPU)"
-    served = f"model {LLAMA} is served, but its requests that sample may fail"
+    served = f"model {LLAMA} is served, but its requests with sampling may fail"
     assert said() == [failed, failed, served]
     assert eval_frame._stance.stance == "default"  # torch.compile stays on
     answers(core, temperature=0.0)
@@ -207,7 +207,7 @@ PAIR = """
     from sglang.srt.layers import sampler
     from torch._dynamo import eval_frame
     from prism.engines.core import EngineContext
-    from prism.engines.ranks.spread import spread
+    from prism.engines.ranks.launch import launch_ranks
     from prism.engines.sglang import warm_up
     from prism.messages.engine import ActivateEngine
     from tests.engines.harness import request
@@ -239,7 +239,7 @@ PAIR = """
     devices = [first, msgspec.structs.replace(first, name="host:1")]
     config = msgspec.structs.replace(config, devices=devices)
     context = EngineContext("e0", DEVICE, config)
-    core = spread(context, create, ["host:1"])(context)
+    core = launch_ranks(context, create, ["host:1"])(context)
     core.activate(ActivateEngine(spec_of(LLAMA)))
     answers = {}
     for rid, temperature in (("greedy", 0.0), ("drawn", 1.0)):
@@ -313,7 +313,7 @@ def test_an_activation_on_a_gpu_outlives_its_draw(tmp_path: Path) -> None:
     idle, live, lengths, warnings, *left = facts["sound"]
     assert (idle, lengths, warnings) == (True, [12, 12], [])
     failed = f"model {LLAMA} cannot draw tokens at random (RuntimeError: no compiler is here)"
-    served = f"model {LLAMA} is served, but its requests that sample may fail"
+    served = f"model {LLAMA} is served, but its requests with sampling may fail"
     both = [["WARNING", text] for text in (failed, failed, served)]
     assert facts["always"] == [True, live, [12], both, *left]
     *same, (first, second), reserved_bytes, committed_bytes = facts["once"]

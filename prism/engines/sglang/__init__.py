@@ -1,15 +1,14 @@
 """SGLang 0.5.23 as an engine: one process serves one model after another, in-process.
 
-The modules, in the order a model meets them: `stubs` and `platform` (before the import of
-sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear down),
-`kv_pool`, `allocator`, `budget` (SGLang's memory on kvcached), `scheduler` (fed in-process),
-`requests` (conversion), `lora` (their adapters), `active` (the model being served), `core` (the
-EngineCore).
+The modules, in the order in which a model uses them: `stubs` and `platform_cuda` (before the import
+of sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear down), `scheduler`
+(fed in-process; its KV pool and allocator are in `kvcached.engines.sglang`), `requests`
+(conversion), `lora` (their adapters), `active` (the model being served), `core` (the EngineCore).
 """
 
 from prism.engines.sglang.adapter import create, preload, traits
 from prism.engines.sglang.gpu import lacks, needs, weight_key
-from prism.engines.sglang.known import parser_names, refuses
+from prism.engines.sglang.supported_models import parser_names, refuses
 
 __all__ = [
     "create",

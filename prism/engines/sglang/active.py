@@ -1,4 +1,4 @@
-"""The model that an engine serves, between its activation and its end."""
+"""Active model of an engine, from its activation to its deactivation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prism.messages.requests import Request
 
 @dataclass(slots=True)
 class ActiveModel:
-    """SGLang's scheduler for one model, and its memory. Thread rule: the engine's thread."""
+    """Active model: SGLang's scheduler for it, and its memory. Thread rule: the engine's thread."""
 
     order: ActivateEngine
     memory: EngineMemory
@@ -34,9 +34,9 @@ class ActiveModel:
     adapters: Adapters
 
     def submit(self, request: Request, rid: str) -> int:
-        """Queue `request` as `rid`. Returns how many of its tokens came with their KV.
+        """Queues `request` as `rid`. Returns the number of its tokens that came with KV.
 
-        Raises RequestError when it can never run.
+        Raises RequestError if it can never run.
         """
         if request.lora:
             self.adapters.require(request.lora)
@@ -50,38 +50,38 @@ class ActiveModel:
         req = self.scheduler.find(rid) if request.resume else None
         if request.resume is None or req is None:
             return 0
-        return moving.join(self.scheduler, self.direct, req, request.resume)
+        return moving.resume_request(self.scheduler, self.direct, req, request.resume)
 
-    def take_out(
+    def export(
         self, rid: str, request: Request, targets: Sequence[str] | None, moves_dir: str
     ) -> Request:
-        """Stop `rid`, and return its request with where it stands. With several ranks no file can
-        hold its KV: it goes from rank to rank, or is computed again."""
+        """Stops `rid`, and returns its request with its progress. KV of several ranks is not saved
+        to a file: it moves from rank to rank, or is computed again."""
         req = self.scheduler.find(rid)
         if req is not None:
             folder = moves_dir if self.memory.ranks.size == 1 and targets is not None else ""
-            resume = moving.leave(self.scheduler, self.direct, req, targets or (), folder)
+            resume = moving.export_request(self.scheduler, self.direct, req, targets or (), folder)
             request = msgspec.structs.replace(request, resume=resume)
         self.scheduler.cancel(rid)
         return request
 
     def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
-        """Give memory back: spare pages, then pages of the radix cache, chosen by page or, with
-        other ranks, by age."""
+        """Frees memory: spare pages, then blocks of the radix cache, chosen page by page; with
+        several ranks the least recently used tokens."""
         tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
         if self.memory.ranks.size > 1:
             return self.memory.rank_kv().shrink(size_bytes, partial(allocator.evict_cache, tree))
         return self.memory.kv.shrink(size_bytes, self._prefixes())
 
     def evictable_bytes(self) -> int:
-        """An upper bound."""
+        """Returns an upper bound of the bytes that evictions of the radix cache could free."""
         return self._prefixes().evictable_bytes_max(self.memory.kv)
 
     def _prefixes(self) -> RadixPages:
         return RadixPages(self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator)
 
     def figures(self) -> dict[str, Any]:
-        """The model's part of EngineStatus."""
+        """Returns the model's part of EngineStatus."""
         scheduler, kv = self.scheduler, self.memory.kv
         evictable = int(scheduler.tree_cache.evictable_size())
         waiting = [*scheduler.waiting_reqs(), *scheduler.compiling_reqs()]

@@ -1,4 +1,4 @@
-"""The functions of an engine adapter (see `prism.engines.core`)."""
+"""Import and creation of SGLang engines (see `prism.engines.core`)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from prism.engines.sglang import gpu
 # process with a started thread pool must not be forked.
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
-# They tell which accelerators and optional packages they do not find.
-_TALKATIVE = ("sglang", "transformers", "torch.distributed")
+# Loggers that warn about missing accelerators and optional packages.
+_VERBOSE_LOGGERS = ("sglang", "transformers", "torch.distributed")
 
-# Names of loggers among them that keep their warnings, with commas between.
+# Environment variable with the names of those loggers that keep their warnings, comma-separated.
 WARNINGS_VARIABLE = "PRISM_ENGINE_WARNINGS"
 
 
 def preload(device: str = "host:0") -> None:
-    """Import torch, transformers and SGLang (8 s on a small machine); start no thread."""
+    """Imports torch, transformers and SGLang (8 s on a small machine); starts no thread."""
     gpu.prepare(device)
     for name, value in zip(_ONE_THREAD, ("1", "1", "false"), strict=True):
         os.environ.setdefault(name, value)
-    for name in _TALKATIVE:
+    for name in _VERBOSE_LOGGERS:
         if name not in os.environ.get(WARNINGS_VARIABLE, "").split(","):
             logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("sglang.srt.constrained").setLevel(logging.CRITICAL)  # it logs grammars
@@ -39,12 +39,12 @@ def preload(device: str = "host:0") -> None:
 
 
 def traits() -> EngineTraits:
-    """As the configuration says."""
+    """Returns the traits: as configured, with LoRA adapters."""
     return EngineTraits(lora=True)
 
 
 def create(context: EngineContext) -> EngineCore:
-    """Raises kvcached's errors when the device cannot be opened."""
+    """Creates the core. Raises kvcached's errors if the device cannot be opened."""
     from prism.engines.sglang.core import SglangCore
 
     return SglangCore(context)

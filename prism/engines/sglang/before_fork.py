@@ -1,8 +1,8 @@
-"""torch.cuda's questions about devices, answered without initialising CUDA while modules import.
+"""Replacements of torch.cuda's device queries, which do not initialise CUDA during imports.
 
-SGLang and Triton ask for a GPU's capability while they are imported, and torch initialises CUDA to
-answer; after that the process could not fork engines. Some keep the functions that they find, so
-the stand-ins delegate: outside of `answering` each of them is torch's own function.
+SGLang and Triton query a GPU's capability while they are imported, and torch initialises CUDA to
+answer; after that the process could not fork engines. Some modules keep references to the
+functions, so the replacements delegate: outside of `answering` they call torch's own functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from prism.engines.cuda_facts import Facts
 
 @contextlib.contextmanager
 def answering(facts: Sequence[Facts], current: int) -> Iterator[None]:
-    """While inside, torch.cuda answers from `facts`, device `current` being the selected one."""
+    """Makes torch.cuda answer from `facts` inside the context, with `current` as the current
+    device."""
     answers = _Answers(facts, current)
     stand_ins = {name: getattr(answers, name) for name in _QUESTIONS}
     real = {name: getattr(torch.cuda, name) for name in _QUESTIONS}
@@ -46,7 +47,8 @@ def _delegating(
 
 
 class _Answers:
-    """The methods have the names and parameters of torch.cuda's functions."""
+    """Answers to device queries. The methods have the names and parameters of torch.cuda's
+    functions."""
 
     def __init__(self, facts: Sequence[Facts], current: int) -> None:
         self._properties = [_properties(device) for device in facts]

@@ -1,4 +1,4 @@
-"""SGLang behind Prism's engine interface (see `prism.engines.core.EngineCore`)."""
+"""SGLang as a `prism.engines.core.EngineCore`."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class _Running:
 class SglangCore:
     """One engine process, one model at a time.
 
-    Thread rule: one thread. Memory of a model: weights and the static share are held for as
-    long as it is active; KV beyond `reserve_bytes` comes and goes with its requests.
+    Thread rule: one thread. Weights and the static share of a model are held while it is active; KV
+    above `reserve_bytes` varies with its requests.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -64,7 +64,7 @@ class SglangCore:
         self._device = context.open_device()
         self._client, self._share = GpuShare.open(context, self._device, gpu.needs(context.device))
         place = context.config.device(context.device)
-        # KV space and weights of one model after another are laid out in these addresses.
+        # Addresses for the KV space and weights of each active model.
         pages = -(-place.capacity_bytes // place.page_bytes)
         self._client.reserve_addresses(2 * pages * place.page_bytes)
         self._access = StoreAccess.open(context, self._client, gpu.weight_key)
@@ -77,13 +77,20 @@ class SglangCore:
         self._speeds: dict[str, Speed] = {}
         self._broken: EngineError | None = None
 
-    # --- the model's life ------------------------------------------------------------------
+    # --- activation and deactivation -------------------------------------------------------
 
     def activate(self, order: ActivateEngine) -> Activated:
-        """Stages: "shrink" (others make room), "reserve" (it in the ledger), "store" (SGLang's
-        configuration, the files' hash, the stored copy), "layout" (the model on the meta device,
-        its parameters in pages), "weights", "build" (KV space, SGLang's scheduler), "warm_up",
-        "keep" (into the store)."""
+        """Activates a model. Stages:
+
+        "shrink": other engines free memory.
+        "reserve": memory is reserved in the ledger.
+        "store": SGLang's configuration, hash of the files, lookup of the stored copy.
+        "layout": the model is built on the meta device, its parameters are placed in pages.
+        "weights": the weights are loaded.
+        "build": KV space and SGLang's scheduler.
+        "warm_up": the first tokens.
+        "keep": a copy of the weights is stored.
+        """
         timeline = Timeline()
         place = self._context.config.device(self._context.device)
         layout = plan(
@@ -155,7 +162,7 @@ class SglangCore:
             memory.weights.save_copy(fingerprint)
             return scheduler, fingerprint
         except RankLostError:
-            raise  # not the model's fault: this process ends
+            raise  # not an error of the model: this process ends
         except Exception as error:  # noqa: BLE001
             if isinstance(error, SelfCheckError):
                 memory.weights.discard_copy(str(error))
@@ -208,7 +215,7 @@ class SglangCore:
     def submit(self, requests_: Sequence[Request]) -> None:
         active = self._required()
         for request in requests_:
-            rid = f"{next(self._rids)}/"  # the slash: SGLang cancels by prefix of the id
+            rid = f"{next(self._rids)}/"  # with a slash, since SGLang cancels by prefix of the id
             try:
                 self._totals.imported_tokens += active.submit(request, rid)
             except RequestError as error:
@@ -233,7 +240,7 @@ class SglangCore:
         leaving = [(rid, r.request) for rid, r in self._by_rid.items() if not r.cancelled]
         for rid, _ in leaving:
             del self._by_rid[rid]
-        return [active.take_out(rid, request, targets, moves_dir) for rid, request in leaving]
+        return [active.export(rid, request, targets, moves_dir) for rid, request in leaving]
 
     def handing_over(self) -> bool:
         return self._active is not None and self._active.memory.kv.open_offers() > 0
@@ -253,13 +260,13 @@ class SglangCore:
             self._deliver(emission, output)
         is_idle = active.scheduler.is_fully_idle()
         if is_idle and not gpu.is_gpu(self._context.device):
-            active.memory.kv.trim()  # a GPU's pages stay ready; kvcached's thread gives them back
+            active.memory.kv.trim()  # on a GPU, kvcached's thread returns unused pages later
         output.busy = self._broken is not None or not is_idle or active.graphs.pending
         return output
 
     def _computing_step(self, active: ActiveModel, output: StepOutput) -> None:
-        """Runs a step. If torch runs out of memory, SGLang's state is unknown: the requests of the
-        step fail, since they would break the next engine too, and this engine ends at its next
+        """Runs a step. If torch runs out of memory, SGLang's state is unknown. The requests of the
+        step then fail, since they would break the next engine too, and this engine ends at its next
         step."""
         try:
             self._measured_step(active)
@@ -358,7 +365,7 @@ def _activation_error(order: ActivateEngine, error: Exception, device: str) -> A
     if isinstance(error, ActivationError):
         return type(error)(str(error), error.missing_bytes)
     name = order.model.name
-    # As text: a record that keeps the traceback would keep the model's tensors.
+    # Logged as text, since a record with the traceback would keep the model's tensors alive.
     trace = "".join(traceback.format_exception(error))
     log.warning("model %s could not be loaded\n%s", name, trace)
     if isinstance(error, torch.OutOfMemoryError):
@@ -369,7 +376,7 @@ def _activation_error(order: ActivateEngine, error: Exception, device: str) -> A
 
 
 def _short_of_memory(device: str, error: torch.OutOfMemoryError) -> str:
-    """Returns the message for torch without memory. Its cap is a part of the engine's lease."""
+    """Returns the message for an allocation beyond torch's cap, a part of the engine's lease."""
     first = str(error).partition("\n")[0] or type(error).__name__
     return (
         f"torch ran out of the engine's own memory on {device} ({first}); raise engine.static, or"

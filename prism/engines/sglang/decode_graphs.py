@@ -1,13 +1,13 @@
 """CUDA graphs of decode steps, captured after a model has begun to answer.
 
-SGLang captures every batch size while it is built, which would be a part of every activation. Here
-a model comes up without graphs and its steps are launched kernel by kernel. Graphs follow, one
-batch size at a time, between two steps: a request that arrives waits for one capture at most. The
-largest comes first, since a smaller batch may use its graph, padded, and since the memory of its
-graph is then used by all others.
+SGLang captures all batch sizes while it is built, which would delay every activation. Here a model
+is activated without graphs, and its steps are launched kernel by kernel. Graphs are captured later,
+one batch size at a time between two steps, so that a new request waits for one capture at most. The
+largest size is first: smaller batches may use its graph with padding, and all other graphs share
+its memory.
 
-A graph holds addresses. Those of weights, KV and SGLang's buffers stay where they are until the
-model leaves the engine, whatever pages come and go below them, so that is how long graphs last.
+A graph holds addresses. Those of weights, KV and SGLang's buffers are constant until the model's
+deactivation, even if pages are mapped and unmapped, so graphs are valid until then.
 """
 
 from __future__ import annotations
@@ -26,25 +26,23 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 # An engine that is never idle captures one graph after so many steps.
-PATIENCE_STEPS = 64
+BUSY_STEPS_PER_CAPTURE = 64
 
 log = logging.getLogger("prism.engine")
 
 
 class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
-    """SGLang's runner of decode steps, whose graphs are captured on demand.
+    """SGLang's runner of decode steps with graphs that are captured on demand."""
 
-    `capture_bs` are the batch sizes that have a graph, ascending; `pending` those that still have
-    none, the next one last.
-    """
-
+    # Batch sizes that have a graph, ascending.
     capture_bs: list[int]
+    # Batch sizes to be captured, ascending; the next one is the last.
     pending: list[int]
 
     def capture(self) -> None:
         """Prepares captures, at the end of SGLang's constructor, without capturing anything."""
         self.warmup()
-        # To find that no speculative draft is served, SGLang would import another model's kernels.
+        # Without this, SGLang imports another model's kernels to check for speculative decoding.
         self._metadata_prep_fork_resolved = True
         self.pending, self.capture_bs = sorted(self.capture_bs), []
 
@@ -52,11 +50,11 @@ class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
         return bool(self.capture_bs) and bool(super().can_run_graph(forward_batch))
 
     def capture_next(self) -> int:
-        """Captures the largest pending batch size and returns it. Raises the errors of SGLang; the
-        size is then neither pending nor captured. REQUIRES: nothing runs."""
+        """Captures the largest pending batch size and returns it. Raises SGLang's errors; the size
+        is then neither pending nor captured. REQUIRES: nothing runs."""
         ready, size = self.capture_bs, self.pending.pop()
         self.capture_bs = [size]
-        gc.disable()  # no tensor may be freed in the middle of a capture
+        gc.disable()  # no tensor may be freed during a capture
         try:
             with torch.no_grad(), model_capture_mode():
                 super().capture()
@@ -73,15 +71,15 @@ class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
 
 
 class DecodeGraphs:
-    """Decides when to capture. Thread rule: the engine's thread. With several ranks, all see the
-    same steps and requests, so all capture at the same time, as a capture requires."""
+    """Schedule of captures. Thread rule: the engine's thread. All ranks see the same steps and
+    requests, so all capture at the same time, as a capture requires."""
 
     def __init__(self, scheduler: Any, ranks: int = 1) -> None:
         self._ranks = ranks
         self._runner = _runner_of(scheduler)
         self._answered = False
         self._steps = 0
-        self.captures_s: list[float] = []  # of each graph, in order
+        self.captures_s: list[float] = []  # duration of each capture, in order
 
     @property
     def pending(self) -> bool:
@@ -89,13 +87,13 @@ class DecodeGraphs:
         return self._answered and self._runner is not None and bool(self._runner.pending)
 
     def answered(self) -> None:
-        """Records that a request got its whole answer."""
+        """Records that a request has been answered completely."""
         self._answered = True
 
     def between_steps(self, *, is_idle: bool) -> bool:
-        """Captures a graph if it is time for one. Returns whether it was."""
+        """Captures a graph if one is due. Returns whether it did."""
         self._steps += 1
-        if not self.pending or not (is_idle or self._steps > PATIENCE_STEPS):
+        if not self.pending or not (is_idle or self._steps > BUSY_STEPS_PER_CAPTURE):
             return False
         self._steps = 0
         self._capture()
@@ -104,19 +102,19 @@ class DecodeGraphs:
     def _capture(self) -> None:
         """Captures a graph. If that fails, the engine captures no further ones.
 
-        With several ranks it raises the error, since the other ranks wait in their captures.
+        With several ranks the error is raised, since the other ranks wait in their captures.
         """
         runner, started_s = self._runner, time.monotonic()
         assert runner is not None
         try:
             size = runner.capture_next()
-        except Exception as error:  # of any kind: graphs are optional
+        except Exception as error:  # any error: graphs are optional
             if self._ranks > 1:
                 raise
             _set_capture_attention_variant(None)
             runner.pending.clear()
             log.warning(
-                "no further CUDA graphs for this model: %s; if memory is short raise engine.static,"
+                "no further CUDA graphs for this model: %s; if memory is short, raise engine.static"
                 " or set engine.cuda_graphs: off\n%s",
                 error,
                 traceback.format_exc(),

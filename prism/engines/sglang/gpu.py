@@ -1,4 +1,4 @@
-"""Differences of a GPU from a host device."""
+"""Differences between a GPU and a host device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _NEEDS = ("sgl_kernel", TRITON)
 _ENVIRONMENT = {
     # torch asks NVML for GPUs, since CUDA must not be initialised before the fork.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # SGLang requires equal free memory of its GPUs, and the ledger promises each rank its share.
+    # Disables SGLang's check for equal free memory of its GPUs: the ledger guarantees each rank's
+    # share.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-    # Compiling in this thread: a pool of compilers for each engine would take the host's cores.
+    # Compiles in this thread: a pool of compilers for each engine would take the host's cores.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    # A bar for each capture of one graph would fill the log.
+    # A progress bar for each captured graph would fill the log.
     "TQDM_DISABLE": "1",
 }
 
@@ -55,7 +56,7 @@ def lacks(device: str) -> str:
 
 
 def needs(device: str) -> GpuNeeds:
-    """Returns the planned memory of an H200, rounded up. Code is that of all kernels."""
+    """Returns the planned memory, rounded up from an H200. `code_bytes` covers all kernels."""
     if not is_gpu(device):
         return GpuNeeds()
     return GpuNeeds(
@@ -70,8 +71,8 @@ def needs(device: str) -> GpuNeeds:
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
-    """Returns the key of parameters as SGLang's loaders fuse and shard them for its kernels, which
-    are native on a CPU. Embedding models store another answer with them."""
+    """Returns the key of parameters as SGLang's loaders fuse and shard them for its kernels
+    ("native" on a CPU). Embedding models have a separate key, since their stored answer differs."""
     kernels = "cuda" if is_gpu(device) else "native"
     use = " embeddings" if spec.embedding else ""
     return WeightKey(content, f"sglang {version('sglang')} {kernels}{use}", spec.dtype, rank, ranks)
@@ -87,16 +88,16 @@ def prepare(device: str) -> None:
 
 
 def importing(device: str) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which imports learn about GPUs without initialising CUDA.
+    """Returns a context in which imports can query GPUs without initialising CUDA.
 
-    If the driver cannot be asked, the imports continue and may initialise CUDA.
+    If the driver cannot be queried in advance, imports may initialise CUDA.
     """
     if not is_gpu(device):
         return contextlib.nullcontext()
     try:
         facts = cuda_facts.ask()
     except cuda_facts.CudaFactsError as error:
-        log.warning("the properties of the GPUs are not known before the imports: %s", error)
+        log.warning("cannot read the properties of the GPUs before the imports: %s", error)
         return contextlib.nullcontext()
     before_fork = importlib.import_module("prism.engines.sglang.before_fork")
     answering: contextlib.AbstractContextManager[None] = before_fork.answering(
@@ -106,15 +107,16 @@ def importing(device: str) -> contextlib.AbstractContextManager[None]:
 
 
 def attention_backend(configured: str | None) -> str | None:
-    """Returns SGLang's name of the attention backend. With None SGLang chooses, since its kernels
-    are installed."""
+    """Returns SGLang's name of the attention backend: the configured one, Triton without SGLang's
+    attention kernels, or None to let SGLang choose."""
     if configured is not None:
         return configured
     return None if _has_module("sgl_kernel", "flash_attn") else TRITON
 
 
 def _has_module(package: str, module: str) -> bool:
-    """Looks for files, since importing kernels would load them."""
+    """Returns whether a package has a module. Looks for files, since an import would load the
+    kernels."""
     spec = find_spec(package)
     folders = (spec.submodule_search_locations if spec else None) or ()
     names = (f"{module}.py", module)
@@ -125,8 +127,8 @@ def _has_module(package: str, module: str) -> bool:
 
 
 def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
-    """Prepares the client for a model that is about to be built: see `kvcached.engines.sglang.gpu`.
-    Does nothing on a host device."""
+    """Prepares the client before a model is built; see `kvcached.engines.sglang.gpu`. Does nothing
+    on a host device."""
     if is_gpu(device):
         from kvcached.engines.sglang import gpu
 
@@ -134,11 +136,11 @@ def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
 
 
 def name_streams(client: Any, device: str, scheduler: Any) -> None:
-    """Names the streams of a scheduler that is built. Does nothing on a host device."""
+    """Names the streams of a built scheduler. Does nothing on a host device."""
     if is_gpu(device):
         from kvcached.engines.sglang import gpu
 
-        gpu.name_streams(client, index_of(device), scheduler)
+        gpu.set_streams(client, index_of(device), scheduler)
 
 
 def synchronize(device: str) -> None:
@@ -150,7 +152,7 @@ def synchronize(device: str) -> None:
 
 
 def return_cached(device: str) -> None:
-    """Returns the freed memory that torch caches to the driver. Does nothing on a host device.
+    """Returns freed memory in torch's cache to the driver. Does nothing on a host device.
     REQUIRES: nothing runs, and garbage is collected."""
     if is_gpu(device):
         import torch

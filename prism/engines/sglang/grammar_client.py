@@ -1,4 +1,4 @@
-"""Grammar processes as an engine sees them: nothing here waits longer than its caller says."""
+"""Engine's side of grammar processes. No call blocks for longer than its caller allows."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ COMPILING_MAX = 2
 
 
 class GrammarProcess:
-    """One compiled grammar, or one that is being compiled, and the outputs that are matched to it.
+    """Process of one grammar, compiled or being compiled, and the outputs matched by it.
 
     Thread rule: one thread. A slot is one output, from `open` until its `Slot` is closed.
     """
 
     def __init__(self, server: socket.socket, order: Order) -> None:
-        """Raises BlockingIOError while the server has too many orders, EngineError without it."""
+        """Starts the process. Raises BlockingIOError while the server has too many orders, and
+        EngineError if the server has ended."""
         words = grammar_process.mask_words(order.vocab_size)
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory_fd = os.memfd_create("grammar-masks")
@@ -57,7 +58,7 @@ class GrammarProcess:
             socket.send_fds(server, [b"."], descriptors, socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError) as error:
             self._link.close()
-            raise EngineError("the server of grammars has ended") from error
+            raise EngineError("the server of grammar processes has ended") from error
         except BlockingIOError:
             self._link.close()
             raise
@@ -83,7 +84,7 @@ class GrammarProcess:
 
     @property
     def is_refused(self) -> bool:
-        """Returns whether the grammar is at fault, so that another process would find the same."""
+        """True if the grammar is wrong, so that another process would fail too."""
         compiled = self.compiled
         return compiled is not None and bool(compiled.error) and not compiled.may_pass
 
@@ -92,9 +93,9 @@ class GrammarProcess:
         return not self._open and not self.is_compiling
 
     def open(self, output: Sequence[int] = ()) -> Slot | None:
-        """Returns a slot for one output, of which these tokens are known. None if all are taken."""
+        """Returns a slot for an output that begins with these tokens, None if all are in use."""
         if not self._free:
-            gc.collect()  # requests that ended, in cycles
+            gc.collect()  # frees slots of ended requests in reference cycles
         if not self._free:
             return None
         slot = Slot(self, self._free.pop())
@@ -107,7 +108,7 @@ class GrammarProcess:
         self._unsent.append(entry)
 
     def flush(self) -> None:
-        """Sends what is queued, as much as the socket takes."""
+        """Sends queued entries, as many as the socket accepts."""
         while self._unsent and not self.has_ended:
             message = array("i")
             count = 0
@@ -127,14 +128,15 @@ class GrammarProcess:
                 self._unsent.popleft()
 
     def receive(self) -> None:
-        """Takes the answers that have arrived."""
+        """Processes the answers that have arrived."""
         while not self.has_ended:
             try:
                 data = self._link.recv(MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # said once, and before what the process sent: it left an entry unread
+                # The process left entries unread. The kernel reports this once, before its answers.
+                continue
             if not data:
                 self._end(memoryview(self._memory)[:4].cast("i")[0])
             elif self.compiled is None:
@@ -150,13 +152,13 @@ class GrammarProcess:
         self._free.append(index)
 
     def end(self) -> None:
-        """Ends the process. Outputs that wait for it are lost."""
+        """Ends the process. Outputs that wait for it become LOST."""
         self._end(NO_SLOT)
         self._link.close()
 
-    def _end(self, culprit: int) -> None:
-        """Outputs that wait for an answer have to begin again, except that of the slot `culprit`,
-        whose entry took too much time or memory."""
+    def _end(self, failed_slot: int) -> None:
+        """Records the end of the process. Outputs that wait for an answer become LOST, except the
+        one in `failed_slot`, whose entry took too much time or memory; it becomes FAILED."""
         self.has_ended = True
         self._unsent.clear()
         if self.compiled is None:
@@ -164,7 +166,7 @@ class GrammarProcess:
             self.compiled = Compiled(error=f"it takes more than {limit_s:g} s, or too much memory")
         for slot in list(self._open.values()):
             if slot.is_waiting:
-                slot.status = FAILED if slot.index == culprit else LOST
+                slot.status = FAILED if slot.index == failed_slot else LOST
 
 
 class Slot:
@@ -174,13 +176,13 @@ class Slot:
         self.process = process
         self.index = index
         self.status = OK
-        self._left: deque[array[int]] = deque()  # entries to queue after the answer to the last
+        self._left: deque[array[int]] = deque()  # entries to queue after the next answer
         self._unanswered = 0
         self._is_closed = False
 
     @property
     def is_waiting(self) -> bool:
-        """Returns whether the mask after the last token is not known yet."""
+        """True if the mask after the last token is not known yet."""
         return self.status == OK and bool(self._unanswered or self._left)
 
     @property
@@ -188,7 +190,7 @@ class Slot:
         return self.process.masks[self.index]
 
     def feed(self, tokens: Sequence[int], *, opens: bool = False) -> None:
-        """Has the output go on with these tokens."""
+        """Appends tokens to the output."""
         if self.process.has_ended and self.status == OK:
             self.status = LOST
         if self.status != OK:
@@ -196,25 +198,25 @@ class Slot:
         for at in range(0, max(len(tokens), 1), ENTRY_TOKENS_MAX):
             part = array("i", tokens[at : at + ENTRY_TOKENS_MAX])
             self._left.append(grammar_process.entry(self.index, part, opens=opens and not at))
-        self._go_on()
+        self._queue_next()
 
     def answered(self, status: int) -> None:
         self._unanswered -= 1
         if self.status == OK:
             self.status = status
-        self._go_on()
+        self._queue_next()
         if self._is_closed:
             self.close()
 
     def close(self) -> None:
-        """Gives the slot back, once its last entry is answered."""
+        """Frees the slot, once its last entry is answered."""
         self._is_closed = True
         self._left.clear()
         if not self._unanswered or self.process.has_ended:
             self.process.free(self.index)
 
-    def _go_on(self) -> None:
-        """One entry at a time, so that a long output does not keep the others waiting."""
+    def _queue_next(self) -> None:
+        """Queues one entry at a time, so that a long output does not delay the others."""
         if self._left and not self._unanswered and self.status == OK:
             self._unanswered = 1
             self.process.queue(self._left.popleft())
@@ -228,8 +230,8 @@ class GrammarProcesses:
         self._by_key: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()
 
     def get(self, key: tuple[str, str]) -> GrammarProcess | None:
-        """Returns the process of the grammar (kind, text), started if it has none; None while too
-        many others run. Raises EngineError without the server."""
+        """Returns the process of the grammar (kind, text), and starts it if necessary. Returns None
+        while too many others run. Raises EngineError if the server has ended."""
         process = self._by_key.get(key)
         if process is None or (process.has_ended and not process.is_refused):
             process = self._start(key)
@@ -243,7 +245,7 @@ class GrammarProcesses:
             process.flush()
 
     def wait(self, slots: Collection[Slot], limit_s: float) -> None:
-        """Waits for the masks of these slots. A process that is late is ended."""
+        """Waits for the masks of these slots. Ends processes that do not answer in `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while waiting := {s.process for s in slots if s.is_waiting}:
             left_s = deadline_s - time.monotonic()
@@ -269,7 +271,7 @@ class GrammarProcesses:
 
     def _start(self, key: tuple[str, str]) -> GrammarProcess | None:
         for process in self._by_key.values():
-            process.receive()  # nothing waits for the answers if their requests have gone
+            process.receive()  # answers to ended requests are received only here
         ended = [k for k, p in self._by_key.items() if p.has_ended]
         for old in ended[:-IDLE_MAX]:
             del self._by_key[old]

@@ -1,13 +1,13 @@
 """Processes that compile grammars and match outputs against them, separate from the engine.
 
-XGrammar needs any amount of time and memory for a token, and its calls cannot be interrupted. Each
-grammar is compiled and matched in a process, which the kernel ends when a call takes more CPU time
-than it may. A server forks these processes. The engine forks the server while it is small, so that
-both have SGLang's modules already.
+XGrammar may take unbounded time and memory for a token, and its calls cannot be interrupted. Each
+grammar is compiled and matched in a separate process, which the kernel ends when a call exceeds its
+CPU time. A server forks these processes. The engine forks the server while the engine is small, so
+that both have already imported SGLang's modules.
 
 The server receives three descriptors for each process: a socket, the memory for the masks, and a
 file with an `Order`. The process first sends its stop tokens, or the error of the compilation. It
-then reads entries, `open_entry` and `feed_entry`, and answers each with (slot, status).
+then reads entries (`entry`) and answers each with (slot, status).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MATCH_CPU_S = 0.1  # to accept one token, or to fill one mask
 ENTRY_TOKENS_MAX = 16
 MEMORY_BYTES_MAX = 2 << 30  # beyond what the server holds
 SLOTS = 1024  # outputs that a process matches at once
-HEADER_BYTES = 4096  # of the masks' memory: the slot of the entry that is being matched, as int32
+HEADER_BYTES = 4096  # start of the masks' memory: the slot that is being matched, as int32
 MESSAGE_BYTES_MAX = 64 << 10
 _ERROR_CHARS = 2000
 
-# Statuses of an entry. Those from LOST on are set by the engine, the process being gone.
+# Statuses of an entry. The engine sets LOST for a process that is gone.
 OK, REJECTED, NOTHING_MATCHES, FAILED, LOST = range(5)
 NO_SLOT = -1
 
@@ -55,7 +55,7 @@ log = logging.getLogger("prism.engine")
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Grammar of a process, and the model whose tokens it matches."""
+    """Grammar to compile in a process, and the model whose tokens are matched."""
 
     directory: str
     vocab_size: int
@@ -68,40 +68,41 @@ class Compiled(msgspec.Struct, frozen=True):
 
     stop_ids: tuple[int, ...] = ()
     error: str = ""
-    may_pass: bool = False  # the machine's error, not the grammar's
+    may_pass: bool = False  # True if the error is the machine's, so that a retry may succeed
 
 
 def entry(slot: int, tokens: array[int], *, opens: bool) -> array[int]:
-    """Returns the order to match `tokens` in a slot, which begins anew if `opens`."""
+    """Returns the entry that matches `tokens` in a slot; `opens` starts a new output there."""
     return array("i", (slot, opens, len(tokens))) + tokens
 
 
 def mask_words(vocab_size: int) -> int:
-    """Returns the int32 words of a mask."""
+    """Returns the number of int32 words in a mask."""
     return -(-vocab_size // 32)
 
 
 def start() -> socket.socket:
     """Forks the server. Returns the socket for orders to it; the server ends when that is closed.
 
-    Raises OSError if there is no room for a process.
+    Raises OSError if no process can be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent_pid = os.getpid()
     if os.fork() == 0:
-        _be_server(theirs, parent_pid)
+        _run_server(theirs, parent_pid)
     theirs.close()
     return ours
 
 
-def _be_server(link: socket.socket, parent_pid: int) -> NoReturn:
-    """Never returns; `os._exit`, as in the fork server's children."""
+def _run_server(link: socket.socket, parent_pid: int) -> NoReturn:
+    """Runs the server in the child and never returns. `os._exit` skips the parent's exit
+    handlers."""
     try:
         die_with_parent(parent_pid)
         set_process_name("prism-grammars")
         warnings.simplefilter("ignore")  # SGLang's use of XGrammar
         signal.set_wakeup_fd(-1)
-        # A signal to all of a service's processes: the engine ends first, or answers what it has.
+        # SIGTERM may go to all processes of a service. The engine must end or finish first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # `cpu_limit`: a handler would not end a call
@@ -109,7 +110,7 @@ def _be_server(link: socket.socket, parent_pid: int) -> NoReturn:
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         _serve(socket.socket(fileno=3))
     except BaseException:
-        log.exception("the server of grammars ends")
+        log.exception("the server of grammar processes failed")
     finally:
         flush_log()
         os._exit(0)
@@ -124,28 +125,28 @@ def _serve(link: socket.socket) -> None:
             return
         with open(descriptors[2], "rb") as file:
             order = msgspec.json.decode(file.read(), type=Order)
-        with suppress(Exception):  # the process raises it again, and says so
+        with suppress(Exception):  # raised and reported again in the forked process
             _backend(order.directory, order.vocab_size)
         try:
             if os.fork() == 0:
                 link.close()
-                _be_process(order, descriptors, server_pid)
+                _run_process(order, descriptors, server_pid)
         except OSError as error:
-            log.error("a process for a grammar cannot be started: %s", error)
+            log.error("cannot start a process for a grammar: %s", error)
             with suppress(OSError), socket.socket(fileno=os.dup(descriptors[0])) as engine:
                 engine.send(msgspec.json.encode(Compiled(error=str(error), may_pass=True)))
         for descriptor in descriptors[:2]:
             os.close(descriptor)
 
 
-def _be_process(order: Order, descriptors: list[int], server_pid: int) -> NoReturn:
-    """Never returns. Ends when the engine closes the socket."""
+def _run_process(order: Order, descriptors: list[int], server_pid: int) -> NoReturn:
+    """Runs a grammar's process in the child until the engine closes the socket; never returns."""
     try:
         die_with_parent(server_pid)
         set_process_name("prism-grammar")
         gc.disable()
         with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # the first one to go
+            Path("/proc/self/oom_score_adj").write_text("1000")  # killed first
         _limit_memory()
         link = socket.socket(fileno=descriptors[0])
         memory = mmap.mmap(descriptors[1], 0)
@@ -155,7 +156,7 @@ def _be_process(order: Order, descriptors: list[int], server_pid: int) -> NoRetu
         else:
             _match(link, memory, grammar, mask_words(order.vocab_size))
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the engine does not need it any more
+        pass  # the engine has closed the socket
     finally:
         os._exit(0)
 
@@ -169,7 +170,7 @@ def _limit_memory() -> None:
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Has the kernel end this process, with SIGPROF, at so much CPU time from now on."""
+    """Makes the kernel end this process with SIGPROF if the context takes more CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -190,8 +191,9 @@ def _compiled(order: Order) -> XGrammarGrammar | str:
 
 @lru_cache(maxsize=1)
 def _backend(directory: str, vocab_size: int) -> XGrammarGrammarBackend:
-    """Raises ValueError for a model whose files name no end of an output."""
-    # Engines have imported it before they fork the server.
+    """Returns XGrammar's backend for a model. Raises ValueError if the model's files name no token
+    that ends an output."""
+    # Already imported by the engine that forked the server.
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
     tokenizer, ends = vocabulary.load(Path(directory))
@@ -230,7 +232,8 @@ def _entries(message: array[int]) -> Iterator[tuple[int, bool, array[int]]]:
 
 
 def _advance(matcher: GrammarMatcher, tokens: array[int], masks: Any, slot: int) -> int:
-    """Returns the entry's status; the mask after its tokens is in `masks` if that is OK."""
+    """Matches an entry and returns its status. If it is OK, the mask after its tokens is in
+    `masks`."""
     try:
         for token in tokens:
             with cpu_limit(MATCH_CPU_S):

@@ -1,9 +1,9 @@
-"""Outputs that must match a grammar: SGLang's grammar manager, whose grammars are matched in
-processes of their own (`grammar_process`).
+"""SGLang's grammar manager with grammars that are matched in separate processes
+(`grammar_process`).
 
-A request waits in SGLang's queue of grammars until its first mask is known. From then on the
-process computes the next mask while the model computes the next logits, and a step waits for masks
-no longer than `STEP_S_MAX`. Rank 0 of a tensor-parallel engine matches for all ranks.
+A request waits in SGLang's queue of grammars until its first mask is known. After that, the process
+computes the next mask while the model computes the next logits. A step waits for masks at most
+`STEP_S_MAX`. Rank 0 of a tensor-parallel engine matches for all ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from prism.engines.sglang import grammar_process
 from prism.engines.sglang.grammar_client import GrammarProcesses, Slot
 from prism.engines.sglang.grammar_process import FAILED, LOST, NOTHING_MATCHES, OK, REJECTED
 
-# Of a machine without free CPU time. With it, `MATCH_CPU_S` ends the wait.
+# Limit for a machine without free CPU time. Otherwise `MATCH_CPU_S` ends the wait earlier.
 STEP_S_MAX = 0.5
-# SGLang looks whether grammars are ready for so long in each step.
+# Time for which SGLang polls for ready grammars in each step.
 _POLL_S = 0.001
 _TIMED_OUT = "Grammar preprocessing timed out"
 _MATCH_MS = 1000 * grammar_process.MATCH_CPU_S
 
 
 class Fault(NamedTuple):
-    """End of a request for its grammar's sake. Status LOST or another: it may be tried again."""
+    """Error that ends a request because of its grammar."""
 
     text: str
     code: HTTPStatus
@@ -59,14 +59,14 @@ _FAULTS = {
 
 
 class Grammars(GrammarManager):  # type: ignore[misc]
-    """Thread rule: the engine's thread."""
+    """Grammar manager of one scheduler. Thread rule: the engine's thread."""
 
     SGLANG_GRAMMAR_POLL_INTERVAL: float  # s
     SGLANG_GRAMMAR_MAX_POLL_ITERATIONS: int
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
-        # It gives a grammar up after so many looks: in the same time as ever.
+        # SGLang gives up on a grammar after a number of polls. The total time is unchanged.
         wait_s = self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS * self.SGLANG_GRAMMAR_POLL_INTERVAL
         self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS = round(wait_s / _POLL_S)
         self.SGLANG_GRAMMAR_POLL_INTERVAL = _POLL_S
@@ -74,7 +74,7 @@ class Grammars(GrammarManager):  # type: ignore[misc]
         self.processes: GrammarProcesses | None = None
 
     def serve_from(self, server: socket) -> None:
-        """Takes the server of grammar processes (`grammar_process.start`)."""
+        """Sets the server of grammar processes (`grammar_process.start`), on rank 0."""
         if self.is_grammar_sync_entry:
             model = self.scheduler.model_config
             path, vocab_size = str(model.model_path), int(model.vocab_size)
@@ -84,7 +84,7 @@ class Grammars(GrammarManager):  # type: ignore[misc]
         ready: list[Req] = super().get_ready_grammar_requests()
         outcomes = self._shared([_outcome(req.grammar) for req in ready])
         for req, (fault, stop_ids) in zip(ready, outcomes, strict=True):
-            _excuse(req)
+            _mark_timeout_retryable(req)
             if not isinstance(req.grammar, ProcessGrammar):
                 continue
             if fault is not None:
@@ -94,12 +94,13 @@ class Grammars(GrammarManager):  # type: ignore[misc]
         return ready
 
     def flush(self) -> None:
-        """Sends the tokens of this step, so that the next masks are made during the next one."""
+        """Sends the tokens of this step, so that the next masks are computed during the next
+        step."""
         if self.processes is not None:
             self.processes.flush()
 
     def fill(self, rows: Sequence[GrammarRow], masks: torch.Tensor) -> None:
-        """Fills the masks of a step. A request whose mask cannot be had ends with this step."""
+        """Fills the masks of a step. A request whose mask is not available ends with this step."""
         statuses = torch.zeros(len(rows), dtype=torch.int32)
         if self.processes is not None:
             slots = [row.grammar.slot for row in rows]
@@ -133,7 +134,7 @@ class Grammars(GrammarManager):  # type: ignore[misc]
 class ProcessGrammar(XGrammarGrammar):  # type: ignore[misc]
     """Grammar of one request. Its slot is None on the ranks above 0."""
 
-    key_string = ""  # which logs would show
+    key_string = ""  # SGLang would log it
 
     def __init__(self, manager: Grammars, slot: Slot | None) -> None:
         BaseGrammarObject.__init__(self)
@@ -154,8 +155,8 @@ class ProcessGrammar(XGrammarGrammar):  # type: ignore[misc]
             req.to_finish = FINISH_ABORT(fault.text, fault.code)
 
     def accept_token(self, token: int) -> None:
-        """Orders the mask after `token`. Masks allow a stop token only where the output may end,
-        so the process is not asked about it."""
+        """Requests the mask after `token`. A stop token is not sent to the process, since masks
+        allow it only where the output may end."""
         if token in self._stop_ids:
             self._has_stopped = True
         elif self.slot is not None:
@@ -181,21 +182,22 @@ class ProcessGrammar(XGrammarGrammar):  # type: ignore[misc]
             self._close()
 
 
-class Beginning(Future[ProcessGrammar]):
-    """Grammar of a request that waits for its first mask. SGLang asks it whether it is done."""
+class PendingGrammar(Future[ProcessGrammar]):
+    """Grammar of a request that waits for its first mask. SGLang polls `done`."""
 
     def __init__(self, manager: Grammars, key: tuple[str, str]) -> None:
         super().__init__()
         self._manager, self._key = manager, key
         self._grammar: ProcessGrammar | None = None
-        self.output_ids: Sequence[int] = ()  # of the request, as it came to this engine
+        self.output_ids: Sequence[int] = ()  # output with which the request came to this engine
 
     def cancel(self) -> bool:
         self._grammar = None
         return super().cancel()
 
     def done(self) -> bool:
-        """Raises EngineError when the server of grammar processes has ended."""
+        """Returns whether the first mask is known, or is not needed on this rank. Raises
+        EngineError if the server of grammar processes has ended."""
         if not super().done() and self._is_ready():
             self.set_result(self._grammar or ProcessGrammar(self._manager, None))
         return super().done()
@@ -219,7 +221,7 @@ class Beginning(Future[ProcessGrammar]):
 
 
 class _Backend(BaseGrammarBackend):  # type: ignore[misc]
-    """SGLang's source of grammars. The processes are its cache."""
+    """Backend that creates pending grammars. The processes serve as its cache."""
 
     def __init__(self, manager: Grammars) -> None:
         super().__init__()
@@ -227,21 +229,22 @@ class _Backend(BaseGrammarBackend):  # type: ignore[misc]
 
     def get_cached_or_future_value(
         self, key: tuple[str, str], require_reasoning: bool
-    ) -> tuple[Beginning, bool]:
-        return Beginning(self._manager, key), False
+    ) -> tuple[PendingGrammar, bool]:
+        return PendingGrammar(self._manager, key), False
 
     def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
         pass
 
 
-def catch_up(req: Req) -> None:
-    """Has the grammar of a request that comes with output take that first."""
-    if isinstance(req.grammar, Beginning):
+def set_prior_output(req: Req) -> None:
+    """Passes the output with which a request came to its grammar, which matches it first."""
+    if isinstance(req.grammar, PendingGrammar):
         req.grammar.output_ids = req.output_ids
 
 
 def _outcome(grammar: Any) -> tuple[Fault | None, tuple[int, ...]]:
-    """Returns why a request cannot begin, None if it can, and the tokens that end its output."""
+    """Returns the error that prevents a request from starting (None if it can start), and the
+    tokens that end its output."""
     if not isinstance(grammar, ProcessGrammar) or grammar.slot is None:
         return None, ()
     slot, compiled = grammar.slot, grammar.slot.process.compiled
@@ -254,8 +257,9 @@ def _outcome(grammar: Any) -> tuple[Fault | None, tuple[int, ...]]:
     return _FAULTS.get(slot.status), compiled.stop_ids if compiled is not None else ()
 
 
-def _excuse(req: Req) -> None:
-    """Makes it no fault of the request that other grammars took the time."""
+def _mark_timeout_retryable(req: Req) -> None:
+    """Replaces SGLang's error for a grammar that timed out by a retryable one, since other grammars
+    may have taken the time."""
     ended = req.to_finish
     if isinstance(ended, FINISH_ABORT) and ended.message.startswith(_TIMED_OUT):
         text = "its grammar could not be compiled in time"

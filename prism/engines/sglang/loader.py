@@ -1,4 +1,4 @@
-"""SGLang's loader for weights that live in kvcached pages (`prism.engines.parameters`)."""
+"""Weight loader of SGLang for parameters in kvcached pages (`prism.engines.parameters`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prism.engines.sglang.memory import EngineMemory
 
 
 class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
-    """SGLang takes a class as its load format and calls `load_model`."""
+    """Loader class, which SGLang accepts as a load format and calls `load_model` of."""
 
     def __init__(self, load_config: Any) -> None:
         files = {"load_format": LoadFormat.SAFETENSORS}
@@ -50,9 +50,10 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
     def _tensors(
         self, model_config: Any, model: nn.Module, weights: ModelWeights
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the store read ahead, if SGLang would do nothing but read the same files."""
+        """Returns the prefetched tensors if SGLang would only read the same files, otherwise the
+        tensors that SGLang reads."""
         special = ("secondary_weights", "allow_patterns_overrides")
         is_plain = not any(getattr(model, name, None) for name in special)
         ahead = weights.prefetched() if is_plain else None
-        stock_way: Iterator[tuple[str, torch.Tensor]] = self._get_all_weights(model_config, model)
-        return stock_way if ahead is None else ahead
+        own: Iterator[tuple[str, torch.Tensor]] = self._get_all_weights(model_config, model)
+        return own if ahead is None else ahead

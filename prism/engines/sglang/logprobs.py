@@ -8,11 +8,11 @@ from prism.messages.requests import Logprobs
 
 
 def of_output(req: Req, start: int, end: int) -> Logprobs | None:
-    """Of its output tokens from `start` to `end`. None: nobody asked for them."""
+    """Returns those of the output tokens from `start` to `end`, None if they are not requested."""
     kept = req.logprob.output_token_logprobs_val
     if not req.return_logprob or kept is None:
         return None
-    # SGLang has none of the output that came with the request.
+    # SGLang has no log probabilities of output that came with the request.
     offset = len(req.output_ids) - len(kept)
     cut = slice(max(0, start - offset), max(0, end - offset))
     if not req.logprob.top_logprobs_num:
@@ -22,12 +22,12 @@ def of_output(req: Req, start: int, end: int) -> Logprobs | None:
 
 
 def of_prompt(req: Req) -> Logprobs | None:
-    """Of the prompt's tokens behind the first, once."""
+    """Returns those of the prompt's tokens after the first; None at all further calls."""
     values = req.logprob.input_token_logprobs_val
     if not req.return_logprob or req.input_logprob_sent or not values:
         return None
     req.input_logprob_sent = True
-    # It is not computed again when the request is retracted, and its prefix may be cached.
+    # After a retraction they are not computed again, so that the prefix may come from the cache.
     req.logprob_start_len = len(req.origin_input_ids)
     if not req.logprob.top_logprobs_num:
         return Logprobs(values[1:])
@@ -36,7 +36,8 @@ def of_prompt(req: Req) -> Logprobs | None:
 
 
 def without_prompt(req: Req) -> None:
-    """A request that comes with output: SGLang would take that for a part of its prompt."""
+    """Clears those of the prompt of a request that comes with output, which SGLang would treat as a
+    part of the prompt."""
     kept = req.logprob
     kept.input_token_logprobs_val, kept.input_token_logprobs_idx = [], []
     kept.input_top_logprobs_val, kept.input_top_logprobs_idx = [], []

@@ -1,7 +1,8 @@
-"""LoRA adapters of the model that an engine serves, by SGLang's own support for them.
+"""LoRA adapters of the active model, served by SGLang.
 
-SGLang keeps adapters on the host and copies those of a step into slots on the device. Its tokenizer
-manager, which Prism does without, would load them and count who uses them: `Adapters` does.
+SGLang keeps adapters on the host and copies those of a step into slots on the device. Prism does
+not use SGLang's tokenizer manager, which would load them and count their uses; `Adapters` does
+both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ON_HOST, _ON_GPU = "prism_host", "csgmv"
 
 
 class AdapterError(RequestError):
-    """An adapter's files cannot be loaded any more."""
+    """An adapter's files, which were valid at the start, cannot be loaded."""
 
     code = "adapter_unavailable"
     status = 503
@@ -43,8 +44,8 @@ def _host_backend() -> type[TorchNativeLoRABackend]:
 
 
 class Unpinned(TorchFunctionMode):  # type: ignore[misc]
-    """Context manager: pinned memory is ordinary memory. torch has none where there is no
-    accelerator, and SGLang's layers with adapters ask for it everywhere."""
+    """Context in which pinned memory is ordinary memory. Without an accelerator torch cannot pin
+    memory, which SGLang's layers with adapters always request."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:
@@ -55,7 +56,7 @@ class Unpinned(TorchFunctionMode):  # type: ignore[misc]
 
 
 class HostBackend(TorchNativeLoRABackend):  # type: ignore[misc]
-    """SGLang's torch backend, on a host device."""
+    """SGLang's torch backend for a host device."""
 
     name = _ON_HOST
 
@@ -65,7 +66,7 @@ class HostBackend(TorchNativeLoRABackend):  # type: ignore[misc]
 
 
 def settings(lora: LoraSpec, device: str) -> dict[str, Any]:
-    """SGLang's arguments. The base model takes a slot, too."""
+    """Returns SGLang's arguments. The base model takes one slot more."""
     if not lora.adapters:
         return {}
     return {
@@ -80,8 +81,8 @@ def settings(lora: LoraSpec, device: str) -> dict[str, Any]:
 def completed(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
-    """With zeros for modules that an adapter leaves alone and SGLang fuses with one that it
-    changes: SGLang expects all of them."""
+    """Returns the tensors with zeros for modules that the adapter does not change, but that SGLang
+    fuses with a changed one: SGLang expects all of them."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         parts = name.rsplit(".", 3)  # ..., module, lora_A or lora_B, weight
@@ -96,25 +97,25 @@ def completed(
 
 
 class Adapters:
-    """Which adapters of a model SGLang holds on the host: those of open requests, and so many of
-    the others as there are slots. Thread rule: the engine's thread."""
+    """Adapters of a model that SGLang holds on the host: those of open requests, and as many others
+    as there are slots. Thread rule: the engine's thread."""
 
     def __init__(self, scheduler: Any, model: ModelSpec, ranks: RankGroup) -> None:
         self._scheduler, self._ranks = scheduler, ranks
         self._model, self._lora = model, model.lora
-        self.loaded: dict[str, LoRARef] = {}  # the one that was asked for last is last
+        self.loaded: dict[str, LoRARef] = {}  # the most recently used one is last
 
     def require(self, name: str) -> None:
-        """Load it, if it is not there. Raises AdapterError.
+        """Loads an adapter unless it is loaded. Raises AdapterError.
 
-        Reads the adapter's files in the engine's thread, as SGLang does: other requests wait.
+        Reads the adapter's files in the engine's thread, like SGLang, while other requests wait.
         """
         if name in self.loaded:
             self.loaded[name] = self.loaded.pop(name)
             return
         adapter = self._known(name)
         tensors, config = self._on_all_ranks(name, lambda: self._read(adapter))
-        self._make_room()
+        self._unload_unused()
         ref = LoRARef(lora_id=name, lora_name=name, lora_path=adapter.path, pinned=False)
         try:
             self._on_all_ranks(name, lambda: self._load(ref, tensors, config))
@@ -124,9 +125,9 @@ class Adapters:
         self.loaded[name] = ref
 
     def _on_all_ranks(self, name: str, work: Callable[[], Done]) -> Done:
-        """What it returns, if every rank can do it: all must have the same adapters, and so run the
-        same requests. Raises AdapterError."""
-        failed = AdapterError(f"the adapter {name} cannot be loaded on another of its devices")
+        """Returns the result of `work` if it succeeds on every rank, since all ranks must have the
+        same adapters to run the same requests. Raises AdapterError."""
+        failed = AdapterError(f"the adapter {name} cannot be loaded on another rank's device")
         done: list[Done] = []
         try:
             done.append(work())
@@ -144,11 +145,12 @@ class Adapters:
 
     def _known(self, name: str) -> LoraAdapter:
         if (adapter := self._lora.adapter(name)) is None:
-            raise AdapterError(f"this engine's model has no adapter {name!r:.80}")
+            raise AdapterError(f"this engine's model does not have an adapter {name!r:.80}")
         return adapter
 
     def _read(self, adapter: LoraAdapter) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Checked as when Prism started: wrong files would end the engine at the next step."""
+        """Reads and checks an adapter's files. Prism checked them at its start, but files that have
+        become invalid would end the engine at the next step."""
         path, layers = Path(adapter.path), self._model.num_layers
         try:
             config = json.loads((path / CONFIG).read_text())
@@ -161,7 +163,8 @@ class Adapters:
             raise AdapterError(f"the adapter {adapter.name} cannot be loaded: {error}") from error
         return completed(tensors, self._lora.shapes), config
 
-    def _make_room(self) -> None:
+    def _unload_unused(self) -> None:
+        """Unloads adapters without open requests, until there is a slot for one more."""
         used = {req.lora_id for req in self._scheduler.open_reqs()}
         unused = [name for name in self.loaded if name not in used]
         for name in unused[: len(self.loaded) - self._lora.slots + 1]:

@@ -1,4 +1,4 @@
-"""The device memory of one engine process, as SGLang's pool and allocator see it (`PoolMemory`)."""
+"""Device memory of one engine process, for SGLang's pool and allocator (`PoolMemory`)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import replace
 import kvcached
 from prism.engines.model_memory import ModelMemory
 
-_AMPLE = 8  # SGLang's bytes of a token differ from ours; `max_total_tokens` bounds what it lays out
+_OVERSIZE = 8  # SGLang computes other token sizes than kvcached; `max_total_tokens` is the limit
 
 
 class EngineMemory(ModelMemory):
-    """Of one active model."""
+    """Memory of one active model."""
 
     def pool_bytes(self, context_tokens: int) -> int:
-        """More than the plan's tokens need, so that the token limit alone decides."""
-        return _AMPLE * self.plan.virtual_tokens * self.plan.layout.token_bytes
+        """Returns more than the plan's tokens need, so that only the token limit applies."""
+        return _OVERSIZE * self.plan.virtual_tokens * self.plan.layout.token_bytes
 
     def kv_cache(self, layout: kvcached.Layout, num_tokens: int) -> kvcached.KVCache:
-        """Raises RuntimeError where the model's specification is not what SGLang lays out: block
-        ids beyond its own number would be indices out of range."""
+        """Returns the KV space. Raises RuntimeError if SGLang's layout differs from the model's
+        specification, since block ids above SGLang's own number would be out of range."""
         planned = replace(self.plan.layout, arrangement="per_layer", padded_token_bytes=None)
         if layout != planned:
             raise RuntimeError(
-                f"KV layout mismatch: SGLang wants {layout}, the model's specification says"
+                f"KV layout mismatch: SGLang needs {layout}, but the model's specification gives"
                 f" {planned}"
             )
         if num_tokens != self.plan.virtual_tokens:
@@ -34,14 +34,14 @@ class EngineMemory(ModelMemory):
         return self.kv
 
     def rank_kv(self) -> kvcached.RankKV:
-        """The KV space as one rank of its engine must use it."""
+        """Returns the KV space for one rank of an engine, whose allocations all ranks agree on."""
         return kvcached.RankKV(self.kv, self.ranks.all_true)
 
     def least(self, value: int) -> int:
         return self.ranks.least(value)
 
-    def lacks(self, num_tokens: int) -> None:
-        """Nothing: the agent sees what waits, and has others make room."""
+    def report_shortage(self, num_tokens: int) -> None:
+        """Does nothing: the agent sees the waiting requests and makes other engines free memory."""
 
     def find_room(self, num_blocks: int) -> None:
-        """Nothing is found: the agent has others make room before it is needed."""
+        """Does nothing: the agent makes other engines free memory in advance."""

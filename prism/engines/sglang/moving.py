@@ -1,4 +1,4 @@
-"""Running requests that leave for another engine, or come from one, with their KV."""
+"""Export of running requests to other engines with their KV, and their resumption there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def leave(
+def export_request(
     scheduler: InProcessScheduler,
     direct: DirectMoves,
     req: Req,
     targets: Sequence[str],
     folder: str,
 ) -> Resume:
-    """Where `req` stands, its computed KV offered to an engine on `targets`, or else in a file of
-    `folder` ("" for no KV)."""
+    """Returns the progress of `req`. Its KV is offered to an engine on `targets`, or is saved to a
+    file in `folder` ("" for no file)."""
     output = [int(token) for token in req.output_ids]
     tokens = int(req.kv.kv_committed_len) if req.kv.holds_kv else 0
     if not tokens:
@@ -47,15 +47,19 @@ def leave(
     return Resume(output, path, tokens if path else 0)
 
 
-def join(scheduler: InProcessScheduler, direct: DirectMoves, req: Req, resume: Resume) -> int:
-    """Let `req`, which waits and has computed nothing, go on as `resume` says. Returns the tokens
-    whose KV came with it: they are prefix cache from now on, where its prefill finds them. A
-    collective of the ranks."""
+def resume_request(
+    scheduler: InProcessScheduler, direct: DirectMoves, req: Req, resume: Resume
+) -> int:
+    """Resumes `req`, which waits and has computed nothing, from the progress in `resume`.
+
+    The KV that came with it is inserted into the prefix cache, where its prefill finds it. Returns
+    the number of these tokens. A collective of the ranks.
+    """
     req.output_ids = array("q", resume.output_ids)
     req.send_token_offset = len(resume.output_ids)
     if resume.output_ids and req.return_logprob:
         logprobs.without_prompt(req)
-    grammars.catch_up(req)
+    grammars.set_prior_output(req)
     allocator = scheduler.token_to_kv_pool_allocator
     whole = resume.kv_tokens // allocator.page_size * allocator.page_size
     rows = _take_file(scheduler, resume) if resume.kv_path else None
@@ -70,7 +74,7 @@ def join(scheduler: InProcessScheduler, direct: DirectMoves, req: Req, resume: R
         allocator.free(slots)
         return 0
     known = array("q", [*req.origin_input_ids, *resume.output_ids])
-    # Blocks that the cache has already are freed by the insertion.
+    # The insertion frees blocks whose tokens the cache already has.
     key = RadixKey(known[:whole], req.extra_key, cache_salt=req.cache_salt)
     scheduler.tree_cache.insert(InsertParams(key=key, value=slots.to(torch.int64)))
     return int(whole)
@@ -89,19 +93,19 @@ def _fill(scheduler: InProcessScheduler, slots: torch.Tensor, rows: kv_file.Rows
 
 
 def _blocks_of(scheduler: InProcessScheduler, slots: torch.Tensor) -> NDArray[np.int64]:
-    """kvcached's blocks of a request's slots, which fill them one after another."""
+    """Returns kvcached's blocks of a request's slots, which fill whole blocks in order."""
     size = scheduler.token_to_kv_pool_allocator.page_size
     blocks: NDArray[np.int64] = (slots[::size] // size).to(torch.int64).cpu().numpy()
     return blocks
 
 
 def _buffers(scheduler: InProcessScheduler) -> Iterator[torch.Tensor]:
-    """K and V of every layer, (tokens, heads, head_dim)."""
+    """Yields K and V of every layer, (tokens, heads, head_dim)."""
     pool: Any = scheduler.token_to_kv_pool_allocator.get_kvcache()
     yield from pool.k_buffer
     yield from pool.v_buffer
 
 
 def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """(tokens, bytes)."""
+    """Returns the rows as bytes, (tokens, bytes)."""
     return rows.contiguous().view(len(rows), -1).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Seeded sampling noise on a CPU, where SGLang's own needs a compiled kernel.
+"""Seeded sampling noise on a CPU, where SGLang's own would need a compiled kernel.
 
-SGLang samples by the Gumbel trick from one random 32-bit number per (request, vocabulary entry),
-a function of the request's seed and the token's position, so that a request's stream does not
-depend on what else is in its batch.
+SGLang samples by the Gumbel trick from one random 32-bit number per (request, vocabulary entry).
+The number is a function of the request's seed and the token's position, so that a request's output
+does not depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from typing import Any
 import torch
 from sglang.srt.layers import sampler
 
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: positions of one seed get unlike generators
+_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: positions of one seed get different generators
 _BITS_63 = (1 << 63) - 1
 _hash_on_gpu = sampler.murmur_hash32
 _sample = sampler.top_k_top_p_min_p_sampling_from_probs_torch
 
 
 def install() -> None:
-    """Let ours stand before SGLang's hash and its sampling. Idempotent."""
+    """Replaces SGLang's hash and sampling with the functions of this module. Idempotent."""
     sampler.murmur_hash32 = random_bits
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample
 
 
 @wraps(_sample)
 def sample(probs: torch.Tensor, *filters: Any, **options: Any) -> Any:
-    """A token id of each row, int32.
+    """Returns a token id for each row, int32.
 
-    SGLang draws noise for a token's rank here, and for its id where no request of the batch has a
-    top_k, top_p or min_p: what a seed gives would depend on the others. And it refuses min_p beside
-    seeds, since what is left does not sum to 1, which the Gumbel trick does not need.
+    SGLang's function draws noise by a token's rank, or by its id if no request of the batch has a
+    top_k, top_p or min_p, so the result of a seed would depend on the other requests. It also
+    rejects min_p with seeds, since the remaining probabilities do not sum to 1; the Gumbel trick
+    does not need that.
     """
     top_ks, top_ps, min_ps, _, seed, positions = filters
     if seed is None or options.get("return_filtered_probs"):
@@ -49,7 +50,7 @@ def sample(probs: torch.Tensor, *filters: Any, **options: Any) -> Any:
 def random_bits(
     seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
 ) -> torch.Tensor:
-    """Numbers in [0, 2^32), shape (requests, columns): of SGLang's own hash, except on a CPU."""
+    """Returns numbers in [0, 2^32), shape (requests, columns), by SGLang's hash except on a CPU."""
     if seed.device.type != "cpu":
         return _hash_on_gpu(seed, positions, col_indices)
     return _random_bits_on_cpu(seed, positions, col_indices)
@@ -58,7 +59,7 @@ def random_bits(
 def _random_bits_on_cpu(
     seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
 ) -> torch.Tensor:
-    """int64; one generator per request."""
+    """Returns int64 numbers, from one generator per request."""
     generator = torch.Generator()
     rows = [
         torch.randint(1 << 32, col_indices.shape, generator=generator.manual_seed(_mixed(s, p)))

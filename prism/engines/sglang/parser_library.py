@@ -1,7 +1,8 @@
-"""SGLang's modules that parse answers, without the rest of it.
+"""Import of SGLang's modules that parse answers, without the rest of the package.
 
-Its package takes 6 s and 400 MB to import, with torch. A frontend needs neither: these modules are
-imported below empty packages, with stand-ins for the few names that they only mention.
+The import of the whole package, with torch, takes 6 s and 400 MB. A frontend does not need it:
+these modules are imported below empty packages, with stand-ins for the few names that they only
+refer to.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from prism.engines.sglang.known import package_folder
+from prism.engines.sglang.supported_models import package_folder
 
-# They log answers.
-_TALKATIVE = ("sglang.srt.function_call", "sglang.srt.parser")
+# Loggers that would log answers.
+_VERBOSE_LOGGERS = ("sglang.srt.function_call", "sglang.srt.parser")
 _importing = threading.Lock()
 
 
 def library() -> types.SimpleNamespace:
-    """SGLang's modules. For any thread: they are imported by the first that asks."""
+    """Returns SGLang's modules, which the first call imports. May be called from any thread."""
     with _importing:
         return _imported()
 
 
 @lru_cache(maxsize=1)
 def _imported() -> types.SimpleNamespace:
-    """As they are where the package is imported already."""
-    for name in _TALKATIVE:
+    """Imports the modules, or returns those of the whole package if it is already imported."""
+    for name in _VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     stand_ins = {} if "sglang" in sys.modules else _stand_ins()
     sys.modules.update(stand_ins)
@@ -46,7 +47,7 @@ def _imported() -> types.SimpleNamespace:
         }
         return types.SimpleNamespace(**{k: importlib.import_module(n) for k, n in names.items()})
     finally:
-        # What is not SGLang's own may be wanted whole by others.
+        # Other code may import these packages in full; only SGLang's stand-ins remain.
         for name in stand_ins:
             if not name.startswith("sglang"):
                 sys.modules.pop(name, None)

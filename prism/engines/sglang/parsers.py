@@ -1,6 +1,6 @@
-"""SGLang's parsers of answers: tool calls and reasoning, in each model's own format.
+"""SGLang's parsers of tool calls and reasoning in answers, for each model's own format.
 
-They are pure text; `parser_library.py` imports them without the rest.
+They process text alone; `parser_library.py` imports them without the rest of SGLang.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 from prism.cpu_budget import CpuBudget
 from prism.engines.sglang.parser_library import library
 
-# Characters in a row between two parts of JSON. Without a bound small models write nothing else.
+# Bound of white space between two parts of JSON. Small models may otherwise write nothing else.
 WHITESPACE_MAX = 32
 _PIECE_CHARS = 8
 _BUFFER_PIECES = 16
-# They come whole, and parsers do not know them in parts: special tokens, and a parser's own marks.
+# Texts that a model writes as one token and that parsers do not recognise in parts: special tokens
+# and the detector's attributes that hold the marks of a format.
 _SPECIAL_TOKEN = r"<[|\uff5c][^<>|\uff5c]{1,64}[|\uff5c]>"
 _MARKS = ("bot_token", "eot_token", "tool_call_start_token", "tool_call_end_token")
 _TOKEN_CHARS_MAX = 80
-# CPU time of one answer's parsers: at the begin, for each character, and of one call at most. Calls
-# of 128 tools take a quarter of it for a character; expressions that backtrack take hours.
+# CPU time allowed for the parsers of one answer: at the start, for each character, and the maximum
+# for one call. Calls of 128 tools take a quarter of it per character; regular expressions that
+# backtrack may take hours.
 _BEGIN_S = 0.05
 _CHAR_S = 100e-6
 _CALL_S_MAX = 0.1
@@ -32,25 +34,26 @@ _CALL_S_MAX = 0.1
 
 @dataclass(slots=True)
 class Piece:
-    """What some text of an answer says. A call begins with its name; its arguments follow, JSON in
-    pieces. `calls`: (number of the call, name or "", arguments)."""
+    """Parsed part of an answer."""
 
     reasoning: str = ""
     text: str = ""
+    # (number of the call, name, part of the JSON arguments). Only a call's first part has a name;
+    # the others have "".
     calls: list[tuple[int, str, str]] = field(default_factory=list)
 
 
 class AnswerParser:
-    """One answer, as its text comes. A parser that fails, or takes too much CPU time for the text
-    that it was given, is dropped: from there on all is text.
+    """Incremental parser of one answer. A parser that fails, or takes too much CPU time for its
+    text, is dropped; the rest of the answer is then plain text.
 
     Args:
-        tool_parser: its name; "" for none.
-        reasoning_parser: its name; "" for none.
-        tools: as `checked_tools` returns them.
-        tool_choice: the choice among them, as OpenAI defines it.
-        prompt: its end.
-        loop: the event loop of the main thread, where the parsers run.
+        tool_parser: name of the parser of tool calls, "" for none.
+        reasoning_parser: name of the parser of reasoning, "" for none.
+        tools: tools of the request, as dicts or of `checked_tools`.
+        tool_choice: choice among the tools, as in OpenAI's API.
+        prompt: end of the prompt.
+        loop: event loop of the main thread, where the parsers run.
     """
 
     def __init__(
@@ -78,12 +81,13 @@ class AnswerParser:
         self._token = re.compile("|".join([*own, _SPECIAL_TOKEN]))
         self._names: list[str] = []
         self._held = ""
-        # Until the first call: what the parser of calls was given, and the text that it gave.
-        self._heard: list[str] = []
-        self._said: list[str] = []
+        # Input and output text of the parser of calls before the first call.
+        self._call_input: list[str] = []
+        self._call_text: list[str] = []
 
     def push(self, text: str, *, last: bool = False) -> Piece:
-        """`last`: no more text comes. A piece has each call once: some clients read no more."""
+        """Parses the next text of the answer; `last` marks its end. The parts of each call are
+        joined, since some clients read only one part per call and event."""
         piece = Piece()
         text, start = self._held + text, 0
         while start < len(text):
@@ -104,27 +108,31 @@ class AnswerParser:
         return _joined(piece) if len(piece.calls) > 1 else piece
 
     def _piece_chars(self) -> int:
-        """The parsers are made for a token's text at a time. They lose what is before a
-        call's begin in the same piece. Of what may be a call they parse all again with each piece:
-        the longer it is, the longer are the pieces."""
+        """Returns the size of the next piece for the parsers.
+
+        The parsers are written for one token at a time: they lose text before the start of a call
+        in the same piece. With each piece they parse a possible call again from its start, so
+        pieces grow with its length.
+        """
         if self._calls is None:
             return _PIECE_CHARS
         buffer = getattr(self._detector, "_buffer", "")
         return max(1, len(buffer) // _BUFFER_PIECES)
 
     def _drain(self, piece: Piece) -> None:
-        """A long piece may hold more than one call's end; each turn of a parser tells one thing."""
-        told = True
-        while told:
-            said, items = self._parse("", False)
-            piece.text += said
-            self._said.append(said)
+        """Parses until nothing more is found: a long piece may have the ends of several calls, but
+        each call of the parser returns only one of them."""
+        has_found = True
+        while has_found:
+            text, items = self._parse("", False)
+            piece.text += text
+            self._call_text.append(text)
             piece.calls += self._numbered(items)
-            told = any(item.name or item.parameters for item in items)
+            has_found = any(item.name or item.parameters for item in items)
 
     def whole(self, text: str, *, cut: bool = False) -> Piece:
-        """A whole answer at once: unlike `push`, in time that grows with its length. cut: it has no
-        end, and its last call none either; it says what it would say in a stream."""
+        """Parses a whole answer at once, in linear time, unlike `push`. With `cut` the answer, and
+        perhaps its last call, is incomplete; it is then parsed as a stream."""
         if cut and self._calls is not None:
             return self.push(text, last=True)
         piece = Piece()
@@ -137,8 +145,8 @@ class AnswerParser:
         return piece
 
     def _whole_calls(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """What is no call, and the calls: none where the text is cut off, or not what the parser
-        expects."""
+        """Returns the text outside of calls, and the calls as (name, arguments). Returns no calls
+        if the text is incomplete or not in the parser's format."""
         try:
             if self._array:
                 return "", [(c["name"], json.dumps(c["parameters"])) for c in json.loads(text)]
@@ -157,18 +165,18 @@ class AnswerParser:
             reasoning, rest = self._reasoned(self._reasoning.parse_stream_end)
             piece.reasoning, text = piece.reasoning + reasoning, text + rest
         if self._calls is not None:
-            self._heard.append(text)
+            self._call_input.append(text)
             text, items = self._parse(text, last)
             piece.calls += self._numbered(items)
             if self._names or self._array:
-                self._heard, self._said = [], []
+                self._call_input, self._call_text = [], []
             else:
-                self._said.append(text)
-                text += self._unsaid() if last and self._calls is not None else ""
+                self._call_text.append(text)
+                text += self._unreturned_text() if last and self._calls is not None else ""
         piece.text += text
 
     def _reasoned(self, parse: Callable[..., Any], *text: str) -> tuple[str, str]:
-        """Reasoning, and what is none."""
+        """Returns reasoning and other text."""
         detector = getattr(self._reasoning, "detector", None)
         held = str(getattr(detector, "_buffer", ""))
         try:
@@ -178,19 +186,19 @@ class AnswerParser:
             return "", held + "".join(text)
         return reasoning or "", rest or ""
 
-    def _unsaid(self) -> str:
-        """Behind an answer without a call: what could have become a call's begin. Some parsers keep
-        in their buffer what they have said."""
-        heard, said = "".join(self._heard), "".join(self._said)
-        unsaid = heard[len(said) :] if heard.startswith(said) else heard
-        return min(unsaid, str(getattr(self._detector, "_buffer", "")), key=len)
+    def _unreturned_text(self) -> str:
+        """Returns the text that the parser held back as the possible start of a call, at the end of
+        an answer without calls. The buffers of some parsers also hold text already returned."""
+        given, returned = "".join(self._call_input), "".join(self._call_text)
+        rest = given[len(returned) :] if given.startswith(returned) else given
+        return min(rest, str(getattr(self._detector, "_buffer", "")), key=len)
 
     @property
     def _detector(self) -> Any:
         return self._calls if self._array else self._calls.detector
 
     def _parse(self, text: str, last: bool) -> tuple[str, list[Any]]:
-        """What it says, and the calls. From where the parser fails on, all is text."""
+        """Returns text and calls. If the parser fails, this and all later text is plain text."""
         held = str(getattr(self._detector, "_buffer", ""))
         try:
             return self._budget.call(self._parsed, text, last)
@@ -202,20 +210,21 @@ class AnswerParser:
         if self._array:
             results = [self._calls.parse_streaming_increment(text, self._tools)]
             results += [self._calls.finish(self._tools)] if last else []
-            said = "".join(result.normal_text or "" for result in results)
-            return said, [call for result in results for call in result.calls]
+            plain = "".join(result.normal_text or "" for result in results)
+            return plain, [call for result in results for call in result.calls]
         given = str(getattr(self._detector, "_buffer", "")) + text
-        said, items = self._calls.parse_stream_chunk(text)
+        plain, items = self._calls.parse_stream_chunk(text)
         end = getattr(self._detector, "eot_token", None) or ""
-        if len(end) == 1 and not self._names and said == given.replace(end, ""):
-            said = given  # Mistral's parser takes every "]" for the end of calls
+        if len(end) == 1 and not self._names and plain == given.replace(end, ""):
+            plain = given  # Mistral's parser removes every "]" as the end of calls
         if last:
             rest, more = self._calls.parse_stream_end()
-            said, items = (said or "") + rest, [*items, *more]
-        return said or "", items
+            plain, items = (plain or "") + rest, [*items, *more]
+        return plain or "", items
 
     def _numbered(self, items: Sequence[Any]) -> list[tuple[int, str, str]]:
-        """Arguments that come before any call are none: some parsers tell them."""
+        """Returns the items with the numbers of their calls. Drops arguments before the first call,
+        which some parsers return."""
         calls = []
         for item in items:
             if item.name:
@@ -226,7 +235,7 @@ class AnswerParser:
 
 
 def _joined(piece: Piece) -> Piece:
-    """Each call once, with all its arguments."""
+    """Returns the piece with the parts of each call joined."""
     calls: dict[int, tuple[str, str]] = {}
     for number, name, arguments in piece.calls:
         before = calls.get(number, ("", ""))
@@ -237,8 +246,8 @@ def _joined(piece: Piece) -> Piece:
 def constraint(
     tool_parser: str, tools: Sequence[dict[str, Any]], tool_choice: Any, parallel: bool
 ) -> tuple[str, str] | None:
-    """(kind, text) of the grammar that makes the model call; None: it may do as it likes. Arguments
-    follow the schemas of tools that are strict, and are objects in any case. A tool that is named
+    """Returns (kind, text) of the grammar that enforces the tool choice, None if the output is
+    unrestricted. Arguments follow the schemas of strict tools, and are always objects. A named tool
     is called once."""
     parallel = parallel and not isinstance(tool_choice, dict)
     parser = library().calls.FunctionCallParser(
@@ -258,7 +267,8 @@ def constraint(
 
 
 def _tighten(form: Any) -> None:
-    """Every JSON in this structural tag is an object at least, with bounded whitespace."""
+    """Restricts every JSON value in a structural tag to an object, if it is unrestricted, with
+    bounded white space."""
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         for part in form.values() if isinstance(form, dict) else form:
             if isinstance(part, dict | list):
@@ -271,8 +281,8 @@ def _tighten(form: Any) -> None:
 
 
 def detect(template: str, tokenizer: Any) -> tuple[str, str]:
-    """(tool parser, reasoning parser) that fit a chat template and the vocabulary (`get_vocab`) of
-    its model; "" where none is known."""
+    """Returns (tool parser, reasoning parser) for a chat template and its model's vocabulary
+    (`get_vocab`), "" for each that is not known."""
     detection = library().detection
     force, config = detection.detect_reasoning_pattern(template)
     tool = detection.detect_tool_call_parser(template, tokenizer, config, force)
@@ -281,7 +291,7 @@ def detect(template: str, tokenizer: Any) -> tuple[str, str]:
 
 
 def unknown(tool_parser: str, reasoning_parser: str) -> str:
-    """What is wrong with the names that a configuration gives; "": nothing."""
+    """Returns an error for a name in the configuration that is not a parser, "" if both are."""
     found = library()
     known = {
         "tool_parser": (tool_parser, found.calls.FunctionCallParser.ToolCallParserEnum),
@@ -294,7 +304,8 @@ def unknown(tool_parser: str, reasoning_parser: str) -> str:
 
 
 def _reasoner(name: str, prompt: str) -> Any:
-    """None where the prompt has closed the reasoning, and the parser would wait for its end."""
+    """Returns a parser of reasoning, None if the prompt has ended the reasoning and the parser
+    would wait for its end."""
     parser = library().reasoning.ReasoningParser
     made = parser(name, stream_reasoning=True)
     start, end = _marks(made)
@@ -308,7 +319,7 @@ def _reasoner(name: str, prompt: str) -> Any:
 
 
 def _reasons(parser: Any) -> bool:
-    """From its first token on."""
+    """Returns whether the answer begins with reasoning."""
     return bool(getattr(parser.detector, "_in_reasoning", False))
 
 
@@ -319,15 +330,16 @@ def _marks(parser: Any) -> tuple[str, str]:
 
 
 def through_mark(reasoning_parser: str, begun: str) -> str:
-    """Of an answer that goes on: to where its reasoning last began or ended, if it did."""
+    """Returns the text of an answer to be continued, up to the last mark at which its reasoning
+    began or ended; without a mark the whole text."""
     marks = _marks(library().reasoning.ReasoningParser(reasoning_parser))
     ends = [begun.rfind(mark) + len(mark) for mark in marks if mark and mark in begun]
     return begun[: max(ends)] if ends else begun
 
 
-def behind_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -> tuple[str, str]:
-    """(kind, text) of a grammar that holds from the end of the reasoning on, where the answer
-    begins with one; else the same."""
+def after_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -> tuple[str, str]:
+    """Returns (kind, text) of a grammar that applies after the reasoning with which the answer
+    begins. Returns the given grammar if the answer does not begin with reasoning."""
     parser = _reasoner(reasoning_parser, prompt)
     end = _marks(parser)[1] if parser is not None and _reasons(parser) else ""
     if not end:
@@ -359,7 +371,7 @@ def _call_parser(name: str, tools: list[Any], tool_choice: Any) -> Any:
 
 
 def checked_tools(tools: Sequence[Any]) -> list[Any]:
-    """Returns tools of SGLang's type; those that are stay as they are."""
+    """Returns the tools converted to SGLang's type."""
     return [library().protocol.Tool.model_validate(tool) for tool in tools]
 
 
@@ -370,7 +382,7 @@ def _choice(value: Any) -> Any:
 
 
 def _new_form(tag: dict[str, Any], parallel: bool) -> dict[str, Any]:
-    """SGLang's older structural tags as XGrammar's. `parallel`: of several calls."""
+    """Converts SGLang's older structural tags to XGrammar's. `parallel` allows several calls."""
     if "structures" not in tag:
         return tag
     tags = [

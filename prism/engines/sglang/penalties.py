@@ -15,9 +15,9 @@ from sglang.srt.sampling.penaltylib import (
 
 
 def count_earlier_output(batch: ScheduleBatch) -> None:
-    """Counts what the requests of this prefill put out before it.
+    """Counts the output that the requests of this prefill had before it.
 
-    SGLang counts output from the prefill on. A request that was retracted, moved here or is sent
+    SGLang counts output only after the prefill. A request that was retracted, moved here or sent
     again after a failure would lose the penalties of its earlier output.
     """
     orchestrator = batch.sampling_info.penalizer_orchestrator

@@ -1,7 +1,7 @@
 """SGLang's CUDA platform with KV memory from kvcached. Not run on a GPU yet: see
 docs/decisions/113-cuda-platform.md.
 
-It stays SGLang's own in all else: the enumeration, the capabilities (CUDA graphs, Triton), the
+The rest is SGLang's: the enumeration of devices, the capabilities (CUDA graphs, Triton), the
 dispatch key and with it the compiled kernels, the choice of the attention backend.
 """
 
@@ -15,7 +15,8 @@ from kvcached.engines.sglang.platform import KvcachedPlatform
 
 
 class PrismCudaPlatform(KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]
-    """Pools and allocators from kvcached, and graphs at another time; the rest is SGLang's."""
+    """CUDA platform with pools and allocators from kvcached and with graphs that are captured
+    later; the rest is SGLang's."""
 
     def get_graph_runner_cls(self) -> type[Any]:
         from prism.engines.sglang.decode_graphs import LazyGraphRunner

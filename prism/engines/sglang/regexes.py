@@ -1,8 +1,8 @@
-"""Regular expressions and EBNF of clients, written so that XGrammar keeps to them.
+"""Rewriting of clients' regular expressions and EBNF, so that XGrammar enforces them.
 
-XGrammar 0.2.7 splits some ranges of characters wrongly, takes a negated class with characters
-beyond ASCII for one without them, and ignores some constructs with a warning. Classes are written
-as ranges that XGrammar splits correctly. A construct that would be ignored is an error.
+XGrammar 0.2.7 splits some ranges of characters wrongly, ignores non-ASCII characters in a negated
+class, and ignores some constructs with a warning. Classes are rewritten as ranges that XGrammar
+splits correctly. A construct that would be ignored is an error.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Ranges = list[tuple[int, int]]  # of code points, both ends included
 
 _POINT_MAX = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-# The first code point of each length in UTF-8, and where surrogates begin and end.
+# First code point of each length in UTF-8, first surrogate, and first code point after surrogates.
 _STARTS = (0x80, 0x800, 0xD800, 0xE000, 0x10000)
 _ESCAPE = (
     r"\\u\{[0-9A-Fa-f]{1,6}\}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
 )
-_CLASS = r"\[(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)"  # one without an end is not looked at twice
+_CLASS = r"\[(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)"  # matches also a class without an end: no backtracking
 _QUANTIFIER = r"(?:[*+?]|\{\d+(?:,\d*)?\})\??"
 _REGEX = re.compile(rf"{_ESCAPE}|{_CLASS}|\(\?(?:<?[=!]|:|P?<\w+>)|{_QUANTIFIER}|.", re.DOTALL)
-_STRING = r'"(?:[^"\\\n]|\\.)*+"?'  # likewise
+_STRING = r'"(?:[^"\\\n]|\\.)*+"?'  # matches also a string without an end
 _EBNF = re.compile(
     rf"(?P<regex>(?<![\w-])Regex\s*\(\s*)(?P<text>{_STRING})|(?P<string>{_STRING})|\#[^\n]*|"
     rf"(?P<class>{_CLASS})",
@@ -36,43 +36,48 @@ _ITEM = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
 _LETTERS = {"0": 0, "a": 7, "b": 8, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "e": 27}
 _DIGITS = [(0x30, 0x39)]
 _WORDS = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-# As ECMA 262 has them.
+# White space in ECMA 262.
 _SPACES = [
     (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
 ]  # fmt: skip
 _SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
-# Letters and digits that XGrammar knows after a backslash, or refuses by itself.
+# Letters and digits after a backslash that XGrammar supports, or rejects itself.
 _KNOWN = frozenset("dDwWsSbBtnvfrae0123456789")
 # Characters that JSON escapes in a string.
 _ESCAPED = [*range(1, 0x20), ord('"'), ord("\\")]
-# Classes of their own.
+# Tokens that are rewritten as a class.
 _AS_CLASS = {
     ".": r"[^\n]", r"\D": r"[^\d]", r"\S": r"[^\s]", r"\s": r"[\s]", r"\W": r"[^\w]",
 }  # fmt: skip
-# In a group that is repeated by numbers, XGrammar lets the former match nothing.
+# Quantifiers that are rewritten: within a group with a numeric quantifier, XGrammar lets the first
+# form match nothing.
 _AS_MARK = {"{0,}": "*", "{0,}?": "*?", "{1,}": "+", "{1,}?": "+?"}
 _AHEAD = {"(?=": "lookahead", "(?!": "lookahead", "(?<=": "lookbehind", "(?<!": "lookbehind"}
 
 
-def kept_regex(text: str, json_string: bool = False) -> str:
-    """Returns the same regular expression as XGrammar has to be given it. `json_string`: it matches
-    what a JSON string says, and not how it is written. Raises RuntimeError, as XGrammar does."""
+def rewrite_regex(text: str, json_string: bool = False) -> str:
+    """Returns an equivalent regular expression that XGrammar enforces. Raises RuntimeError, like
+    XGrammar, if there is none.
+
+    Args:
+        json_string: True if it matches the decoded value of a JSON string.
+    """
     tokens = _REGEX.findall(text)
-    if error := _unkept(tokens):
-        raise RuntimeError(f"{error} is not kept in the regular expression {text!r:.100}")
-    kept = [_kept_atom(token, json_string) for token in tokens]
-    for at in range(1, len(kept) if json_string else 0):
-        # XGrammar ends an optional group of a pattern within a loop that the group begins with.
-        if kept[at - 1] == ")" and kept[at] in ("?", "??"):
-            kept[at] = "{0,1}"
-    return "".join(kept)
+    if error := _unsupported(tokens):
+        raise RuntimeError(f"{error} is not supported in the regular expression {text!r:.100}")
+    atoms = [_rewrite_atom(token, json_string) for token in tokens]
+    for at in range(1, len(atoms) if json_string else 0):
+        # In a pattern XGrammar ends an optional group inside of a loop at the group's start.
+        if atoms[at - 1] == ")" and atoms[at] in ("?", "??"):
+            atoms[at] = "{0,1}"
+    return "".join(atoms)
 
 
-def kept_ebnf(text: str) -> str:
-    """Returns the same grammar as XGrammar has to be given it. Raises RuntimeError, as XGrammar
-    does."""
-    return _EBNF.sub(_kept_part, text)
+def rewrite_ebnf(text: str) -> str:
+    """Returns an equivalent grammar that XGrammar enforces. Raises RuntimeError, like XGrammar, if
+    there is none."""
+    return _EBNF.sub(_rewrite_part, text)
 
 
 def class_of(ranges: Ranges) -> str:
@@ -80,16 +85,16 @@ def class_of(ranges: Ranges) -> str:
     if ranges == [(_CARET, _CARET)]:
         return r"\^"
     pieces = [piece for low, high in ranges for piece in _pieces(low, high)]
-    # XGrammar prints \x1f before a digit, and reads both as one escape: digits come first.
+    # XGrammar prints \x1f before a digit and parses both as one escape, so digits are first.
     pieces.sort(key=lambda piece: chr(piece[0]) not in hexdigits)
-    # It prints a class that begins with this character as a negated one.
+    # XGrammar prints a class that begins with this character as a negated class.
     if pieces[0][0] == _CARET:
         pieces = [(_CARET + 1, pieces[0][1]), *pieces[1:], (_CARET, _CARET)]
     return f"[{''.join(_written(low, high) for low, high in pieces if low <= high)}]"
 
 
-def _unkept(tokens: list[str]) -> str:
-    """Returns the first construct that XGrammar would ignore or read otherwise; empty: none."""
+def _unsupported(tokens: list[str]) -> str:
+    """Returns the first construct that XGrammar would ignore or misread, empty if none."""
     for before, token in zip(["", *tokens], tokens, strict=False):
         if token in _AHEAD:
             return f"a {_AHEAD[token]} {token}...)"
@@ -118,7 +123,7 @@ def _unknown_escape(token: str) -> str:
 
 
 def _anchor_inside(tokens: list[str], anchor: str) -> bool:
-    """Returns whether text may come before an anchor; tokens are reversed for the end's anchor."""
+    """Returns whether text may precede an anchor. For "$" the tokens are reversed."""
     opening, closing = ("(", ")") if anchor == "^" else (")", "(")
     starts: list[bool] = []
     at_start = True
@@ -138,15 +143,15 @@ def _anchor_inside(tokens: list[str], anchor: str) -> bool:
     return False
 
 
-def _kept_atom(token: str, json_string: bool) -> str:
+def _rewrite_atom(token: str, json_string: bool) -> str:
     token = _AS_CLASS.get(token, _AS_MARK.get(token, token))
     if token.startswith("["):
-        return _kept_class(token, json_string)
+        return _rewrite_class(token, json_string)
     if token.startswith(r"\U"):
         token = re.escape(chr(_point(token)))
     is_character = token != r"\b" and (len(token) == 1 or token.startswith("\\"))
     if json_string and is_character and _point(token) in _ESCAPED:
-        return f"(?:{_in_json(_point(token))})"  # XGrammar lets it stand in the string as it is
+        return f"(?:{_in_json(_point(token))})"  # XGrammar would not escape it
     return _long_escapes(token)
 
 
@@ -155,49 +160,49 @@ def _in_json(point: int) -> str:
 
 
 def _long_escapes(text: str) -> str:
-    r"""Returns the same text with \u0041 for \x41, which XGrammar takes for one with more digits if
-    such digits follow."""
+    r"""Returns the text with \u0041 for \x41, in which XGrammar would include following hex
+    digits."""
     items = _ITEM.findall(text)
     return "".join(
         rf"\u00{item[2:]}" if item.startswith(r"\x") and len(item) == 4 else item for item in items
     )
 
 
-def _kept_part(found: re.Match[str]) -> str:
+def _rewrite_part(found: re.Match[str]) -> str:
     if found["class"]:
-        kept = _kept_class(found["class"])
-        return '"^"' if kept == r"\^" else kept
+        rewritten = _rewrite_class(found["class"])
+        return '"^"' if rewritten == r"\^" else rewritten
     if found["string"]:
         return _long_escapes(found["string"])
     if found["regex"]:
         inner = "".join(chr(_point(item)) for item in _ITEM.findall(found["text"][1:-1]))
-        return f"{found['regex']}{json.dumps(kept_regex(inner), ensure_ascii=False)}"
+        return f"{found['regex']}{json.dumps(rewrite_regex(inner), ensure_ascii=False)}"
     return found[0]
 
 
 @lru_cache(maxsize=1024)
-def _kept_class(text: str, json_string: bool = False) -> str:
-    """Returns the same class; text of one that XGrammar keeps to is left as it is. In a JSON string
-    it has escapes of characters that it names, and no character that has to be escaped."""
+def _rewrite_class(text: str, json_string: bool = False) -> str:
+    """Returns an equivalent class, unchanged if XGrammar supports it. In a JSON string, characters
+    that JSON escapes become alternatives with their escapes."""
     if not text.endswith("]"):
-        return text  # XGrammar refuses it
+        return text  # XGrammar rejects it
     negated = text.startswith("[^")
     ranges = _ranges(text[1 + negated : -1])
-    kept = _complement([(0, 0), _SURROGATES, *(ranges if negated else _complement(ranges))])
-    if not kept:
+    allowed = _complement([(0, 0), _SURROGATES, *(ranges if negated else _complement(ranges))])
+    if not allowed:
         raise RuntimeError(f"no character matches {text:.100}")
-    escaped = [point for point in _ESCAPED if json_string and _has(kept, point)]
-    if not escaped and _is_kept(ranges, negated) and not text.startswith(r"[\^"):
+    escaped = [point for point in _ESCAPED if json_string and _has(allowed, point)]
+    if not escaped and _is_supported(ranges, negated) and not text.startswith(r"[\^"):
         return _long_escapes(text)
-    plain = _complement([*_complement(kept), *((point, point) for point in escaped)])
+    plain = _complement([*_complement(allowed), *((point, point) for point in escaped)])
     choices = [class_of(plain)] if plain else []
     choices += [] if negated and plain else [_in_json(point) for point in escaped]
     return choices[0] if len(choices) == 1 and plain else f"(?:{'|'.join(choices)})"
 
 
-def _is_kept(ranges: Ranges, negated: bool) -> bool:
-    """Returns whether XGrammar keeps to a class with these characters: of ASCII alone, or with all
-    others."""
+def _is_supported(ranges: Ranges, negated: bool) -> bool:
+    """Returns whether XGrammar supports a class with these characters: ASCII only, or a class that
+    is not negated and has all non-ASCII characters."""
     if all(high < _STARTS[0] for _, high in ranges):
         return True
     return not negated and any(low <= _STARTS[0] and high == _POINT_MAX for low, high in ranges)
@@ -208,7 +213,7 @@ def _has(ranges: Ranges, point: int) -> bool:
 
 
 def _ranges(body: str) -> Ranges:
-    """Returns what stands between a class's brackets, in order and without overlaps."""
+    """Returns the characters of a class's body, in order and without overlaps."""
     items = _ITEM.findall(body)[::-1]
     found: Ranges = []
     while items:
@@ -238,7 +243,8 @@ def _complement(ranges: Ranges) -> Ranges:
 
 
 def _pieces(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yields parts whose last bytes in UTF-8 are either equal or all that there are."""
+    """Yields parts of a range in which each trailing UTF-8 byte is either fixed or takes all
+    values."""
     for start in _STARTS:
         if low < start <= high:
             yield from _pieces(low, start - 1)
@@ -264,7 +270,7 @@ def _written(low: int, high: int) -> str:
 
 
 def _point(item: str) -> int:
-    """Returns the code point that a character or its escape stands for."""
+    """Returns the code point of a character or of its escape."""
     if len(item) == 1:
         return ord(item)
     if len(item) > 2:

@@ -1,4 +1,4 @@
-"""Prism's requests and SGLang's: checked and converted as its tokenizer manager would do."""
+"""Conversion of Prism's requests to SGLang's, with the checks of SGLang's tokenizer manager."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Converter = Callable[..., TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 def convert(
     request: Request, rid: str, *, context_length: int, vocab_size: int
 ) -> TokenizedGenerateReqInput:
-    """SGLang's input for `request` under the engine-local id `rid`.
+    """Returns SGLang's input for `request` under the engine-local id `rid`.
 
-    Raises RequestError when it can never run: the frontend checks the same, so this is the last
-    line of defence that keeps SGLang from truncating silently.
+    Raises RequestError if it can never run. The frontend checks the same; this is the last line of
+    defence against silent truncation by SGLang.
     """
     check(request, context_length, vocab_size)
     return TokenizedGenerateReqInput(
@@ -45,7 +45,8 @@ def convert(
 def convert_embedding(
     request: Request, rid: str, *, context_length: int, vocab_size: int
 ) -> TokenizedEmbeddingReqInput:
-    """The same for an embedding model. Raises RequestError likewise."""
+    """Returns SGLang's input for a request to an embedding model. Raises RequestError if it can
+    never run."""
     check(request, context_length, vocab_size)
     params = SamplingParams(max_new_tokens=0)
     params.normalize(None)
@@ -60,14 +61,14 @@ def convert_embedding(
 
 
 def converter(model: ModelSpec) -> Converter:
-    """Of the model's requests."""
+    """Returns the function that converts the model's requests."""
     return convert_embedding if model.embedding else convert
 
 
 def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
-    """Raises BadRequestError for values out of range.
+    """Returns SGLang's parameters. Raises BadRequestError for values out of range.
 
-    SGLang checks some of them only where it makes tensors, and an error there ends the engine.
+    SGLang checks some values only when it creates tensors, where an error ends the engine.
     """
     check_ranges(sampling)
     try:
@@ -87,8 +88,8 @@ def sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
             **_grammar(sampling),
         )
         params.normalize(None)
-        # Without a tokenizer SGLang refuses it; it asks the tokenizer for stop tokens alone, which
-        # the request has.
+        # SGLang rejects it without a tokenizer, from which it takes only stop tokens; the request
+        # has its stop tokens.
         params.min_new_tokens = sampling.min_tokens
         params.verify(vocab_size)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""SGLang's scheduler, fed and read in-process: no socket, no pickle, no thread.
+"""SGLang's scheduler in-process, without sockets, pickle and threads.
 
-Every override below replaces a construction method that SGLang calls from its `__init__`, or one
-of its per-step methods; tests/sglang/test_contract.py pins each of them.
+Every override below replaces a construction method that SGLang calls from its `__init__`, or a
+per-step method. tests/sglang/test_contract.py pins each of them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from sglang.srt.utils.common import DynamicGradMode
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.srt.utils.watchdog import Watchdog
 
-from kvcached.engines.sglang.retraction import make_way
+from kvcached.engines.sglang.retraction import retract_chunked_request
 from prism.engines.sglang import logprobs
 from prism.engines.sglang.grammars import Grammars
 from prism.engines.sglang.penalties import count_earlier_output
 from prism.messages.requests import Logprobs
 
-# What SGLang asks a tokenizer where `min_tokens` is set; requests bring their stop tokens.
+# Replaces the tokenizer that SGLang reads if `min_tokens` is set; requests have their stop tokens.
 _NO_TOKENIZER = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
 
 
@@ -53,14 +53,14 @@ class Emission:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: bytes = b""  # float32
-    refused: bool = False  # the request is wrong: no other engine would serve it
+    refused: bool = False  # the request is invalid: every engine would reject it
 
 
 class Outbox(list[Emission]):
-    """Replacement of SGLang's senders, which keeps emissions for the next `take`."""
+    """Replacement of SGLang's senders that stores emissions for the next `take`."""
 
     def send_output(self, output: Any, recv_obj: object = None) -> None:
-        """Keeps the abort of a request that never ran, and drops everything else."""
+        """Stores the abort of a request that never ran, and drops everything else."""
         if isinstance(output, AbortReq):
             reason = output.finished_reason or {}
             self.append(Emission(output.rid, [], "abort", str(reason.get("message", ""))))
@@ -72,7 +72,7 @@ class Outbox(list[Emission]):
 
 
 class InProcessStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
-    """Turns each request's new tokens into an emission, instead of a pickled batch."""
+    """Streamer that turns each request's new tokens into an emission instead of a pickled batch."""
 
     def stream_output(
         self, reqs: Sequence[Req], return_logprob: bool, skip_req: Req | None = None
@@ -107,7 +107,8 @@ def _emission(req: Req) -> Emission:
 
 
 def _embedding(req: Req) -> Emission:
-    """Returns the vector once the whole prompt is computed, since that of a part is useless."""
+    """Returns the emission of an embedding request, with the vector once the whole prompt is
+    computed."""
     finish, message = _finish(req.finished_reason)
     vector = np.asarray(req.embedding or (), "<f4") if finish == "length" else np.empty(0, "<f4")
     if finish == "length":
@@ -127,8 +128,8 @@ def _is_refused(reason: Any) -> bool:
 
 
 def _finish(reason: Any) -> tuple[str | None, str]:
-    """Returns the finish and a message. A matched string means broken logits, since SGLang is given
-    no stop strings."""
+    """Returns the finish and a message. A matched string means broken logits, since requests to
+    SGLang have no stop strings."""
     match reason:
         case None:
             return None, ""
@@ -143,13 +144,13 @@ def _finish(reason: Any) -> tuple[str | None, str]:
 
 
 class InProcessScheduler(Scheduler):  # type: ignore[misc]
-    """One model's scheduler. Thread rule: built and stepped by one thread."""
+    """Scheduler of one model. Thread rule: built and stepped by one thread."""
 
     retractions_total = 0
     running_batch: Any
     last_batch: Any
     chunked_req: Req | None
-    _waited: Sequence[Req] = ()  # as the step began
+    _waited: Sequence[Req] = ()  # waiting requests at the start of the step
 
     # --- construction without sockets and threads -------------------------------------------
 
@@ -169,7 +170,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         self.idle_sleeper = None
 
     def init_watch_dog_memory_saver_input_blocker(self) -> None:
-        # The stock watchdog's thread never ends and would pin this scheduler and its weights.
+        # SGLang's watchdog thread never ends and would keep this scheduler and its weights alive.
         self.watchdog = Watchdog.create("Scheduler", None)
         self.memory_saver_adapter = TorchMemorySaverAdapter.create(
             enable=get_exec().features.enable_memory_saver
@@ -187,8 +188,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         return InProcessStreamer
 
     def _create_generation_req(self, recv_req: Any, *args: Any, **kwargs: Any) -> Req:
-        """Creates a request. One that ignores end-of-sequence still stops at its own stop tokens,
-        both of which SGLang would ignore."""
+        """Creates a request. A request that ignores end-of-sequence still ends at its own stop
+        tokens; SGLang would ignore both."""
         params = recv_req.sampling_params
         if params.ignore_eos and params.stop_token_ids:
             params.ignore_eos = False
@@ -198,9 +199,9 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     # --- one step ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Does what SGLang's event loop does before its first turn."""
-        # Sampling with each request's own seed; as a start-up argument it would switch the prefix
-        # cache off, which is about reproducible logits, not about seeds.
+        """Does the steps of SGLang's event loop before its first iteration."""
+        # Enables sampling with each request's own seed. As a start-up argument it would also
+        # disable the prefix cache, for reproducible logits that seeds do not need.
         get_context().override("prism.seeds", enable_deterministic_inference=True)
         self.tokenizer = _NO_TOKENIZER
         self._war_barrier_enabled = False
@@ -209,9 +210,9 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
 
     @DynamicGradMode()  # type: ignore[untyped-decorator]
     def step(self) -> Any:
-        """Runs one turn of SGLang's normal event loop. Returns the batch that ran, or None."""
-        # Memory may have come free on the device since the last turn, without one of this
-        # engine's requests ending, which is all that SGLang itself waits for.
+        """Runs one iteration of SGLang's normal event loop. Returns the batch that ran, or None."""
+        # Memory may have become free on the device since the last step; SGLang itself waits only
+        # for the end of one of its requests.
         self.running_batch.batch_is_full = False
         self.cur_batch_for_debug, self._waited = None, self.waiting_reqs()
         plan = self.get_next_batch_to_run(
@@ -227,13 +228,13 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
             self.grammar_manager.flush()
         else:
             self._sched_idled = True
-            self.on_idle()  # SGLang's own check that no slot is lost, once nothing is left
+            self.on_idle()  # SGLang checks that no slot is lost when it is idle
         self.last_batch = batch
         self.token_to_kv_pool_allocator.return_held_blocks()
         return batch
 
     def update_running_batch(self, batch: Any) -> Any:
-        make_way(self, batch)
+        retract_chunked_request(self, batch)
         return super().update_running_batch(batch)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
@@ -247,8 +248,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         self.abort_request(AbortReq(rid=rid))
 
     def drop_all(self) -> None:
-        """Removes every request and frees its KV, also after a step that raised an error. Emits
-        nothing for them. REQUIRES: no grammar is being compiled."""
+        """Removes all requests and frees their KV, also after a step that raised an error, without
+        emissions. REQUIRES: no grammar is being compiled."""
         reqs = {id(req): req for req in (*self.stepping_reqs(), *self.open_reqs())}
         for req in reqs.values():
             if req.kv.holds_kv or req.kv.holds_mamba:
@@ -260,30 +261,32 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         self.outbox.clear()
 
     def find(self, rid: str) -> Req | None:
-        """Returns an open request in any state between two steps, None once it has ended."""
+        """Returns an open request in any state between two steps, None if it has ended."""
         return next((req for req in self.open_reqs() if req.rid == rid), None)
 
     def open_reqs(self) -> Iterator[Req]:
-        """Yields all open requests in any state between two steps. Some come twice."""
+        """Yields all open requests in any state between two steps, some of them twice."""
         batches = [b.reqs for b in (self.running_batch, self.last_batch) if b is not None]
         for reqs in (*batches, self.waiting_reqs(), self.compiling_reqs()):
             yield from (req for req in reqs if not req.finished())
 
     @staticmethod
     def prefill_left(req: Req) -> int:
-        """Returns the tokens to compute before the request's next token (prefix cache aside)."""
+        """Returns the number of tokens to compute before the request's next token, without regard
+        to tokens that the prefix cache may gain."""
         return len(req.origin_input_ids) + len(req.output_ids) - int(req.prefix_len or 0)
 
     def stepping_reqs(self) -> list[Req]:
-        """Returns the requests of an unfinished step: its batch. Before a batch is planned, which
-        takes memory too, these are the requests taken from the queue, or else the queue's head."""
+        """Returns the requests of an unfinished step: those of its batch. Planning a batch takes
+        memory too; before it is complete these are the requests taken from the queue, or the head
+        of the queue."""
         if self.cur_batch_for_debug:
             return list(self.cur_batch_for_debug.reqs)
         taken = [req for req in self._waited if req not in self.waiting_queue]
         return taken or list(self._waited[:1])
 
     def waiting_reqs(self) -> list[Req]:
-        """Returns requests whose prompt is not computed yet, also the half-prefilled one."""
+        """Returns requests whose prompt is not computed yet, including the one in chunks."""
         chunked = self.chunked_req
         return [*self.waiting_queue, *([] if chunked is None else [chunked])]
 

@@ -13,16 +13,17 @@ from prism.engines.sglang import gpu, lora
 from prism.engines.sglang.loader import KvcachedLoader
 from prism.messages.engine import ActivateEngine
 
-# SGLang refuses prompts of its context minus 6 tokens or more and ends requests one token early;
-# with this many positions more, a request may fill the model's whole context. Positions above the
-# model's own context are never computed: `requests.convert` rejects such requests.
+# SGLang rejects prompts of its context minus 6 tokens or more and ends requests one token early.
+# With this many additional positions a request may fill the model's whole context. Positions above
+# the model's own context are never computed: `requests.convert` rejects such requests.
 CONTEXT_SLACK_TOKENS = 8
 
 
 def build(
     order: ActivateEngine, plan: MemoryPlan, engine: EngineConfig, *, ranks: int, device: str
 ) -> ServerArgs:
-    """Arguments that make SGLang deterministic and free of sockets, one process for a rank."""
+    """Returns arguments that make SGLang deterministic and free of sockets, with one process per
+    rank."""
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora.settings(order.model.lora, device)
     own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host()
@@ -39,26 +40,29 @@ def on_host() -> dict[str, Any]:
 
 
 def on_gpu(order: ActivateEngine, engine: EngineConfig) -> dict[str, Any]:
-    """SGLang's own kernels and backends, but for sampling: FlashInfer's takes no seeds, and each
-    request has its own. Graphs of decode steps for every batch size that can occur (larger ones
-    would be captured for nothing; `decode_graphs.py` says when), none of prefills: SGLang would
-    capture dozens at every activation."""
+    """Returns the arguments for a GPU: SGLang's own kernels and backends, except for sampling.
+
+    Each request has its own seed, and FlashInfer's sampling does not support seeds. Graphs of
+    decode steps are captured for every possible batch size (`decode_graphs.py`), none of prefills:
+    SGLang would capture dozens at every activation.
+    """
     arguments: dict[str, Any] = {
         "device": "cuda",
         "sampling_backend": "pytorch",
         "attention_backend": gpu.attention_backend(engine.attention_backend),
         "disable_prefill_cuda_graph": True,
     }
-    if engine.cuda_graphs == "off" or order.model.embedding:  # which has no decode steps
+    if engine.cuda_graphs == "off" or order.model.embedding:  # embeddings have no decode steps
         return arguments | {"disable_decode_cuda_graph": True}
-    # SGLang would thaw what the fork server froze, and every later collection would walk it.
+    # SGLang would unfreeze the objects that the fork server froze, and every later garbage
+    # collection would traverse them.
     return arguments | {"cuda_graph_max_bs_decode": order.max_running, "enable_cudagraph_gc": True}
 
 
 def settings(
     order: ActivateEngine, plan: MemoryPlan, prefill_chunk_tokens: int, ranks: int
 ) -> dict[str, Any]:
-    """Those that hold on every device."""
+    """Returns the arguments for all devices."""
     spec = order.model
     return {
         "model_path": spec.path,
@@ -83,7 +87,7 @@ def settings(
 
 
 def ports() -> PortArgs:
-    """Names of sockets that are never opened."""
+    """Returns empty names of sockets, which are never opened."""
     return PortArgs(
         tokenizer_ipc_name="",
         scheduler_input_ipc_name="",
@@ -97,5 +101,5 @@ def ports() -> PortArgs:
 
 
 def _chunk_tokens(tokens: int) -> int:
-    """SGLang wants chunks of whole blocks, at least one."""
+    """Returns the prefill chunk rounded to whole blocks, at least one, as SGLang requires."""
     return max(tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""What must be in place before `import sglang`: the environment, and stand-ins for what a machine
+"""Preparation of `import sglang`: environment variables, and stand-ins for libraries that a machine
 without a GPU lacks."""
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from prism.engines.sglang import gpu
 PLATFORM_ENTRY_POINT = "prism_cpu"
 
 _ENVIRONMENT = {
-    # A model may be served with a few more positions than its config says: SGLang keeps two back.
+    # A model may be served with a few more positions than its config has: SGLang reserves some.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # The process groups of one rank never talk, but gloo opens a port for each, and NCCL one for
-    # several: on loopback.
+    # Process groups of one rank never communicate, but gloo opens a port for each, and NCCL one for
+    # several. They use the loopback interface.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # Positions of a prompt whose log probabilities are computed at once: each takes a vocabulary of
-    # float32.
+    # Number of prompt positions whose log probabilities are computed at once. Each takes one
+    # float32 per vocabulary entry.
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
-    # Log probabilities are those before temperature, as OpenAI's are.
+    # Log probabilities before temperature, as in OpenAI's API.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -35,8 +35,8 @@ _WITHOUT_GPU = {
 
 
 def install() -> None:
-    """Set the environment and the stand-ins. REQUIRES: sglang is not imported yet, and
-    SGLANG_PLATFORM names the platform of a GPU if it is for one."""
+    """Sets the environment variables and the stand-ins. REQUIRES: sglang is not imported yet, and
+    SGLANG_PLATFORM is set for a GPU."""
     on_gpu = os.environ.get("SGLANG_PLATFORM") == gpu.PLATFORM_ENTRY_POINT
     for name, value in (_ENVIRONMENT if on_gpu else _ENVIRONMENT | _WITHOUT_GPU).items():
         os.environ.setdefault(name, value)
@@ -44,8 +44,8 @@ def install() -> None:
 
 
 def install_after_import() -> None:
-    """SGLang imports its fused kernels for Blackwell GPUs whenever it builds a model with a gated
-    MLP on CUDA, whatever the GPU. Where CUTLASS, which they need, is missing, models do without."""
+    """Disables fused kernels that need CUTLASS if it is not installed. SGLang imports these kernels
+    for Blackwell GPUs for every model with a gated MLP on CUDA, also on other GPUs."""
     if importlib.util.find_spec("cutlass") is None:
         from sglang.srt.layers.dual_gemm import DualGemm
 

@@ -1,9 +1,9 @@
-"""A process that compiles and matches grammars as engines do, so that one which crashes or takes
-all memory does it here: python -m prism.engines.sglang.try_grammar.
+"""Process that compiles and matches grammars like an engine, so that a grammar that crashes or
+takes all memory does so here: python -m prism.engines.sglang.try_grammar.
 
-A line of JSON on standard input asks: {"directory", "vocab_size", "kind", "text", "cpu_s_max"}. A
-line answers: {"error": what is wrong with the grammar, or ""; "cpu_s": CPU time of the trial}. The
-kernel ends the process with SIGPROF when a trial takes more than `cpu_s_max`.
+A request is a line of JSON on stdin: {"directory", "vocab_size", "kind", "text", "cpu_s_max"}. The
+answer is a line on stdout: {"error": what is wrong with the grammar, or ""; "cpu_s": CPU time of
+the trial}. The kernel ends the process with SIGPROF if a trial takes more than `cpu_s_max`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from xgrammar import (
 
 from prism.engines.sglang import vocabulary
 from prism.engines.sglang.grammar_process import MATCH_CPU_S, cpu_limit
-from prism.engines.sglang.json_schemas import unkept
-from prism.engines.sglang.known import package_folder
+from prism.engines.sglang.json_schemas import unenforced
 from prism.engines.sglang.parsers import WHITESPACE_MAX
+from prism.engines.sglang.supported_models import package_folder
 from prism.process import die_with_parent
 
-# Beyond what it holds with its libraries. Engines have room for more.
+# In addition to the process with its libraries. Engines have more memory.
 MEMORY_BYTES_MAX = 2 << 30
-# Half of what a thread of an engine has, which compiles the same.
+# Half the stack of an engine's thread that compiles the same grammar.
 STACK_BYTES = 4 << 20
-# An engine ends a request at MATCH_CPU_S. What the model will write is not known here.
+# Half the limit of an engine, since the model's actual output is not known here.
 _MATCH_CPU_S = MATCH_CPU_S / 2
 _WALK_TOKENS = 64
-# Where in its sources XGrammar found an error, and when.
-_PLACE = re.compile(r"^\[[0-9:]+\] \S+: ")
+# Prefix of XGrammar's errors: time and position in its source code.
+_ERROR_PREFIX = re.compile(r"^\[[0-9:]+\] \S+: ")
 
 
 def main() -> None:
@@ -67,13 +67,13 @@ def _serve() -> None:
     for line in sys.stdin:
         asked, began_s = json.loads(line), time.process_time()
         with cpu_limit(asked["cpu_s_max"]):
-            error = tried(asked)
+            error = grammar_error(asked)
         answer = {"error": error, "cpu_s": time.process_time() - began_s}
         print(json.dumps(answer), flush=True)
 
 
-def tried(asked: dict[str, Any]) -> str:
-    """What is wrong with the grammar; empty: nothing."""
+def grammar_error(asked: dict[str, Any]) -> str:
+    """Returns what is wrong with the grammar, empty if nothing is."""
     try:
         made, info = _compiler(asked["directory"], asked["vocab_size"])
         compiled = _compile(made, asked["kind"], asked["text"])
@@ -86,7 +86,7 @@ def tried(asked: dict[str, Any]) -> str:
         if slowest_s > _MATCH_CPU_S:
             return f"it takes {1000 * slowest_s:.0f} ms of CPU time to match one token; simplify it"
     except (RuntimeError, ValueError, RecursionError) as error:
-        first = _PLACE.sub("", str(error).strip()).partition("\n")[0]
+        first = _ERROR_PREFIX.sub("", str(error).strip()).partition("\n")[0]
         return first or type(error).__name__
     except MemoryError:
         return "it takes too much memory"
@@ -94,9 +94,11 @@ def tried(asked: dict[str, Any]) -> str:
 
 
 def _walk(compiled: CompiledGrammar, info: TokenizerInfo, repeats: float) -> Iterator[float]:
-    """Yields the CPU time of each token of an output that is drawn from what the grammar allows, s.
-    With probability `repeats` a token is the one before, where that is allowed. A token that leads
-    to the end is taken back. Ends after the first token that takes too long."""
+    """Yields the CPU time in seconds of each token of a random output that the grammar allows.
+
+    With probability `repeats` a token repeats the previous one, if that is allowed. A token after
+    which only the end is allowed is replaced. Stops after the first token that takes too long.
+    """
     draw, matcher = random.Random(0), GrammarMatcher(compiled)
     mask = allocate_token_bitmask(1, info.vocab_size)
     token, before = 0, np.zeros(0, bool)
@@ -133,7 +135,7 @@ def _compile(made: GrammarCompiler, kind: str, text: str) -> CompiledGrammar:
         schema = json.loads(text)
         _validation().validate_xgrammar_json_schema(schema)
         compiled = made.compile_json_schema(text, max_whitespace_cnt=WHITESPACE_MAX)
-        _refuse_unkept(schema)
+        _reject_unenforced(schema)
         return compiled
     if kind == "regex":
         return made.compile_regex(text)
@@ -142,22 +144,22 @@ def _compile(made: GrammarCompiler, kind: str, text: str) -> CompiledGrammar:
     return made.compile_grammar(text)
 
 
-def _refuse_unkept(schema: Any) -> None:
-    """Of a schema that compiles: parts that nothing leads to may have any form. Raises
-    ValueError."""
+def _reject_unenforced(schema: Any) -> None:
+    """Raises ValueError for a part of the schema that XGrammar does not enforce. The schema
+    compiles, but unreachable parts may have any form."""
     for part, place in _validation()._iter_subschemas(schema):
         try:
-            error = unkept(part, schema)
+            error = unenforced(part, schema)
         except (AttributeError, TypeError):
-            error = "this is no schema"
+            error = "this is not a schema"
         if error:
             raise ValueError(f"{error} (at {place:.200})")
 
 
 @lru_cache(maxsize=1)
 def _validation() -> ModuleType:
-    """SGLang's list of what XGrammar ignores in a schema: its file alone, since the package takes
-    seconds to import."""
+    """Imports SGLang's list of schema parts that XGrammar ignores. Imports its file alone, since
+    the package takes seconds to import."""
     path = package_folder("sglang") / "srt/constrained/json_schema_validation.py"
     spec = importlib.util.spec_from_file_location("prism._json_schema_validation", path)
     assert spec is not None

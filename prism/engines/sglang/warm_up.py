@@ -1,5 +1,5 @@
-"""First tokens of a model, before its first request. They touch pages, do lazy set-up, and show
-whether the model computes correctly on this engine."""
+"""Warm-up of a model before its first request. Its tokens touch pages, trigger lazy set-up, and
+show whether the model computes correctly on this engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prism.messages.requests import Sampling
 
 _STEPS_MAX = 16
 _ERROR_CHARACTERS = 1000
-_DRAWN, _FAILED, _NO_MEMORY = 1, 0, -1  # votes of a rank: the worst one holds
+_DRAWN, _FAILED, _NO_MEMORY = 1, 0, -1  # votes of a rank: the smallest decides
 
 log = logging.getLogger("prism.engine")
 
@@ -32,11 +32,11 @@ log = logging.getLogger("prism.engine")
 def run(
     scheduler: InProcessScheduler, order: ActivateEngine, stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns greedy tokens for a fixed prompt, the model's fingerprint. That of an embedding model
-    is the places of the largest values in the prompt's vector.
+    """Returns the model's fingerprint: greedy tokens for a fixed prompt. For an embedding model, it
+    is the indices of the largest values in the prompt's vector.
 
-    Raises SelfCheckError without an answer, and for an answer that is neither what `order` expects
-    nor what was `stored` with the weights (empty: they are not from the store).
+    Raises SelfCheckError without an answer, and for an answer that differs from the one in `order`
+    or from the one `stored` with the weights (empty for weights from files).
     REQUIRES: nothing else runs.
     """
     greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
@@ -54,12 +54,12 @@ def _largest(vector: bytes) -> list[int]:
 
 
 def sample(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup) -> None:
-    """Draws tokens at random, so that the first request that samples does not wait for kernels to
-    be compiled.
+    """Samples tokens, so that the first request that samples does not wait for the compilation of
+    kernels.
 
     A failed draw is a warning, since greedy requests do not need those kernels. It is repeated
     without torch.compile, which stays off in this process if the second draw succeeds. A
-    collective of the ranks: when a draw fails on one, all repeat it.
+    collective of the ranks: if a draw fails on one, all repeat it.
 
     Raises torch.OutOfMemoryError and RankLostError. REQUIRES: nothing else runs.
     """
@@ -72,16 +72,16 @@ def sample(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGrou
             eager.pop_all()
             log.warning("model %s: torch.compile is off in this engine from now on", name)
             return
-    log.warning("model %s is served, but its requests that sample may fail", name)
+    log.warning("model %s is served, but its requests with sampling may fail", name)
 
 
 def _draw(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup) -> bool:
-    """Returns whether every rank drew tokens, alone and in a batch, since SGLang compiles for both,
-    with and without top_p."""
+    """Returns whether every rank drew tokens: alone and in a batch, which SGLang compiles
+    separately, and with and without top_p."""
     plain = Sampling(max_tokens=1, temperature=1.0, ignore_eos=True, seed=1)
     for drawn in ([plain], [plain, plain], [msgspec.structs.replace(plain, top_p=0.9)] * 2):
         error = _draw_error(scheduler, order, drawn)
-        # All ranks vote after each draw, since one that continued alone would wait for the others.
+        # All ranks vote after each draw, since a rank that continued alone would wait for others.
         worst = ranks.least(_vote(error))
         if worst == _DRAWN:
             continue
@@ -89,7 +89,7 @@ def _draw(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         if worst == _NO_MEMORY:
-            raise torch.OutOfMemoryError("another rank did, at its warm-up")
+            raise torch.OutOfMemoryError("another rank ran out of memory in its warm-up")
         if error is not None:
             said = textwrap.shorten(f"{type(error).__name__}: {error}", _ERROR_CHARACTERS)
             log.warning("model %s cannot draw tokens at random (%s)", order.model.name, said)
@@ -100,14 +100,15 @@ def _draw(scheduler: InProcessScheduler, order: ActivateEngine, ranks: RankGroup
 def _draw_error(
     scheduler: InProcessScheduler, order: ActivateEngine, drawn: Sequence[Sampling]
 ) -> Exception | None:
-    """Returns the error of a draw. Compilers and their kernels raise errors of every kind."""
+    """Returns the error of a draw, None if it succeeded. Compilers and their kernels raise errors
+    of every kind."""
     try:
         emissions = _answers(scheduler, order, drawn)
     except RankLostError:
         raise
     except Exception as error:  # noqa: BLE001
-        log.info("a draw at random fails\n%s", traceback.format_exc())
-        return error.with_traceback(None)  # which would keep the step's tensors
+        log.info("sampling failed in the warm-up\n%s", traceback.format_exc())
+        return error.with_traceback(None)  # a traceback would keep the step's tensors
     if sum(len(emission.token_ids) for emission in emissions) == len(drawn):
         return None
     said = "; ".join(e.message for e in emissions if e.message) or "no error"
@@ -123,7 +124,7 @@ def _vote(error: Exception | None) -> int:
 def _answers(
     scheduler: InProcessScheduler, order: ActivateEngine, samplings: Sequence[Sampling]
 ) -> list[Emission]:
-    """Runs requests with the fixed prompt together to their end. Returns their emissions."""
+    """Runs requests with the fixed prompt together until they end. Returns their emissions."""
     vocab_size = scheduler.model_config.vocab_size
     scheduler.process_input_requests(
         [

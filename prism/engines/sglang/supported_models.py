@@ -1,4 +1,7 @@
-"""Which models SGLang can load, read off the installed sources: importing them takes seconds."""
+"""Models that the installed SGLang supports.
+
+The module reads SGLang's source files, since importing them takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from pathlib import Path
 
 
 def refuses(model: Path, embeds: bool = False) -> str:
-    """Why SGLang cannot serve the checkpoint in this folder; empty where nothing is known against
-    it."""
+    """Returns the reason why SGLang cannot serve the checkpoint in this folder, "" if none is
+    known."""
     if find_spec("sglang") is None or find_spec("transformers") is None:
         return ""
     config = json.loads((model / "config.json").read_text())
@@ -31,14 +34,15 @@ def refuses(model: Path, embeds: bool = False) -> str:
         )
     if embeds and not _pools(architecture):
         return (
-            f"{model}/config.json names {architecture}, of which SGLang makes no embeddings; give"
+            f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
             " another model or set embeddings: false"
         )
     return ""
 
 
 def parser_names() -> dict[str, list[str]]:
-    """What the YAML's keys of a model's parsers may name; empty where that is not known."""
+    """Returns the valid values of a model's parser keys in the YAML, without keys whose values are
+    not known."""
     if find_spec("sglang") is None:
         return {}
     folder = package_folder("sglang") / "srt"
@@ -50,14 +54,14 @@ def parser_names() -> dict[str, list[str]]:
 
 
 def _list_in(file: Path) -> list[str]:
-    """The names in a module that has nothing else."""
+    """Returns the names in a module that only assigns lists of names."""
     assigned = (each for each in ast.parse(file.read_text()).body if isinstance(each, ast.Assign))
     return sorted(name for each in assigned for name in ast.literal_eval(each.value))
 
 
 def _pools(architecture: str) -> bool:
-    """The class answers with the state of the last token, or one that it is derived from. What only
-    transformers implement does."""
+    """Returns whether the model class, or a base class, can return an embedding of the last token.
+    Classes that only transformers implements always can."""
     texts = [file.read_text(errors="replace") for file in _own_models()]
     seen, names = set[str](), [architecture]
     while names:
@@ -82,7 +86,8 @@ def _configurations() -> Iterator[Path]:
 
 
 def _models() -> Iterator[Path]:
-    """SGLang also serves what transformers implement."""
+    """Yields the files that name models: SGLang's own, and transformers' list, since SGLang also
+    serves these."""
     yield from _own_models()
     yield package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
 
@@ -97,7 +102,7 @@ def _found(pattern: str, files: Iterator[Path]) -> bool:
 
 
 def package_folder(name: str) -> Path:
-    """Where it is installed. Raises ModuleNotFoundError."""
+    """Returns the folder of an installed package. Raises ModuleNotFoundError."""
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"{name} is not installed: install the engine's requirements")
