@@ -1,4 +1,4 @@
-"""What a model's own files say: config.json and the headers of its safetensors, without torch."""
+"""Reader of a model's config.json and of the headers of its safetensors, without torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from prism.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Of config.json, which say nothing of the bytes that an engine takes.
+# Valid dtypes in a config.json that do not determine the dtype in an engine.
 _OPEN_DTYPES = ("auto", "float64", "float8_e4m3fn", "float8_e5m2")
 
-# Buffers that some checkpoints carry and no engine loads: GPT-2's masks, rotary tables.
+# Buffers that some checkpoints have and no engine loads: GPT-2's masks, rotary tables.
 _BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _TEXT_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 
-# config.json may leave out what equals the architecture's default.
+# Defaults of architectures, which a config.json may omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
     "llama": {"max_position_embeddings": 2048},
@@ -42,8 +42,8 @@ class ModelFiles:
     """Geometry and parameter count of a checkpoint."""
 
     architecture: str
+    # Dtype in config.json, by default float32.
     stored_dtype: str
-    """What its config names."""
     context_length: int
     num_layers: int
     num_kv_heads: int
@@ -51,7 +51,8 @@ class ModelFiles:
     parameters: int
 
     def shape(self, dtype: str, context_length: int | None) -> dict[str, Any]:
-        """A ModelSpec's fields of the model in `dtype`; no context is longer than the files'."""
+        """Returns fields of a ModelSpec for the model in `dtype`. `context_length` is capped at the
+        one in the files."""
         return {
             "architecture": self.architecture,
             "dtype": dtype,
@@ -68,15 +69,15 @@ class ModelFiles:
         return self.parameters * DTYPE_BYTES[dtype]
 
     def token_bytes(self, dtype: str) -> int:
-        """KV bytes of one token over all layers, K and V."""
+        """Returns the bytes of one token's KV over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
 def inspect_model(path: Path, key: str) -> ModelFiles:
-    """Read the checkpoint in directory `path`. Raises ConfigError that names `key` (the YAML key
-    which led here), the file, and what to change."""
+    """Reads the checkpoint in directory `path`. Raises ConfigError that names `key` (the YAML key
+    of the path), the file, and what to change."""
     if not path.is_dir():
-        raise ConfigError(f"{key}: there is no directory {path}; correct the path")
+        raise ConfigError(f"{key}: {path} is not a directory; correct the path")
     config = read_config(path, key)
     architecture = _architecture(config, path, key)
     if not (path / "tokenizer.json").is_file():
@@ -97,15 +98,15 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Values of a config.json. What is absent or null has a default; all else must be of its kind.
-    Methods raise ConfigError that names the file and the key."""
+    """Values of a config.json. Absent and null values have defaults; others must have the right
+    type. Methods raise ConfigError that names the file and the key."""
 
     values: dict[str, Any]
     path: Path
     key: str
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of these keys that there is."""
+        """Returns the value of the first of these keys that is present."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -126,7 +127,7 @@ class Lookup:
         return default if value is None else value
 
     def head_dim(self) -> int:
-        """By default the hidden size over all heads."""
+        """Returns the head dimension, by default the hidden size divided by the heads."""
         if self.values.get("head_dim") is not None:
             return self.integer("head_dim")
         hidden = self.integer("hidden_size", "n_embd")
@@ -147,12 +148,12 @@ class Lookup:
 
 
 def config_file(path: Path) -> Path:
-    """Of a folder; or the file itself, under any name that ends in .json."""
+    """Returns the config.json of a folder, or `path` itself if its name ends in .json."""
     return path if path.suffix == ".json" else path / "config.json"
 
 
 def text_part(config: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
-    """The part of a config.json that is of the text model. Raises ConfigError."""
+    """Returns the text model's part of a config.json. Raises ConfigError."""
     text = config.get("text_config") or config
     if not isinstance(text, dict):
         raise Lookup(config, path, key).mistake("text_config", "an object")
@@ -160,7 +161,7 @@ def text_part(config: dict[str, Any], path: Path, key: str) -> dict[str, Any]:
 
 
 def with_defaults(text: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that is of the text model, with what its architecture implies."""
+    """Returns the text model's part of a config.json with the defaults of its architecture."""
     return {**_DEFAULTS.get(str(text.get("model_type")), {}), **text}
 
 
@@ -168,7 +169,7 @@ def read_config(path: Path, key: str) -> dict[str, Any]:
     file = config_file(path)
     if not file.is_file():
         raise ConfigError(
-            f"{key}: {path} {'is not there' if file == path else 'has no config.json'}; give a"
+            f"{key}: {path} {'does not exist' if file == path else 'has no config.json'}; give a"
             " directory in Hugging Face's layout (config.json, tokenizer.json, *.safetensors)"
         )
     try:
@@ -204,8 +205,8 @@ def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
 
 
 def named_dtype(config: dict[str, Any], path: Path, key: str) -> str | None:
-    """The one of DTYPE_BYTES that a config.json names, of the text model first; None where it
-    leaves it open. Raises ConfigError for a name that is none."""
+    """Returns the dtype in a config.json, first of the text model, that is in DTYPE_BYTES. Returns
+    None if it names none or an open one. Raises ConfigError for an unknown dtype."""
     for part in (text_part(config, path, key), config):
         for name in ("dtype", "torch_dtype"):
             value = part.get(name)
@@ -218,8 +219,9 @@ def named_dtype(config: dict[str, Any], path: Path, key: str) -> str | None:
 
 
 def _count_parameters(path: Path, tied: bool | None, key: str) -> int:
-    """Parameters an engine allocates. With tied embeddings lm_head shares the embedding's memory
-    even where the file stores it again; without the setting, its absence means tied."""
+    """Returns the number of parameters that an engine allocates. With tied embeddings lm_head
+    shares the embedding's memory, even if the file stores it again. Without the setting, embeddings
+    are tied if the file has no lm_head."""
     sizes = dict(_tensor_sizes(path, key))
     return sum(
         size
@@ -232,7 +234,7 @@ def _tensor_sizes(path: Path, key: str) -> Iterator[tuple[str, int]]:
     for file in _weight_files(path, key):
         try:
             with safe_open(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     yield name, prod(tensors.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ConfigError(

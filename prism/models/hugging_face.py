@@ -1,4 +1,4 @@
-"""Importing transformers where torchvision's compiled half cannot load."""
+"""Import of transformers, also if torchvision's compiled library cannot be loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcached.engines.stand_ins import declare_torchvision_operators
 
 
 def import_transformers() -> Any:
-    """The transformers module, usable and offline. Takes seconds the first time."""
+    """Imports transformers in offline mode and without its logs. Takes seconds the first time."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     declare_torchvision_operators()
     transformers = importlib.import_module("transformers")

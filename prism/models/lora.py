@@ -1,4 +1,4 @@
-"""What a LoRA adapter's own files say (PEFT's format), and whether a model can serve it; without
+"""Reader of a LoRA adapter's files (PEFT's format), and check whether a model can serve it; without
 torch."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prism.models.files import Lookup, ModelFiles, read_config, text_part, with_
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _TENSOR = re.compile(r"\.layers\.(\d+)\.[\w.]*?(\w+)\.lora_(A|B)\.weight$")
-# Engines keep these as one matrix.
+# Groups of modules that engines fuse into one matrix.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# What changes an adapter's arithmetic in a way that engines do not compute, and values that do not.
+# Settings of adapters that engines do not support, with the values that disable them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "use_rslora": (None, False),
@@ -35,13 +35,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraBase:
-    """Sizes of the model that adapters are for."""
+    """Sizes of an adapter's base model."""
 
     layers: int
     hidden: int
     heads: int  # width of all heads' queries
     kv_heads: int  # width of all heads' keys
-    inner: int  # of the MLP; 0: experts
+    inner: int  # width of the MLP; 0 with experts
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -62,22 +62,26 @@ class LoraBase:
 
 
 def inspect_adapter(path: Path, where: str, base: LoraBase, rank_max: int) -> tuple[int, set[str]]:
-    """Its rank, and the modules that it changes. Raises ConfigError that names `where` (the YAML
-    key that led here), what is wrong and what to change."""
+    """Returns an adapter's rank and the modules that it changes. Raises ConfigError that names
+    `where` (the YAML key of the path), what is wrong and what to change."""
     rank = _rank(_config(path, where), path, where, rank_max)
     return rank, _targets(base, path, where, rank)
 
 
 def with_fused(modules: Set[str]) -> set[str]:
-    """And those that engines fuse with them, for which they make room, too."""
+    """Returns the modules and those that engines fuse with them, which also take memory."""
     return {name for group in FUSED if {*group} & modules for name in group} | {*modules}
 
 
 def module_of(
     name: str, shape: Sequence[int], rank: int, layers: int, shapes: Mapping[str, tuple[int, int]]
 ) -> str:
-    """Which of the modules with `shapes` (inputs, outputs) an adapter's tensor is for. Raises
-    ValueError with the reason why it fits none of `layers` layers."""
+    """Returns the module that an adapter's tensor changes. Raises ValueError with the reason if the
+    tensor fits no module of the model.
+
+    Args:
+        shapes: (inputs, outputs) of the modules.
+    """
     match = _TENSOR.search(name)
     if match is None or match[2] not in shapes:
         raise ValueError(
@@ -88,7 +92,7 @@ def module_of(
     expected = [rank, inputs] if match[3] == "A" else [outputs, rank]
     if list(shape) != expected or int(match[1]) >= layers:
         raise ValueError(
-            f"it was made for another model: {name} has shape {list(shape)}, and this model of"
+            f"it was made for another model: {name} has shape {list(shape)}, but this model of"
             f" {layers} layers needs {expected}; correct the path"
         )
     return match[2]
@@ -99,7 +103,7 @@ def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
     text = with_defaults(text_part(config, model, key))
     lookup = Lookup(text, model, key)
     experts = any(text.get(name) for name in _EXPERTS)
-    # Gemma 3n lists one for each layer
+    # Gemma 3n has a list with one size for each layer.
     unknown = experts or isinstance(text.get("intermediate_size"), list)
     heads = lookup.integer("num_attention_heads", "n_head")
     return LoraBase(
@@ -146,10 +150,10 @@ def _rank(config: dict[str, Any], path: Path, where: str, rank_max: int) -> int:
 
 
 def _targets(base: LoraBase, path: Path, where: str, rank: int) -> set[str]:
-    """The modules that its tensors are for, after a check of each one's name and shape."""
+    """Checks name and shape of each tensor. Returns the modules that they change."""
     found = list(_tensors(path / WEIGHTS, where))
     if not found:
-        raise ConfigError(f"{where}: {path / WEIGHTS} holds nothing; save the adapter again")
+        raise ConfigError(f"{where}: {path / WEIGHTS} is empty; save the adapter again")
     try:
         return {module_of(*tensor, rank, base.layers, base.shapes) for tensor in found}
     except ValueError as error:
@@ -159,7 +163,7 @@ def _targets(base: LoraBase, path: Path, where: str, rank: int) -> set[str]:
 def _tensors(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
     try:
         with safe_open(file, framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 yield name, tensors.get_slice(name).get_shape()
     except (SafetensorError, OSError) as error:
         raise ConfigError(

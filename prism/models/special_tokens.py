@@ -1,4 +1,4 @@
-"""What a model's files say about its special tokens."""
+"""Special tokens in a model's files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from prism.errors import ConfigError
 
 
 def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens that end a completion, and those that end a turn of a conversation, which include
-    them. Raises ConfigError for files that cannot be read."""
+    """Returns the tokens that end a completion, and those that end a turn of a conversation, which
+    include the former. Raises ConfigError for files that cannot be read."""
     model = read_json(directory / "config.json")
     generation = read_json(directory / "generation_config.json")
     settings = read_json(directory / "tokenizer_config.json")
@@ -23,18 +23,19 @@ def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tup
 
 
 def text_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of config.json about text."""
+    """Returns the text model's part of a config.json."""
     return config.get("text_config") or config
 
 
 def token_text(entry: Any) -> str | None:
-    """A special token's text; tokenizer_config.json holds a string or an object."""
+    """Returns a special token's text from tokenizer_config.json, which has a string or object."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file. Raises ConfigError for one that cannot be read."""
+    """Returns a file's object, empty if the file does not exist. Raises ConfigError for a file that
+    cannot be read."""
     if not file.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A directory of prepared models: each is complete or absent, and made only once."""
+"""Directory of prepared models, each of which is complete or absent and is made only once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE_FILE = "prism-recipe.json"
 
 
 class Recipe(Protocol):
-    """How to make a model. `recipe` grows when the result changes, so that old ones are remade."""
+    """Recipe of a model."""
 
     @property
     def name(self) -> str: ...
@@ -26,14 +26,15 @@ class Recipe(Protocol):
     def summary(self) -> str: ...
 
     @property
-    def recipe(self) -> int: ...
+    def recipe(self) -> int:
+        """Version of the recipe. Models of older versions are made again."""
 
     def make(self, directory: Path, progress: Progress) -> None:
-        """Write all files of the model. Raises ModelSourceError when its source is missing."""
+        """Writes all files of the model. Raises ModelSourceError if its source is missing."""
 
 
 def default_directory() -> Path:
-    """$PRISM_HOME/models; PRISM_HOME is ~/.cache/prism unless set."""
+    """Returns $PRISM_HOME/models; PRISM_HOME is ~/.cache/prism by default."""
     home = os.environ.get("PRISM_HOME")
     return (Path(home) if home else Path.home() / ".cache" / "prism") / "models"
 
@@ -47,17 +48,17 @@ def is_prepared(recipe: Recipe, directory: Path) -> bool:
 
 
 def prepare(recipe: Recipe, directory: Path, progress: Progress) -> Path:
-    """Make the model unless it is there; returns its directory.
+    """Makes the model unless it exists. Returns its directory.
 
-    Made aside and renamed, so that a reader never sees half a model and an interrupted run leaves
-    none. Of two processes that make the same model, the second keeps the first's. Raises
-    ModelSourceError when something that was not made here has the model's place.
+    The model is made in a temporary directory and renamed, so that readers never see an incomplete
+    model and an interrupted run leaves none. If two processes make the same model, that of the
+    first is used. Raises ModelSourceError if the model's path exists and was not made here.
     """
     target = directory / recipe.name
     if is_prepared(recipe, directory):
         progress(f"{recipe.name}: ready in {target}")
         return target
-    _refuse_foreign(target)
+    _reject_foreign(target)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{recipe.name}-", dir=directory) as scratch:
         made = Path(scratch) / "model"
@@ -69,7 +70,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress) -> Path:
     return target
 
 
-def _refuse_foreign(target: Path) -> None:
+def _reject_foreign(target: Path) -> None:
     if not target.exists() or (target / RECIPE_FILE).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):
@@ -90,6 +91,6 @@ def _move_in(made: Path, target: Path, recipe: Recipe, directory: Path) -> None:
     try:
         made.rename(target)
     except OSError:
-        # Another process moved its own in since we looked; ours is not needed.
+        # Another process has installed the model meanwhile, so this one is not needed.
         if not is_prepared(recipe, directory):
             raise

@@ -1,7 +1,7 @@
-"""Tiny models with random weights: real architectures that a laptop serves at once.
+"""Tiny models with random weights: real architectures that a laptop can serve.
 
-Their text is nonsense, but it is the same nonsense on every machine: weights come from numpy's
-PCG64, seeded by the names of the model and the tensor.
+Their output is nonsense, but is the same on every machine: weights are drawn with numpy's PCG64,
+seeded by the names of the model and the tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prism.models.hugging_face import import_transformers
 from prism.models.store import Progress
 from prism.models.tokenizer import END, PAD, SPECIAL_TOKENS, write_tokenizer
 
-# Wide enough that the largest logit is clear of the rounding of batched arithmetic.
+# Large enough that rounding in batched arithmetic does not change the largest logit.
 WEIGHT_STD = 0.08
 
 
@@ -27,12 +27,12 @@ class TinyModel:
     model_type: str
     summary: str
     context_length: int
+    # Fields of the architecture's transformers config.
     settings: dict[str, Any]
-    """Fields of the architecture's transformers config."""
     recipe: int = 1
 
     def make(self, directory: Path, progress: Progress) -> None:
-        """Write config, weights (float32 safetensors) and tokenizer into `directory`."""
+        """Writes config, weights (float32 safetensors) and tokenizer to `directory`."""
         progress(f"{self.name}: training the tokenizer")
         write_tokenizer(directory, self.settings["vocab_size"], self.context_length)
         progress(f"{self.name}: drawing the weights")
@@ -110,7 +110,8 @@ def _save_weights(model: TinyModel, directory: Path) -> None:
 
 
 def _draw(model_name: str, tensor_name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Matrices are normal; vectors are those of a fresh network (norms one, biases zero)."""
+    """Returns a tensor's values: normal for matrices; one for norms and zero for biases, as in a
+    new network."""
     if len(shape) == 1:
         return np.full(shape, 0.0 if tensor_name.endswith("bias") else 1.0, dtype=np.float32)
     seed = zlib.crc32(f"{model_name}/{tensor_name}".encode())

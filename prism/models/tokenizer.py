@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a chat template, trained on the text that ships with it."""
+"""Byte-level BPE tokenizer with a chat template, trained on the text in corpus.txt."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ CHAT_TEMPLATE = (
 
 
 def corpus() -> list[str]:
-    """The paragraphs of the training text."""
+    """Returns the paragraphs of the training text."""
     text = resources.files("prism.models").joinpath("corpus.txt").read_text(encoding="utf-8")
     return text.split("\n\n")
 
 
 def write_tokenizer(directory: Path, vocab_size: int, context_length: int) -> None:
-    """Train and write tokenizer.json and tokenizer_config.json; the same bytes every time.
+    """Trains the tokenizer and writes tokenizer.json and tokenizer_config.json, with the same bytes
+    every time.
 
-    Every byte is a token, so any text can be encoded and any output decoded. Raises ValueError
-    when the text has too few words for `vocab_size`.
+    Every byte is a token, so any text can be encoded and any output decoded. Raises ValueError if
+    the text has too few words for `vocab_size`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -42,7 +43,7 @@ def write_tokenizer(directory: Path, vocab_size: int, context_length: int) -> No
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the text gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}")
+        raise ValueError(f"corpus.txt yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}")
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

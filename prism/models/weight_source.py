@@ -1,5 +1,5 @@
-"""Where a machine gets a model's weights from. A pure function, of the live system and the
-simulator."""
+"""Choice of the source from which a machine loads a model's weights, as a pure function for the
+live system and the simulator."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
+    """Source of a model's weights."""
+
     kind: Literal["store", "peer", "disk"]
-    # The machine of a peer.
+    # Machine of the peer.
     node: str = ""
-    # At which they come; 0 from the own store, which has them.
+    # Rate of the source in bytes per second; 0 for the machine's own store.
     bytes_s: float = 0.0
 
 
 def weight_source(held: bool, links: Mapping[str, float], disk_bytes_s: float) -> WeightSource:
-    """held: whether the machine's own store has them. links: of other machines whose stores have
-    them, the bytes per second between the two. Of equal ones the first is taken, and the disk
-    before a peer that is no faster."""
+    """Returns the fastest source. The machine's own store is preferred to all others, the disk to a
+    peer that is not faster, and the first of equally fast peers.
+
+    Args:
+        held: True if the machine's own store has the weights.
+        links: bytes per second to each other machine whose store has the weights.
+    """
     if held:
         return WeightSource("store")
     node = max(links, key=lambda name: links[name], default="")

@@ -186,7 +186,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("models", 0, "path", value="nowhere"),
-        "models[0].path: there is no directory {folder}/nowhere; correct the path",
+        "models[0].path: {folder}/nowhere is not a directory; correct the path",
     ),
     (
         put("models", 0, "path", value="models"),

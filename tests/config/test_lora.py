@@ -129,7 +129,7 @@ PATH = r"models\[0\].lora\[0\].path: "
 WRONG: dict[str, tuple[Edit, str]] = {
     "no folder": (lambda d, _f: d["models"][0]["lora"][0].update(path="z"), PATH + "cannot read"),
     "no weights": (lambda _d, f: (f / "x" / WEIGHTS).unlink(), PATH + "cannot read .*safetensors"),
-    "no tensors": (lambda _d, f: save_file({}, f / "x" / WEIGHTS), PATH + ".*holds nothing"),
+    "no tensors": (lambda _d, f: save_file({}, f / "x" / WEIGHTS), PATH + ".*is empty"),
     "no JSON": (lambda _d, f: (f / "x" / CONFIG).write_text("{"), PATH + ".*it is not JSON"),
     "prompt tuning": (_config(peft_type="PROMPT_TUNING"), PATH + ".*only LoRA adapters"),
     "DoRA": (_config(use_dora=True), PATH + ".*use_dora true, which engines do not compute"),
