@@ -10,7 +10,7 @@ from prism.agent.kv_receiver import KvReceiver
 from prism.agent.kv_sender import KvSender
 from prism.agent.sockets import PeerLinks
 from prism.agent.state import DeviceState, HostedModel
-from prism.config.endpoints import beside, local_name
+from prism.config.endpoints import local_name, on_same_machine
 from prism.config.schema import ClusterConfig
 from prism.messages.engine import Export
 from prism.messages.kv import KvPart, KvTaken
@@ -21,13 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class KvNetwork:
-    """Sender and receiver of KV, for one event loop.
-
-    Args:
-        config: the cluster's configuration.
-        device: the agent's device.
-        state: the agent's state.
-    """
+    """Sender and receiver of KV, for one event loop."""
 
     def __init__(self, config: ClusterConfig, device: str, state: DeviceState) -> None:
         self._device = device
@@ -45,7 +39,7 @@ class KvNetwork:
         costs less than computing it again; `hosted.kv_target` is then set. KV of several ranks is
         not in one file and cannot be sent.
         """
-        if beside([self._device, *targets]):
+        if on_same_machine([self._device, *targets]):
             return Export(tuple(map(local_name, targets)))
         if len(targets) > 1 or not self._is_sent(hosted, targets[0]):
             return Export(None)

@@ -1,4 +1,4 @@
-"""What the adapters of a configuration's models say of its devices and models."""
+"""Checks of a configuration's devices and models by its engine adapters."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ _PYTHON_S_MAX = 60.0
 
 
 def adapter_named(name: str) -> ModuleType:
+    """Returns the package of the adapter `name`."""
     return importlib.import_module(f"prism.engines.{name}")
 
 
-def planned(
+def with_engine_needs(
     config: ClusterConfig, context_bytes: Mapping[str, int] = MappingProxyType({})
 ) -> ClusterConfig:
-    """With what an engine process takes on each device, of the adapters there the one that takes
-    most. Raises ConfigError for devices that an adapter cannot serve on, and for an engine.static
-    that cannot work there."""
+    """Returns `config` with the memory that an idle engine process takes on each device, by the
+    adapter there that takes most. Raises ConfigError for a device that an adapter cannot serve on,
+    and for an engine.static that is too small."""
     devices = []
     for index, device in enumerate(config.devices):
         adapters = config.adapters_on(device.name)
         lacking = (_lacks(name, config, device.name) for name in adapters)
-        if missing := next(filter(None, lacking), ""):
-            raise ConfigError(f"{config.device_key(index)}.name: {missing}")
+        if problem := next(filter(None, lacking), ""):
+            raise ConfigError(f"{config.device_key(index)}.name: {problem}")
         all_needs = (adapter_named(name).needs(device.name) for name in adapters)
         needs = max(all_needs, key=lambda each: each.idle_bytes)
         if known_bytes := context_bytes.get(device.name):
@@ -48,8 +49,8 @@ def planned(
 
 
 def _lacks(name: str, config: ClusterConfig, device: str) -> str:
-    """What keeps the adapter's engines from serving on a device, as their interpreter says. Raises
-    ConfigError for one that cannot run them."""
+    """Returns what prevents the adapter's engines from serving on a device, by their Python
+    interpreter, or an empty string. Raises ConfigError for an interpreter that cannot run them."""
     python = config.engine.python.get(name)
     if python is None:
         return str(adapter_named(name).lacks(device))
@@ -58,7 +59,7 @@ def _lacks(name: str, config: ClusterConfig, device: str) -> str:
     try:
         done = subprocess.run(
             [python, "-c", code],
-            cwd="/",  # not where a folder may have the name of a package
+            cwd="/",  # no folder there has the name of a package
             capture_output=True,
             text=True,
             timeout=_PYTHON_S_MAX,
@@ -69,15 +70,16 @@ def _lacks(name: str, config: ClusterConfig, device: str) -> str:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(f"{key} cannot run its engines ({said}); install prism-serving there")
-    version, _, missing = done.stdout.strip().partition(" ")
+    version, _, problem = done.stdout.strip().partition(" ")
     if version != prism.__version__:
         raise ConfigError(
-            f"{key} has prism-serving {version}, and this is {prism.__version__}; install the same"
+            f"{key} has prism-serving {version} instead of {prism.__version__}; install the same"
         )
-    return missing
+    return problem
 
 
 def check_loadable(config: ClusterConfig) -> None:
+    """Raises ConfigError for a model that its adapter cannot load."""
     for index, model in enumerate(config.models):
         adapter = adapter_named(config.adapter_of(model))
         if why := adapter.refuses(Path(model.path), model.embedding is not None):
@@ -99,7 +101,8 @@ def check_parsers(config: ClusterConfig) -> None:
 
 
 def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:
-    """Ranks keep their part of the heads per layer, whatever is asked for."""
+    """Returns the model with its KV layout. Ranks keep their part of the heads per layer, whatever
+    `kv_layout` says."""
     of_engines = adapter_named(config.adapter_of(model)).traits().arrangements
     asked = KV_LAYOUTS["per_layer" if model.tp > 1 else kv_layout]
     return arranged(model, config, of_engines or asked)

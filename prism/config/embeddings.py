@@ -1,4 +1,4 @@
-"""Whether a checkpoint makes vectors, as sentence-transformers writes it down."""
+"""Detection of embedding models, by the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from prism.messages.models import EmbeddingSpec
 from prism.models.files import Lookup, read_config, text_part, with_defaults
 
 _MODULES = "modules.json"
-# What an engine computes: the network, the last token's state, its length set to 1.
+# Modules that engines compute: the network, the last token's state, normalization to length 1.
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
 def embedding_of(path: Path, wanted: bool | None, key: str) -> EmbeddingSpec | None:
-    """None where the model in directory `path` generates text. `wanted`: what the YAML says at
-    `key`; None: the files decide. Raises ConfigError where the engines' vectors would not be those
-    that the files describe."""
+    """Returns the vectors that the model in directory `path` makes, or None if it generates text.
+
+    Raises ConfigError if the engines' vectors would differ from those that the files describe.
+
+    Args:
+        path: Directory of the model.
+        wanted: Value of the YAML key `key`. None: the files decide.
+        key: YAML key, for messages.
+    """
     described = (path / _MODULES).is_file()
     if wanted is False or (wanted is None and not described):
         return None
@@ -35,6 +41,7 @@ def embedding_of(path: Path, wanted: bool | None, key: str) -> EmbeddingSpec | N
 
 
 def _check_modules(path: Path, key: str) -> None:
+    """Raises ConfigError for a module that engines do not compute."""
     for module in _read(path / _MODULES, key, list):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _COMPUTED:
@@ -47,7 +54,8 @@ def _check_modules(path: Path, key: str) -> None:
 
 
 def _check_pooling(file: Path, key: str) -> None:
-    """One mode a flag, or the mode's name."""
+    """Raises ConfigError for another pooling than the last token. The file has a flag for each
+    mode, or the mode's name."""
     pooling = _read(file, key, dict)
     modes = [
         name for name, on in pooling.items() if name.startswith("pooling_mode_") and on is True
@@ -63,6 +71,7 @@ def _check_pooling(file: Path, key: str) -> None:
 
 
 def _read(file: Path, key: str, kind: type[Any]) -> Any:
+    """Returns the contents of a JSON file. Raises ConfigError."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:

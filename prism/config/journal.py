@@ -1,4 +1,4 @@
-"""The journals of the schedulers, in the YAML."""
+"""Section of the YAML for the schedulers' journals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prism.scheduler.journal import JournalConfig
 
 
 class JournalYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the schedulers write down beside their logs."""
+    """Journals of the schedulers, in the folder of the logs."""
 
     # "off", "decisions" (actions, queues, dispatches), or "inputs" (also what each decision was
     # made on).

@@ -1,4 +1,4 @@
-"""Read, check and add API keys."""
+"""Reads, checks and adds API keys."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from prism.errors import ConfigError
 KEY_PREFIX = "sk-prism-"
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}")
-# Keys are hashed without a salt and without work: only long random ones are safe so.
+# Keys are hashed once and without a salt, which is safe only for long random keys.
 _KEY_CHARS_MIN = 20
 
 
 def read_keys(
-    access: AccessYaml, of_variable: Sequence[ApiKey], base_dir: Path, models: Collection[str]
+    access: AccessYaml, variable: Sequence[ApiKey], base_dir: Path, models: Collection[str]
 ) -> list[ApiKey]:
-    """Of the file, and those of the environment variable. Raises ConfigError."""
+    """Returns the keys of the file and of the environment variable (`variable`). Raises
+    ConfigError."""
     found = list(_of_file(base_dir / Path(access.keys).expanduser())) if access.keys else []
-    found += of_variable if access.keys_variable else []
+    found += variable if access.keys_variable else []
     if (access.keys or access.keys_variable) and not found:
-        raise ConfigError("access: there are no keys; make one with prism-serve new-key")
+        raise ConfigError("access: no key was found; make one with prism-serve new-key")
     for index, key in enumerate(found):
         _check(key, index, models)
     for index, key in enumerate(found):
         if key.name in [other.name for other in found[:index]]:
-            raise ConfigError(f"access: two keys are called {key.name!r}; rename one")
+            raise ConfigError(f"access: two keys have the name {key.name!r}; rename one")
     return found
 
 
 def add_key(file: Path, key: ApiKey) -> None:
-    """To the file, which this user alone may read. Raises ConfigError."""
+    """Adds a key to the file, which only this user may read. Raises ConfigError."""
     found = list(_of_file(file)) if file.exists() else []
     if key.name in [other.name for other in found]:
-        raise ConfigError(f"NAME: {file} has a key called {key.name!r}; choose another")
+        raise ConfigError(f"NAME: {file} already has a key {key.name!r}; choose another")
     _check(key, len(found), key.models)
     partial = file.with_name(f"{file.name}.partial")
     try:
@@ -57,8 +58,8 @@ def add_key(file: Path, key: ApiKey) -> None:
 
 
 def _with(text: str, keys: list[ApiKey]) -> str:
-    """`text` with the last one of `keys` behind the others. Comments stay, unless it is written in
-    a way that has no place at its end."""
+    """Returns `text` with the last of `keys` appended. Keeps comments if an entry can be appended
+    to the text; otherwise writes the file anew."""
     whole = msgspec.to_builtins(KeysFile(keys))
     entries = re.findall(r"^( *)- ", text, re.MULTILINE)
     added = yaml.safe_dump([msgspec.to_builtins(keys[-1])], sort_keys=False)
@@ -72,10 +73,11 @@ def _with(text: str, keys: list[ApiKey]) -> str:
 
 
 def _of_file(path: Path) -> list[ApiKey]:
+    """Returns the keys of a file. Raises ConfigError."""
     try:
         data = parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"access.keys: cannot read {path}: {why}; correct the path") from error
     except ConfigError as error:
         raise ConfigError(f"access.keys: {path}: {error}") from error
@@ -83,8 +85,8 @@ def _of_file(path: Path) -> list[ApiKey]:
 
 
 def variable_keys(name: str | None) -> list[ApiKey]:
-    """Of this environment variable, which is removed: children shall not inherit it. It holds
-    NAME=KEY, with commas between. Raises ConfigError."""
+    """Returns the keys of this environment variable (NAME=KEY, separated by commas) and removes it,
+    so that children do not inherit it. Raises ConfigError."""
     if name is None:
         return []
     found = []
@@ -92,8 +94,8 @@ def variable_keys(name: str | None) -> list[ApiKey]:
         owner, _, key = part.strip().partition("=")
         if len(key) < _KEY_CHARS_MIN:
             raise ConfigError(
-                f"access.keys_variable: ${name} must hold NAME=KEY, with commas between, and keys"
-                f" of {_KEY_CHARS_MIN} characters or more"
+                f"access.keys_variable: ${name} must be NAME=KEY, separated by commas, with keys of"
+                f" {_KEY_CHARS_MIN} characters or more"
             )
         found.append(ApiKey(owner, hashed(key)))
     return found
@@ -102,16 +104,18 @@ def variable_keys(name: str | None) -> list[ApiKey]:
 def _check(key: ApiKey, index: int, models: Collection[str]) -> None:
     where = f"access.keys.keys[{index}]"
     if not _NAME.fullmatch(key.name):
-        raise ConfigError(f"{where}.name: {key.name!r} cannot be used; write letters and digits")
+        raise ConfigError(
+            f"{where}.name: {key.name!r} is not a valid name; write letters and digits"
+        )
     if not _HASH.fullmatch(key.sha256):
         raise ConfigError(f"{where}.sha256: is not 64 hexadecimal digits; use prism-serve new-key")
-    bounds: Mapping[str, int] = {
+    limits: Mapping[str, int] = {
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
     }
-    for name, value in bounds.items():
+    for name, value in limits.items():
         if value < 0:
-            raise ConfigError(f"{where}.{name}: {value} is below 0; 0 is no bound")
+            raise ConfigError(f"{where}.{name}: {value} must be >= 0 (0 means unlimited)")
     for model in key.models:
         if model not in models:
-            raise ConfigError(f"{where}.models: there is no model {model!r}; correct the name")
+            raise ConfigError(f"{where}.models: unknown model {model!r}; correct the name")

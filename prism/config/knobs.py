@@ -1,4 +1,4 @@
-"""Knobs of other packages' policies: from the YAML's `knobs` to the types of these packages."""
+"""Knobs of policies from other packages: converts the YAML's `knobs` to their types."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from prism.policies.policy import Policy, PolicyKnobs
 
 
 def own_knobs(policy: str, given: Mapping[str, Mapping[str, Any]]) -> PolicyKnobs | None:
-    """Of this policy; those of all others are checked as well. Raises ConfigError that names the
-    key, such as knobs.NAME.KEY."""
+    """Returns the knobs of `policy`, and checks those of all others. Raises ConfigError that names
+    the key, such as knobs.NAME.KEY."""
     found = {name: _knobs(name, values) for name, values in given.items()}
     return found.get(policy)
 
 
 def live_policy(config: ClusterConfig | ServeYaml) -> Policy:
-    """What every process of the cluster runs. Raises ConfigError."""
+    """Returns the policy that every process of the cluster runs. Raises ConfigError."""
     found = registry.live(config.policy)
     return registry.with_knobs(found, own_knobs(config.policy, config.knobs))
 
 
 def _knobs(name: str, values: Mapping[str, Any]) -> PolicyKnobs:
     if name not in registry.names():
-        raise ConfigError(f"knobs.{name}: there is no such policy; install its package")
+        raise ConfigError(f"knobs.{name}: unknown policy; install its package")
     kind = registry.get(name).knobs
     if kind is None:
-        raise ConfigError(f"knobs.{name}: this policy has no knobs of its own")
+        raise ConfigError(f"knobs.{name}: this policy does not have knobs; remove them")
     return convert(dict(values), kind, f"knobs.{name}")

@@ -1,4 +1,4 @@
-"""LoRA adapters: in the YAML, and what an engine makes ready for them."""
+"""LoRA adapters in the YAML, and the resources that an engine prepares for them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from prism.models.lora import inspect_adapter, lora_base, with_fused
 
 
 class LoraYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One LoRA adapter of a model: a model of its own for clients, MODEL:ADAPTER. Engines load it
-    when a request comes for it."""
+    """One LoRA adapter of a model. Clients use it as the model MODEL:ADAPTER. Engines load it when
+    a request needs it."""
 
-    # The part behind the colon in what a request calls it.
+    # The part after the colon in the name that requests use.
     name: str
     # The folder with adapter_config.json and adapter_model.safetensors, in PEFT's format. Relative
     # paths start at the YAML's folder.
@@ -26,9 +26,9 @@ class LoraYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """LoRA adapters in engines."""
 
-    # Adapters of a model that one step can compute with. Memory for so many is leased with it.
+    # The most adapters of a model in one step. The model's lease includes memory for them.
     slots: int = 4
-    # The largest rank that an adapter may have. Slots are as large as the largest one's.
+    # The largest rank that an adapter may have. Slots have the size of the largest adapter.
     rank_max: int = 64
 
 
@@ -38,8 +38,14 @@ def lora_spec(
     key: str,
     engine: LoraConfig,
 ) -> LoraSpec:
-    """`adapters`: name and folder of each. `model`: its folder, files and dtype. Raises ConfigError
-    that names the entry below `key`, the YAML key of the list."""
+    """Returns the adapters of a model. Raises ConfigError that names the entry.
+
+    Args:
+        adapters: Name and directory of each adapter.
+        model: Directory, files and dtype of the model.
+        key: YAML key of the list, for messages.
+        engine: Limits of engines.
+    """
     if not adapters:
         return LoraSpec()
     path, files, dtype = model

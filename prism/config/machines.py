@@ -1,4 +1,4 @@
-"""The machines and their devices, as the YAML has them; and the base of all its structs."""
+"""Machines and devices of the YAML, and the base of all its structs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from prism.config.units import Bytes
 
 
 def is_gpu(device: str) -> bool:
+    """Returns True if a device is a GPU."""
     return device.startswith("cuda:")
 
 
@@ -20,14 +21,14 @@ class DeviceYaml(Strict, frozen=True):
 
     # "cuda:N" is the GPU that nvidia-smi numbers N. "host:N" is memory of the machine.
     name: str
-    # The memory that Prism may use on this device, such as "1GiB". It holds everything.
+    # The memory that Prism may use on this device, such as "1GiB": for weights, KV and engines.
     capacity: Bytes
     # The unit in which KV memory is mapped: a power of two of at least 4KiB.
     page: Bytes = Bytes("2MiB")
-    # How many engine processes start on this device: 1 to 64. Each serves one model at a time.
+    # The number of engine processes on this device: 1 to 64. Each serves one model at a time.
     engines: int = 2
-    # The part of the GPU's SMs that each engine may use: one number per engine, 1 to 100. It needs
-    # engine.mps. Default: every engine may use all of them.
+    # The percentage of the GPU's SMs that each engine may use: one number per engine, 1 to 100. It
+    # needs engine.mps. Default: every engine may use all of them.
     sm_percent: list[int] | None = None
 
 
@@ -39,18 +40,17 @@ class NodeYaml(Strict, frozen=True):
     name: str
     # The IP address by which the other machines reach this one.
     address: str
-    # The first port there for the cluster's own connections. One for the scheduler, one for each
-    # device, 64 for frontends and one for weights are used, from this one on.
+    # The first of its ports for connections within the cluster: one for the scheduler, one for each
+    # device, 64 for frontends and one for weights.
     port: int = 7300
-    # How many processes serve the API there: 0 to 16.
+    # The number of processes that serve the API there: 0 to 16.
     frontends: int = 1
-    # The bytes per second that go between this machine and another one: of its network, or of the
-    # encryption where that is slower. What it sends of its weight store is kept below that. With
-    # scheduler.migrate_running "move", what runs goes to another machine with its KV if prefill
-    # makes KV more slowly than that.
+    # The bytes per second between this machine and another one: of its network, or of encryption if
+    # that is slower. Weights are sent below this rate. With scheduler.migrate_running "move",
+    # requests move to another machine with their KV if prefill would compute it more slowly.
     network_rate: Bytes = Bytes("1.25GB")
-    # The bytes per second at which it reads models' files from its disk. Weights that another
-    # machine's store has come from there if `network_rate` of both is above this.
+    # The bytes per second at which it reads models' files from its disk. Weights are fetched from
+    # another machine's store instead if `network_rate` of both is higher.
     disk_rate: Bytes = Bytes("2GB")
     # Its devices.
     devices: list[DeviceYaml] = []

@@ -1,4 +1,4 @@
-"""How much memory of a device models and engine processes take, and whether all of them fit."""
+"""Memory that models and engine processes take on a device, and checks that it suffices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from prism.messages.models import ModelSpec
 
 BLOCK_TOKENS = 16
 
-# engine.kv_layout -> what may be chosen. By blocks is not among them: the engines index tokens,
-# and tokens of interleaved blocks do not lie at one stride.
+# engine.kv_layout -> arrangements to choose from. Interleaved blocks are excluded: engines index
+# tokens, and tokens of interleaved blocks do not have a constant stride.
 KV_LAYOUTS: dict[str, Sequence[Arrangement]] = {
     "per_layer": ("per_layer",),
     "token_interleaved": ("token_interleaved",),
@@ -31,53 +31,54 @@ KV_LAYOUTS: dict[str, Sequence[Arrangement]] = {
 
 @dataclass(frozen=True, slots=True)
 class GpuNeeds:
-    """What an engine process holds on a GPU outside of kvcached, as planned before it is measured.
+    """Planned memory of an engine process on a GPU outside of kvcached, until it is measured.
 
-    An adapter says what its engines need, in bytes, and 0 for what they never use.
+    An adapter reports its engines' needs in bytes, and 0 for what they never use.
     """
 
     # The CUDA context, before any kernel is loaded.
     context_bytes: int = 0
-    # Kernels and tables that are loaded with use, and stay without a model.
+    # Kernels and tables that are loaded by use, and stay without a model.
     code_bytes: int = 0
-    # Graphs, library handles and stacks beside torch's allocator.
+    # Graphs, library handles and stacks outside of torch's allocator.
     driver_bytes: int = 0
-    # NCCL, with several ranks.
+    # NCCL, if there are several ranks.
     ranks_bytes: int = 0
-    # The least that torch's allocator can serve a model with.
+    # The least memory of torch's allocator that can serve a model.
     torch_min_bytes: int = 0
 
     @property
     def idle_bytes(self) -> int:
-        """Of a process without a model."""
+        """Memory of a process without a model."""
         return self.context_bytes + self.code_bytes
 
-    def beside_torch_bytes(self, ranks: int) -> int:
-        """Of a process with a model, torch's allocator and the idle part apart."""
+    def outside_torch_bytes(self, ranks: int) -> int:
+        """Returns the memory of a process with a model, without the idle part and torch's
+        allocator."""
         return self.driver_bytes + (self.ranks_bytes if ranks > 1 else 0)
 
     def static_min_bytes(self, ranks: int) -> int:
-        """The smallest `engine.static` that can work."""
-        return self.idle_bytes + self.beside_torch_bytes(ranks) + max(1, self.torch_min_bytes)
+        """Returns the smallest `engine.static` that can work."""
+        return self.idle_bytes + self.outside_torch_bytes(ranks) + max(1, self.torch_min_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What an adapter's engines are like on every device."""
+    """Properties of an adapter's engines that do not depend on the device."""
 
-    # Of a KV block.
+    # Tokens of a KV block.
     block_tokens: int = BLOCK_TOKENS
-    # Of its KV; none: what `engine.kv_layout` says.
+    # Supported arrangements of KV. Empty: `engine.kv_layout` decides.
     arrangements: tuple[Arrangement, ...] = ()
-    # Whether a model may be spread over several devices.
+    # True if a model may be spread over several devices.
     spreads: bool = True
-    # Whether they compute with LoRA adapters.
+    # True if LoRA adapters are supported.
     lora: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a model must find free on a device to serve at all."""
+    """Free memory of a device that a model needs to serve at all."""
 
     weight_bytes: int
     static_bytes: int
@@ -91,7 +92,7 @@ class MemoryNeed:
 
 
 def layout_of(model: ModelSpec) -> Layout:
-    """Where the K and V of `model` lie."""
+    """Returns the layout of the KV of `model`."""
     layout = Layout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -106,10 +107,10 @@ def layout_of(model: ModelSpec) -> Layout:
 
 
 def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
-    """What one of `ranks` tensor-parallel ranks holds of `model`: its part of the KV heads, per
-    layer, and about its part of the weights.
+    """Returns the part of `model` on one of `ranks` tensor-parallel ranks: its part of the KV
+    heads, per layer, and about its part of the weights.
 
-    Raises ActivationError for heads that do not divide.
+    Raises ActivationError if the heads cannot be divided.
     """
     if model.num_kv_heads % ranks:
         raise ActivationError(
@@ -127,8 +128,8 @@ def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def arranged(model: ModelSpec, config: ClusterConfig, accepted: Sequence[Arrangement]) -> ModelSpec:
-    """`model` in the accepted arrangement that suits the device where its quantum weighs most,
-    shared by all models that may be there."""
+    """Returns `model` in the accepted arrangement that suits the device where its quantum, shared
+    by all models that may be there, weighs most."""
     stock = layout_of(model)
     allowed = [d for d in config.devices if model.pinned_device in (None, d.name)]
     shared = {
@@ -155,10 +156,10 @@ def arranged(model: ModelSpec, config: ClusterConfig, accepted: Sequence[Arrange
 
 
 def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) -> MemoryNeed:
-    """What `model`, or its part if it is spread over several devices, must find free on `device` to
-    serve at all, beside what engine processes hold without a model
+    """Returns the memory that `model`, or its part if it is spread over several devices, needs free
+    on `device` to serve at all, in addition to idle engine processes
     (`DeviceConfig.engines_bytes`)."""
-    # A rank of a spread model may be a process beyond those of the device's pool.
+    # A rank of a spread model may be a process in addition to the device's pool.
     held_bytes = device.idle_bytes if model.tp == 1 else 0
     share_bytes = max(0, engine.static_on(device.name) - held_bytes)
     model = shard_of(model, model.tp) if model.tp > 1 else model
@@ -174,44 +175,48 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
 
 @lru_cache(maxsize=1 << 12)
 def _slab(layout: Layout, page_bytes: int) -> tuple[int, int]:
-    """Tokens and bytes. A cluster asks for each model on each device."""
+    """Returns tokens and bytes of a slab. Cached, since it is called for each model on each
+    device."""
     return layout.slab_tokens(page_bytes), layout.quantum_bytes(page_bytes)
 
 
 def kind_of(device: DeviceConfig, engine: EngineConfig) -> Hashable:
-    """Devices of one kind have the same room, and a model needs the same on each."""
+    """Returns a key that is equal for devices of the same capacity on which every model needs the
+    same memory."""
     static_bytes = engine.static_on(device.name)
     return device.page_bytes, device.idle_bytes, static_bytes, device.capacity_bytes, device.engines
 
 
 def one_of_each_kind(config: ClusterConfig) -> list[DeviceConfig]:
+    """Returns one device of each kind."""
     return list({kind_of(device, config.engine): device for device in config.devices}.values())
 
 
 def whole_pages(size_bytes: int, page_bytes: int) -> int:
+    """Returns `size_bytes` rounded up to whole pages."""
     return ceil(size_bytes / page_bytes) * page_bytes
 
 
-# --- whether all of it fits ------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------
 
 
 def check_static(config: ClusterConfig, device: str, needs: GpuNeeds) -> None:
-    """On a GPU a share below the context and the least that torch can work with fails at every
-    activation. Raises ConfigError with one that would do."""
+    """Raises ConfigError, with a sufficient value, if `engine.static` on a GPU is smaller than the
+    context and the least that torch can work with. Every activation would fail."""
     ranks = max((model.tp for model in config.models), default=1)
     least_bytes, static_bytes = needs.static_min_bytes(ranks), config.engine.static_on(device)
     if static_bytes < least_bytes:
         raise ConfigError(
             f"engine.static: {format_size(static_bytes)} is too small for an engine on {device}:"
             f" CUDA context and code {format_size(needs.idle_bytes)}, graphs and NCCL"
-            f" {format_size(needs.beside_torch_bytes(ranks))}, torch at least"
+            f" {format_size(needs.outside_torch_bytes(ranks))}, torch at least"
             f" {format_size(needs.torch_min_bytes)}; set it to {whole_mib(least_bytes)} or more, or"
             " leave the key out"
         )
 
 
 def check_memory(config: ClusterConfig) -> None:
-    """Raises ConfigError, which says how much would be enough."""
+    """Raises ConfigError, with a sufficient value, if a model does not fit."""
     for index in range(len(config.devices)):
         _check_device_serves(config, index)
     for index in range(len(config.models)):
@@ -219,7 +224,7 @@ def check_memory(config: ClusterConfig) -> None:
 
 
 def _check_device_serves(config: ClusterConfig, index: int) -> None:
-    """Some model has room there, if any may be there."""
+    """Raises ConfigError if no model fits on the device, although some may be there."""
     device, engine = config.devices[index], config.engine
     here = [i for i, m in enumerate(config.models) if m.pinned_device in (None, device.name)]
     needs = (memory_need(config.models[i], device, engine) for i in here)
@@ -265,7 +270,7 @@ def _check_parts_fit(
     if most < spec.tp:
         raise ConfigError(
             f"models[{index}].tp: {spec.name} needs {_explain(need, spec, best)} on each of"
-            f" {spec.tp} devices of one kind and page size, and {most} have that; raise their"
+            f" {spec.tp} devices of one kind and page size, and only {most} have it; raise their"
             f" capacity to {_enough(need, best)}, add devices or lower tp"
         )
 
@@ -277,7 +282,7 @@ def _enough(need: MemoryNeed, device: DeviceConfig) -> str:
 def _explain(need: MemoryNeed, spec: ModelSpec, device: DeviceConfig) -> str:
     idle = ""
     if device.engines_bytes:
-        idle = f", beside {format_size(device.engines_bytes)} of {device.engines} idle engines"
+        idle = f", besides {format_size(device.engines_bytes)} of {device.engines} idle engines"
     return (
         f"{format_size(need.total_bytes)} (weights {format_size(need.weight_bytes)}, fixed share"
         f" {format_size(need.static_bytes)}, KV of one {spec.context_length}-token request"

@@ -1,4 +1,4 @@
-"""What devices, models, their aliases and adapters may be called."""
+"""Checks of the names of devices, models, aliases and adapters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ _ADAPTER = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def check_model_names(data: ModelYaml, key: str) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for an invalid name."""
     _check(data.name, f"{key}.name")
     for index, alias in enumerate(data.aliases):
         _check(alias, f"{key}.aliases[{index}]")
     for index, adapter in enumerate(data.lora):
         if not _ADAPTER.fullmatch(adapter.name):
             raise ConfigError(
-                f"{key}.lora[{index}].name: {adapter.name!r} cannot be used; write letters, digits"
-                " and . _ -"
+                f"{key}.lora[{index}].name: {adapter.name!r} is not a valid name; write letters,"
+                " digits and . _ -"
             )
 
 
 def check_names(config: ClusterConfig) -> None:
+    """Raises ConfigError for missing, repeated or unknown names."""
     devices = [d.name for d in config.devices]
     models = [m.name for m in config.models]
     _check_requested(config)
@@ -46,12 +47,12 @@ def check_names(config: ClusterConfig) -> None:
 def _check(name: str, key: str) -> None:
     if not _MODEL.fullmatch(name):
         raise ConfigError(
-            f"{key}: {name!r} cannot be used; write letters, digits and . _ - : / @ +"
+            f"{key}: {name!r} is not a valid name; write letters, digits and . _ - : / @ +"
         )
 
 
 def _check_requested(config: ClusterConfig) -> None:
-    """What requests call models, their aliases and adapters is one model's."""
+    """Raises ConfigError if two models have the same alias or adapter name."""
     known: set[str] = set()
     for index, model in enumerate(config.models):
         for name in model.names[1:]:

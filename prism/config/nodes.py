@@ -23,10 +23,10 @@ _ENGINES_MAX = 64
 
 
 def devices_of(data: ServeYaml) -> list[DeviceConfig]:
-    """Of all machines, in the file's order. Raises ConfigError."""
+    """Returns the devices of all machines, in the file's order. Raises ConfigError."""
     if data.ray is not None:
         raise ConfigError(
-            "ray: Ray starts this file's machines; use prism-serve up, which checks it there"
+            "ray: Ray starts the machines of this file; use prism-serve up, which checks the file"
         )
     if data.nodes and data.devices:
         raise ConfigError("devices: each of the nodes has its own; leave this key out")
@@ -40,7 +40,7 @@ def devices_of(data: ServeYaml) -> list[DeviceConfig]:
 
 
 def nodes_of(data: ServeYaml) -> list[NodeConfig]:
-    """Raises ConfigError."""
+    """Returns the machines. Raises ConfigError."""
     for index, node in enumerate(data.nodes):
         _check_node(node, f"nodes[{index}]", data.nodes[:index])
     if not data.nodes:
@@ -48,7 +48,7 @@ def nodes_of(data: ServeYaml) -> list[NodeConfig]:
     if not any(node.frontends for node in data.nodes):
         raise ConfigError("nodes[].frontends: no node serves the API; give one at least 1")
     if data.redis is None:
-        raise ConfigError("redis: the nodes need one that all of them reach; give its URL")
+        raise ConfigError("redis: is required with nodes; give the URL of a server for all")
     return [
         NodeConfig(
             n.name,
@@ -64,44 +64,44 @@ def nodes_of(data: ServeYaml) -> list[NodeConfig]:
 
 
 def cluster_key_of(data: ServeYaml, base_dir: Path) -> str:
-    """Empty with one machine. Raises ConfigError."""
+    """Returns the cluster's key. Empty if there is one machine. Raises ConfigError."""
     if not data.nodes:
         return ""
     if data.cluster_key is None:
         raise ConfigError(
-            "cluster_key: with nodes there must be one; prism-serve new-cluster-key makes the file"
+            "cluster_key: is required with nodes; make the file with prism-serve new-cluster-key"
         )
     return _read_cluster_key(base_dir / Path(data.cluster_key).expanduser())
 
 
 def check_node(config: ClusterConfig) -> None:
-    """Whether it is known which of the nodes this machine is. Raises ConfigError."""
+    """Raises ConfigError if the configuration does not say which node this machine is."""
     names = [node.name for node in config.nodes]
     if config.node not in (names or [""]):
-        given = f"there is no node {config.node!r}" if config.node else "which machine is this"
-        remedy = f"choose one of {', '.join(names)}" if names else "the file has no nodes"
-        raise ConfigError(f"--node: {given}; {remedy}")
+        problem = f"unknown node {config.node!r}" if config.node else "is missing"
+        remedy = f"choose one of {', '.join(names)}" if names else "the file does not have nodes"
+        raise ConfigError(f"--node: {problem}; {remedy}")
 
 
 def _read_cluster_key(path: Path) -> str:
-    """Raises ConfigError, also for a file that others may read."""
+    """Returns the key in a file. Raises ConfigError, also if other users may read the file."""
     try:
         text, found = path.read_text().strip(), path.stat()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        why = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(
             f"cluster_key: cannot read {path}: {why}; make it with prism-serve new-cluster-key"
         ) from error
     if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.geteuid():
         raise ConfigError(
-            f"cluster_key: {path} is not this user's alone: it is a secret; chown it to this user"
-            " and chmod 600"
+            f"cluster_key: {path} is a secret that other users may read; chown it to this user and"
+            " chmod 600"
         )
     try:
         public_key(text)
     except ValueError as error:
         raise ConfigError(
-            f"cluster_key: {path} holds no key; make it with prism-serve new-cluster-key"
+            f"cluster_key: {path} is not a valid key; make it with prism-serve new-cluster-key"
         ) from error
     return text
 
@@ -109,14 +109,14 @@ def _read_cluster_key(path: Path) -> str:
 def _check_node(node: NodeYaml, key: str, before: Sequence[NodeYaml]) -> None:
     if not _NODE_NAME.fullmatch(node.name):
         raise ConfigError(
-            f"{key}.name: {node.name!r} cannot be used; write up to 16 lower-case letters, digits"
-            " and dashes"
+            f"{key}.name: {node.name!r} is not a valid name; write up to 16 lower-case letters,"
+            " digits and dashes"
         )
     try:
         ipaddress.ip_address(node.address)
     except ValueError as error:
         raise ConfigError(
-            f"{key}.address: {node.address!r} is no IP address; write 10.0.0.1, say"
+            f"{key}.address: {node.address!r} is not an IP address; write 10.0.0.1, for example"
         ) from error
     if not 0 <= node.frontends <= FRONTENDS_MAX:
         raise ConfigError(
@@ -127,28 +127,29 @@ def _check_node(node: NodeYaml, key: str, before: Sequence[NodeYaml]) -> None:
         raise ConfigError(f"{key}.port: {node.port} to {last} are not all ports; choose another")
     if node.disk_rate < 1:
         raise ConfigError(
-            f"{key}.disk_rate: {node.disk_rate.text} is no rate; give bytes per second"
+            f"{key}.disk_rate: {node.disk_rate.text} is not a rate; give bytes per second"
         )
     if node.network_rate < 1:
         raise ConfigError(
-            f"{key}.network_rate: {node.network_rate.text} is no rate; give bytes per second"
+            f"{key}.network_rate: {node.network_rate.text} is not a rate; give bytes per second"
         )
     for other in before:
         if other.name == node.name:
             raise ConfigError(f"{key}.name: {node.name!r} is used twice; rename one")
         if other.address == node.address and _overlap(other, node):
             raise ConfigError(
-                f"{key}.port: {other.name} has the same address and ports; choose others"
+                f"{key}.port: {other.name} uses the same address and ports; choose others"
             )
 
 
 def _overlap(one: NodeYaml, other: NodeYaml) -> bool:
+    """Returns True if two nodes of one address share ports."""
     low, high = sorted((one, other), key=lambda node: node.port)
     return high.port <= _last_port(low)
 
 
 def _last_port(node: NodeYaml) -> int:
-    """That of weights."""
+    """Returns the port for weights."""
     return node.port + 1 + len(node.devices) + FRONTEND_PORTS
 
 

@@ -1,4 +1,4 @@
-"""Which priorities requests may ask for: the section of the YAML."""
+"""Section of the YAML for the priorities that requests may ask for."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import msgspec
 
 from prism.errors import ConfigError
 
-# As wide as a class of the queue's order may be named.
+# Limit of the classes in the queue's order.
 _LIMIT = 1000
 
 
 class PriorityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The priorities that a request may ask for. Waiting requests of a higher one start first."""
+    """Priorities that requests may ask for. Waiting requests of higher priority start first."""
 
-    # The lowest. Requests that name none have 0.
+    # The lowest. Requests without a priority have 0.
     min: int = -100
     # The highest. Above 0, any client may have its requests start before those of others.
     max: int = 0
 
     def check(self, key: str) -> None:
-        """Raises ConfigError. key: for messages."""
+        """Raises ConfigError. `key` is for messages."""
         if not -_LIMIT <= self.min <= 0 <= self.max <= _LIMIT:
             raise ConfigError(
-                f"{key}: min {self.min} and max {self.max} must have 0 between them, and lie"
-                f" between -{_LIMIT} and {_LIMIT}"
+                f"{key}: min {self.min} and max {self.max} must have 0 between them, and be within"
+                f" -{_LIMIT} and {_LIMIT}"
             )

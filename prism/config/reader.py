@@ -1,4 +1,4 @@
-"""Read the user's YAML into `ServeYaml`; every mistake becomes one line that names the key."""
+"""Reads the user's YAML into `ServeYaml`. Every mistake becomes one line that names the key."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
-# Values, each counted as often as aliases repeat it.
+# Maximum number of values of a file, with the repetitions by aliases.
 _VALUES_MAX = 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML lets a later key overwrite an earlier one silently, and a few aliases of aliases repeat
-    a value a billion times. Both are errors here."""
+    """YAML loader that rejects repeated keys, of which YAML keeps the last one silently, and nested
+    aliases that would repeat a value a billion times."""
 
     def construct_document(self, node: yaml.Node) -> Any:
         _count(node, {})
@@ -45,8 +45,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
-    """Returns the number of values that `node` stands for. known: those of nodes by their id, where
-    a node that is being counted is without an end."""
+    """Returns the number of values that `node` expands to.
+
+    Args:
+        known: Values of counted nodes by id. A node that is being counted has more than
+            _VALUES_MAX, since it contains itself.
+    """
     if id(node) not in known:
         known[id(node)] = _VALUES_MAX
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -55,7 +59,7 @@ def _count(node: yaml.Node, known: dict[int, int]) -> int:
         known[id(node)] = 1 + sum(_count(part, known) for part in parts)
     if known[id(node)] > _VALUES_MAX:
         raise yaml.constructor.ConstructorError(
-            None, None, f"aliases make more than {_VALUES_MAX} values of it", node.start_mark
+            None, None, f"aliases expand it to more than {_VALUES_MAX} values", node.start_mark
         )
     return known[id(node)]
 
@@ -64,40 +68,51 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_yaml(path: Path) -> ServeYaml:
-    """prism-serve's file. Raises ConfigError (one line; no path prefix)."""
+    """Returns the file of prism-serve. Raises ConfigError (one line; no path prefix)."""
     return convert(read_mapping(path), ServeYaml)
 
 
 def read_mapping(
     path: Path, keys: str = "devices: and models:", remedy: str = "correct the path"
 ) -> dict[str, Any]:
-    """The file as it is; `keys` are named where it has none, `remedy` where it cannot be read.
-    Raises ConfigError (one line)."""
+    """Returns the file's contents. Raises ConfigError (one line).
+
+    Args:
+        path: The file.
+        keys: Keys to name if the file does not have any.
+        remedy: Remedy to name if the file cannot be read.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read it: {_reason(error)}; {remedy}") from error
+        raise ConfigError(f"cannot be read: {_reason(error)}; {remedy}") from error
     data = parse(text)
     if not isinstance(data, dict):
-        raise ConfigError(f"the file must hold keys such as {keys}; see the README")
+        raise ConfigError(f"the file must have keys such as {keys}; see the README")
     return data
 
 
 def parse(text: str) -> Any:
-    """What YAML says. Raises ConfigError (one line)."""
+    """Returns the value of a YAML text. Raises ConfigError (one line)."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error)) from error
     except RecursionError as error:
         raise ConfigError("values are nested too deeply; correct the YAML") from error
-    except ValueError as error:  # of what looks like a date and is none
+    except ValueError as error:  # a value that looks like a date and is invalid
         raise ConfigError(f"a value cannot be read: {error}; correct or quote it") from error
 
 
 def convert(data: Any, kind: type[T], under: str = "", *, finite: bool = True) -> T:
-    """Type-check `data`, the value of the key `under`, if it has one. finite: whether nan and inf
-    are refused. Raises ConfigError (one line) that names the key."""
+    """Returns `data` as a `kind`. Raises ConfigError (one line) that names the key.
+
+    Args:
+        data: Value to check.
+        kind: Struct to convert to.
+        under: Key of `data`. Empty: it is the whole file.
+        finite: True if nan and inf are rejected.
+    """
     try:
         if finite:
             _check_finite(data, under)
@@ -105,22 +120,22 @@ def convert(data: Any, kind: type[T], under: str = "", *, finite: bool = True) -
     except msgspec.ValidationError as error:
         text = str(error)
         if " - at `key` in `$" in text:
-            odd = next(key for key, name, _ in _inside(data, under) if not isinstance(name, str))
-            raise ConfigError(f"{odd}: a key must be text; correct or quote it") from error
+            wrong = next(key for key, name, _ in _inside(data, under) if not isinstance(name, str))
+            raise ConfigError(f"{wrong}: a key must be text; correct or quote it") from error
         raise ConfigError(_conversion_message(text, kind, under)) from error
     except RecursionError as error:
         raise ConfigError("values are nested too deeply; correct the YAML") from error
 
 
 def _check_finite(data: Any, under: str) -> None:
-    """Bounds alone would not do: no comparison finds nan."""
+    """Raises ConfigError for nan and inf. Range checks do not detect nan."""
     for key, _, value in _inside(data, under):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}: {value} is not a finite number; correct the value")
 
 
 def _inside(data: Any, under: str) -> Iterator[tuple[str, Any, Any]]:
-    """(whole key, its last part, value) of everything in `data`."""
+    """Yields (whole key, its last part, value) of everything in `data`."""
     parts: list[tuple[str, Any, Any]] = []
     if isinstance(data, dict):
         parts = [(_join(under, str(name)), name, part) for name, part in data.items()]
@@ -132,7 +147,7 @@ def _inside(data: Any, under: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "not UTF-8 text"
 
 
 def _yaml_message(error: yaml.YAMLError) -> str:
@@ -150,7 +165,7 @@ def _conversion_message(text: str, kind: type[msgspec.Struct], under: str) -> st
         return f"{_join(where, match[1])}: unknown key; {_known_keys(match[1], inside, kind)}"
     if match := _MISSING.fullmatch(problem):
         return f"{_join(where, match[1])}: is missing; add it"
-    hint = "; correct the value" if problem[:1].isupper() else ""  # ours have a remedy already
+    hint = "; correct the value" if problem[:1].isupper() else ""  # own messages have a remedy
     return f"{where}: {problem[:1].lower()}{problem[1:]}{hint}"
 
 
@@ -161,7 +176,7 @@ def _known_keys(name: str, where: str, root: type[msgspec.Struct]) -> str:
 
 
 def _struct_at(where: str, root: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The struct that a path such as "models[0].slo" leads to."""
+    """Returns the struct at a path such as "models[0].slo"."""
     kind: Any = root
     for name in re.findall(r"[A-Za-z_]\w*", where):
         fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}

@@ -1,4 +1,4 @@
-"""What another YAML changes of a cluster that runs, and what it may not change. Pure."""
+"""Changes of a running cluster by another YAML, and checks of what it may not change. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 
-# Fields of `frontend` that its processes take over while they run.
+# Fields of `frontend` that may change while its processes run.
 _FRONTEND = (
     "max_open_requests",
     "shed",
@@ -24,7 +24,7 @@ _FRONTEND = (
     "queue_timeout_s",
     "refused_timeout_s",
 )
-# Of a model, and what the YAML calls them.
+# Fields of a model that may change, and their YAML keys.
 CHANGEABLE = {
     "slo_ttft_s": "slo.ttft",
     "slo_tpot_s": "slo.tpot",
@@ -38,7 +38,7 @@ CHANGEABLE = {
     "replicas_max": "replicas.max",
     "aliases": "aliases",
 }
-# What its engines were started with.
+# Fields of a model that its engines were started with, and their YAML keys.
 FIXED = {
     "path": "path",
     "dtype": "dtype",
@@ -54,7 +54,7 @@ FIXED = {
     "head_dim": "path",
     "weight_bytes": "path",
 }
-# What follows from these, and from how many models there are.
+# Fields that follow from these and from the number of models.
 DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement", "block_tokens")
 _DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
 _JOURNAL = {"max_bytes": "max"}
@@ -63,45 +63,50 @@ _JOURNAL = {"max_bytes": "max"}
 def reloaded(
     running: ClusterConfig, loaded: ClusterConfig, present: Collection[str]
 ) -> ClusterConfig:
-    """`running` with what `loaded`, as `load` gives it, may change. `present`: which of the models
-    that left earlier are still there.
+    """Returns `running` with the changes of `loaded`, which is the result of `load`.
 
-    Models that are new are added, those that are missing go to `leaving`. Raises ConfigError that
-    names all that would need a restart.
+    New models are added. Missing models move to `leaving`. Raises ConfigError that names everything
+    that would need a restart.
+
+    Args:
+        running: Present configuration.
+        loaded: Configuration of the other YAML.
+        present: Names of models that a reload removed earlier and that are still in the cluster.
     """
     leaving = {model.name: model for model in running.leaving if model.name in present}
     known = leaving | {model.name: model for model in running.models}
     if refused := [*_fixed(running, loaded), *_fixed_models(running, loaded, known)]:
         raise ConfigError(
-            f"{', '.join(dict.fromkeys(refused))}: cannot be changed while the cluster runs; take"
-            " it back, or start prism-serve again"
+            f"{', '.join(dict.fromkeys(refused))}: cannot be changed while the cluster runs; revert"
+            " it, or restart prism-serve"
         )
-    models = [_renewed(known.get(model.name), model) for model in loaded.models]
+    models = [_with_changes(known.get(model.name), model) for model in loaded.models]
     kept = {model.name for model in models}
     changed = structs.replace(
         running,
         nodes=loaded.nodes,
         devices=_devices(running, loaded),
         models=models,
-        leaving=[_released(model) for name, model in known.items() if name not in kept],
+        leaving=[_as_leaving(model) for name, model in known.items() if name not in kept],
         scheduler=loaded.scheduler,
         frontend=loaded.frontend,
         keys=loaded.keys,
         source=loaded.source,
     )
-    came_or_went = _nodes(running, changed)
-    more = [each for each in changes(running, changed) if each not in came_or_went]
+    node_changes = _nodes(running, changed)
+    more = [each for each in changes(running, changed) if each not in node_changes]
     if running.nodes and more:
         raise ConfigError(
-            f"{'; '.join(more)}: with several machines, nodes come and go while the cluster runs,"
-            " and nothing else changes; take it back, or start prism-serve again on all"
+            f"{'; '.join(more)}: a running cluster of several machines may only add and remove"
+            " nodes; revert it, or restart prism-serve on all"
         )
     check_memory(changed)
     return changed
 
 
 def _with_nodes_of(config: ClusterConfig, other: ClusterConfig) -> ClusterConfig:
-    """How many copies a model may have follows from the devices, too."""
+    """Returns `config` with the nodes of `other`, and with the limits of copies that follow from
+    their devices."""
     most = {model.name: model.replicas_max for model in other.models}
     models = [
         structs.replace(each, replicas_max=most.get(each.name, each.replicas_max))
@@ -111,13 +116,14 @@ def _with_nodes_of(config: ClusterConfig, other: ClusterConfig) -> ClusterConfig
 
 
 def _devices(running: ClusterConfig, loaded: ClusterConfig) -> list[DeviceConfig]:
-    """What engines hold without a model was measured at the start, where the device is."""
+    """Returns the loaded devices. Devices that run keep the measured memory of idle engines."""
     known = {device.name: device for device in running.devices}
     return [known.get(device.name, device) for device in loaded.devices]
 
 
 def changes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
-    """For people, each a few words; without keys' hashes. Empty: nothing changed."""
+    """Returns the changes for people, each a few words, without the hashes of keys. Empty: nothing
+    changed."""
     found = _nodes(before, after)
     if found:
         before = _with_nodes_of(before, after)
@@ -142,7 +148,7 @@ def _nodes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
 
 
 def _fixed(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
-    """Keys of the YAML."""
+    """Yields the YAML keys of changes that need a restart."""
     bundled = running.run_dir in running.redis_url
     if loaded.redis_url != ("" if bundled else running.redis_url):
         yield "redis"
@@ -164,7 +170,7 @@ def _fixed(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
     if running.open_to_all != loaded.open_to_all:
         yield "access.open_to_all"
     if bool(running.keys) != bool(loaded.keys):
-        yield "access.keys (the first one, or none any more)"
+        yield "access.keys (adding the first key, or removing the last one)"
 
 
 def _fixed_devices(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
@@ -176,20 +182,21 @@ def _fixed_devices(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[st
         return
     for before, after in zip(old, new, strict=True):
         key = loaded.device_key(loaded.devices.index(after))
-        # What engines hold without a model was measured at the start.
+        # The memory of idle engines was measured at the start.
         for name in _differing(before, structs.replace(after, idle_bytes=before.idle_bytes)):
             yield f"{key}.{_DEVICE.get(name, name)}"
 
 
 def _fixed_nodes(running: ClusterConfig, loaded: ClusterConfig) -> Iterator[str]:
-    """Whole machines come, behind the others, and go: the first ones have schedulers."""
+    """Yields changes of nodes that need a restart. Whole machines may be added after the others,
+    and removed. The first ones have schedulers."""
     old, new = ({node.name: node for node in each.nodes} for each in (running, loaded))
     if bool(old) != bool(new):
         yield "nodes"
     if running.node not in (new or [""]):
-        yield f"nodes: {running.node}, which this machine is"
+        yield f"nodes: {running.node}, which is this machine"
     if list(new)[: len(old.keys() & new.keys())] != [name for name in old if name in new]:
-        yield "nodes: their order; new ones come last"
+        yield "nodes: the order; append new ones"
     for name in old.keys() & new.keys():
         for field in _differing(old[name], new[name]):
             yield f"nodes: {field} of {name}"
@@ -200,29 +207,29 @@ def _fixed_models(
 ) -> Iterator[str]:
     names = {model.name for model in running.models}
     if not live_policy(running).evicts and names != {model.name for model in loaded.models}:
-        yield f"models (the policy {running.policy} gives each its place once)"
+        yield f"models (the policy {running.policy} places each model once)"
     for device in running.devices:
-        # Their fork servers and imports are started with the cluster.
+        # Fork servers and their imports are started with the cluster.
         for adapter in set(loaded.adapters_on(device.name)) - set(running.adapters_on(device.name)):
-            yield f"models (the first one of the adapter {adapter} on {device.name})"
+            yield f"models (the first one with the adapter {adapter} on {device.name})"
     for index, new in enumerate(loaded.models):
         old = known.get(new.name)
         for field, key in FIXED.items():
             if old is not None and getattr(old, field) != getattr(new, field):
-                leaves = "" if new.name in names else ", which is still leaving"
+                leaves = "" if new.name in names else ", which is being removed"
                 yield f"models[{index}].{key} of {new.name}{leaves}"
 
 
-def _renewed(old: ModelSpec | None, new: ModelSpec) -> ModelSpec:
-    """Where KV lies may follow from how many models there are; where engines have the model, it
-    stays as it is."""
+def _with_changes(old: ModelSpec | None, new: ModelSpec) -> ModelSpec:
+    """Returns the model with the changes that are allowed. Its KV layout may depend on the number
+    of models, and stays as the engines have it."""
     if old is None:
         return new
     return structs.replace(old, **{field: getattr(new, field) for field in CHANGEABLE})
 
 
-def _released(model: ModelSpec) -> ModelSpec:
-    """It stays for its requests alone."""
+def _as_leaving(model: ModelSpec) -> ModelSpec:
+    """Returns a removed model, which stays only for its requests."""
     return structs.replace(model, never_evict=False, replicas_min=1)
 
 
@@ -244,7 +251,7 @@ def _change(key: str, old: Any, new: Any) -> Sequence[str]:
 
 
 def _differing(old: msgspec.Struct, new: msgspec.Struct) -> list[str]:
-    """Names of fields, as the YAML has them."""
+    """Returns the names, as in the YAML, of fields that differ."""
     return [
         field.encode_name
         for field in structs.fields(old)

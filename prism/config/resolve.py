@@ -1,4 +1,4 @@
-"""From the user's YAML to a checked `ClusterConfig`. Runs once, before anything is started."""
+"""Resolution of the user's YAML to a checked `ClusterConfig`, once, before anything is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prism.config.adapters import (
     adapter_named,
     check_loadable,
     check_parsers,
-    planned,
+    with_engine_needs,
     with_layout,
 )
 from prism.config.admin import admin_address
@@ -49,16 +49,20 @@ from prism.models.files import DTYPE_BYTES, inspect_model
 from prism.scheduler import journal
 from prism.scheduler.journal import JournalConfig
 
-# Loops that are well may wait up to 10 s, for a device's ledger.
+# Healthy loops may wait up to 10 s for a device's ledger.
 HANG_LEAST_S = 15
 
 
 def load(path: Path, known: Sequence[ApiKey] | None = None, node: str = "") -> ClusterConfig:
-    """The checked configuration; namespace and run_dir are empty for the launcher to fill in,
-    and redis_url is empty where the bundled server is to be used. `known`: the keys that the
-    environment had at the start; None: it is read now. `node`: which of several this machine is.
+    """Returns the checked configuration.
 
+    The launcher fills in namespace and run_dir, and redis_url if the bundled server is used.
     Raises ConfigError: one line "<file>: <key>: what is wrong; what to change".
+
+    Args:
+        path: The YAML.
+        known: Keys that the environment had at the start. None: the environment is read.
+        node: Node that this machine is, if there are several.
     """
     try:
         data = read_yaml(path)
@@ -68,9 +72,7 @@ def load(path: Path, known: Sequence[ApiKey] | None = None, node: str = "") -> C
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _resolve(
-    data: ServeYaml, source: Path, of_variable: Sequence[ApiKey], node: str
-) -> ClusterConfig:
+def _resolve(data: ServeYaml, source: Path, variable: Sequence[ApiKey], node: str) -> ClusterConfig:
     base_dir = source.resolve().parent
     live_policy(data)
     _check_frontend(data.frontend)
@@ -100,14 +102,14 @@ def _resolve(
         journal=_journal(data.journal),
         keys=read_keys(
             data.access,
-            of_variable,
+            variable,
             base_dir,
             [name for model in models for name in model.own_names],
         ),
         open_to_all=data.access.open_to_all,
         hang_timeout_s=float(data.hang_timeout),
         source=str(source),
-        variable_keys=list(of_variable),
+        variable_keys=list(variable),
         node=node,
         nodes=nodes_of(data),
         cluster_key=cluster_key_of(data, base_dir),
@@ -116,7 +118,7 @@ def _resolve(
     _one_of(data.engine.kv_layout, tuple(KV_LAYOUTS), "engine.kv_layout")
     for index, model in enumerate(models):
         _check_spread(model, f"models[{index}]")
-    config = planned(config)
+    config = with_engine_needs(config)
     check_loadable(config)
     check_parsers(config)
     rows = zip(models, data.models, strict=True)
@@ -129,7 +131,8 @@ def _resolve(
 
 
 def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
-    """Raises ConfigError where the files do not belong together."""
+    """Returns `data` with absolute paths. Raises ConfigError if the files cannot be used
+    together."""
     files = [
         str(_folder(base_dir, name)) if name else None
         for name in (data.tls_certificate, data.tls_key)
@@ -151,29 +154,31 @@ def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
 
 
 def _refuse_passphrase(key: str) -> str:
-    """Instead of OpenSSL, which would ask on the terminal."""
+    """Raises ConfigError. Otherwise OpenSSL would ask for a passphrase on the terminal."""
     raise ConfigError(
         f"frontend.tls_key: {key} has a passphrase; give a key without one (openssl pkey -in KEY)"
     )
 
 
 def measured(config: ClusterConfig, context_bytes: Mapping[str, int]) -> ClusterConfig:
-    """`config` with CUDA contexts of these sizes, by device, in the place of planned ones. Raises
+    """Returns `config` with measured instead of planned CUDA contexts, by device. Raises
     ConfigError if something does not fit any more."""
-    config = planned(config, context_bytes)
+    config = with_engine_needs(config, context_bytes)
     check_memory(config)
     return config
 
 
 def _check_spread(model: ModelSpec, key: str) -> None:
     if model.embedding and model.lora.adapters:
-        raise ConfigError(f"{key}.lora: an embedding model is served without adapters; remove them")
+        raise ConfigError(
+            f"{key}.lora: cannot be combined with an embedding model; remove the adapters"
+        )
     if model.tp == 1:
         return
     if model.embedding:
-        raise ConfigError(f"{key}.tp: an embedding model is served by one device; use tp 1")
+        raise ConfigError(f"{key}.tp: an embedding model must be on one device; use tp 1")
     if model.pinned_device is not None:
-        raise ConfigError(f"{key}.device: with tp {model.tp} there are several; leave the key out")
+        raise ConfigError(f"{key}.device: cannot be combined with tp {model.tp}; remove the key")
     if model.num_kv_heads % model.tp:
         raise ConfigError(
             f"{key}.tp: {model.num_kv_heads} KV heads cannot be shared by {model.tp} devices;"
@@ -184,17 +189,15 @@ def _check_spread(model: ModelSpec, key: str) -> None:
 def _replicated(model: ModelSpec, data: ModelYaml, key: str, config: ClusterConfig) -> ModelSpec:
     here = (d for d in config.devices if model.pinned_device in (None, d.name))
     fewest, most = data.replicas.bounds(key, (d.node for d in here), model.tp)
-    stays = model.never_evict or fewest > 1
-    changes = {"replicas_min": fewest, "replicas_max": most, "never_evict": stays}
+    never_evict = model.never_evict or fewest > 1
+    changes = {"replicas_min": fewest, "replicas_max": most, "never_evict": never_evict}
     return msgspec.structs.replace(model, **changes)
 
 
 def _check_shares(config: ClusterConfig) -> None:
     divided = [device.name for device in config.devices if device.sm_percent]
     if divided and not config.engine.mps:
-        raise ConfigError(
-            f"devices: {divided[0]} has sm_percent, which only MPS can give; set engine.mps: true"
-        )
+        raise ConfigError(f"devices: sm_percent of {divided[0]} needs MPS; set engine.mps: true")
 
 
 def _one_of(value: str, known: tuple[str, ...], key: str) -> None:
@@ -235,8 +238,8 @@ def _check_frontend(data: FrontendConfig) -> None:
 def _check_traces(address: str) -> None:
     if address and urlsplit(address).scheme not in ("http", "https"):
         raise ConfigError(
-            f"frontend.traces: {address!r} is not an http address; an OpenTelemetry collector has"
-            " http://127.0.0.1:4318/v1/traces"
+            f"frontend.traces: {address!r} is not an HTTP address; an OpenTelemetry collector's is"
+            " http://127.0.0.1:4318/v1/traces, for example"
         )
     if address and not _has_opentelemetry():
         raise ConfigError(
@@ -247,7 +250,7 @@ def _check_traces(address: str) -> None:
 def _has_opentelemetry() -> bool:
     try:
         return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # of the packages around it
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
@@ -277,13 +280,13 @@ def _engine(data: EngineConfig, base_dir: Path) -> EngineConfig:
     return msgspec.structs.replace(
         data,
         weight_store=_weight_store(data.weight_store, base_dir),
-        # Not resolved: of an environment the interpreter is a link to another one's.
+        # Not resolved: the interpreter of an environment is a link to another one's.
         python={k: str(base_dir / Path(v).expanduser()) for k, v in data.python.items()},
     )
 
 
 def _weight_store(wanted: str, base_dir: Path) -> str:
-    """ "" means none."""
+    """Returns the folder of the weight store, or AUTO_STORE. Empty: no store."""
     if wanted in ("off", ""):
         return ""
     return wanted if wanted == AUTO_STORE else str(_folder(base_dir, wanted))
@@ -306,11 +309,9 @@ def _model(
     adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
     if data.tp > 1 and not traits.spreads:
-        raise ConfigError(
-            f"{key}.tp: {adapter} engines serve on one device each; leave the key out"
-        )
+        raise ConfigError(f"{key}.tp: {adapter} engines run on one device each; remove the key")
     if data.lora and not traits.lora:
-        raise ConfigError(f"{key}.lora: {adapter} engines have no LoRA adapters; remove them")
+        raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
     return ModelSpec(
         name=data.name,
         path=str(path),

@@ -1,5 +1,5 @@
-"""The resolved configuration as a file of the run directory: every process reads it, and takes over
-a newer one that a reload puts in its place."""
+"""The resolved configuration, as a file of the run directory. Every process reads it, and takes
+over a newer one after a reload."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from prism.config.schema import ClusterConfig
 from prism.config.units import decoded, encoded
 from prism.messages import MALFORMED_ERRORS
 
-LOOK_S = 0.5  # between two looks at the file
+LOOK_S = 0.5  # interval of checks of the file
 
 log = logging.getLogger(__name__)
 
 
 def write_resolved(config: ClusterConfig, path: Path) -> None:
-    """Write `config` as JSON, readable by this user only (it may hold the Redis password). Who
-    reads it meanwhile reads the whole of the old or of the new one. Raises OSError."""
+    """Writes `config` as JSON, readable by this user only (it may have the Redis password). Readers
+    see the whole of the old or of the new file. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
         out.write(_written(config))
@@ -33,7 +33,10 @@ def _written(config: ClusterConfig) -> bytes:
 
 
 def read_resolved(path: Path) -> ClusterConfig:
-    """REQUIRES: `path` was written by `write_resolved` of the same version."""
+    """Returns the configuration in a file.
+
+    REQUIRES: `path` was written by `write_resolved` of the same version.
+    """
     return _read(path.read_bytes())
 
 
@@ -42,23 +45,23 @@ def _read(body: bytes) -> ClusterConfig:
 
 
 def _read_back(kind: type[Any], value: object) -> Any:
-    """Tests write plain numbers, too."""
+    """Decodes sizes and times. Tests write plain numbers, too."""
     return kind(value) if isinstance(value, int | float) else decoded(kind, value)
 
 
 class ConfigFile:
-    """The file, and the configuration that was taken from it last."""
+    """The file, and the configuration that was last read from it."""
 
     def __init__(self, path: Path, config: ClusterConfig | None = None) -> None:
-        """Without `config` it is read. Raises what `read_resolved` raises."""
+        """Reads the file if `config` is not given. Raises as `read_resolved`."""
         self.config = config or read_resolved(path)
         self._path = path
-        self._seen: tuple[int, int, int] | None = None  # of no file: it may have changed since
-        self.damage = ""  # as of the last look: why it does not hold `config`, although it is there
+        self._seen: tuple[int, int, int] | None = None  # inode, time and size at the last check
+        self.damage = ""  # why the existing file does not hold `config`, as of the last check
 
     def newer(self) -> ClusterConfig | None:
-        """Returns the configuration of a reload since the last look. None for a file that was
-        removed or damaged, which `prism-serve` makes again."""
+        """Returns the configuration of a reload since the last check. None for a file that was
+        removed or damaged, which `prism-serve` writes again."""
         try:
             found = self._path.stat()
             seen = (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -70,7 +73,7 @@ class ConfigFile:
             self.damage = "" if isinstance(error, FileNotFoundError) else str(error)
             return None
         except MALFORMED_ERRORS as error:
-            log.error("%s is not this version's, and is left alone: %s", self._path, error)
+            log.error("%s was not written by this version and is ignored: %s", self._path, error)
             self._seen, self.damage = seen, str(error)
             return None
         self._seen, self.damage = seen, ""
@@ -78,5 +81,5 @@ class ConfigFile:
             self.config = config
             return config
         if body != _written(self.config):
-            self.damage = "it is not what was written"
+            self.damage = "other contents"
         return None

@@ -24,7 +24,7 @@ from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
 from prism.scheduler.journal import JournalConfig
 
-AUTO_STORE = "auto"  # a weight store of the cluster's own, which ends with it
+AUTO_STORE = "auto"  # a private weight store, which ends with the cluster
 _POLICY = Settings()
 _HOST_STATIC_BYTES, _GPU_STATIC_BYTES = 16 << 20, 2 << 30
 _HANG_TIMEOUT = Seconds("30s")
@@ -33,37 +33,39 @@ _HANG_TIMEOUT = Seconds("30s")
 class ModelYaml(Strict, frozen=True):
     """One model."""
 
-    # What a request calls the model.
+    # The model's name in requests.
     name: str
     # The folder with config.json, the tokenizer and the safetensors files. Relative paths start at
     # the YAML's folder.
     path: str
-    # Requests without an SLO of their own get this one.
+    # The SLO of requests that do not have one.
     slo: ModelSloYaml = ModelSloYaml()
-    # The most tokens of a prompt and its answer. Default, and the most: what config.json has.
+    # The most tokens of a prompt and its answer. Default and maximum: the value of config.json.
     context_length: int | None = None
-    # "auto" is float32 on host devices and the files' own type on GPUs.
+    # "auto" is float32 on host devices and the files' dtype on GPUs.
     dtype: str = "auto"
     # The engine adapter that serves the model. Default: engine.adapter.
     adapter: str | None = None
-    # Whether the model keeps its place while it is idle.
+    # Whether the model stays on its device while it is idle.
     never_evict: bool = False
     # The only device that may serve the model. Default: the scheduler chooses.
     device: str | None = None
     # This model's fraction of its device's KV memory under the static policy. Default: an equal
-    # part of what the other models leave.
+    # part of what is left.
     static_share: float | None = None
-    # Over how many devices the model is spread (tensor parallel). The scheduler chooses which.
+    # The number of devices that the model is spread over (tensor parallel). The scheduler chooses
+    # them.
     tp: int = 1
-    # The parser of its tool calls, by SGLang's name; "auto" goes by the chat template; or "none".
+    # The parser of its tool calls, by SGLang's name. "auto" detects it by the chat template. "none"
+    # disables it.
     tool_parser: str = "auto"
-    # The same for its reasoning ("qwen3", "deepseek-r1", ...).
+    # The same for reasoning ("qwen3", "deepseek-r1", ...).
     reasoning_parser: str = "auto"
     replicas: ReplicasYaml = ReplicasYaml()
-    # Whether the model makes vectors (/v1/embeddings) instead of text. Default: whether its files
-    # have the modules.json of sentence-transformers.
+    # Whether the model makes vectors (/v1/embeddings) instead of text. Default: true if its files
+    # include the modules.json of sentence-transformers.
     embeddings: bool | None = None
-    # Other names that requests may call it by.
+    # Other names that requests may use.
     aliases: list[str] = []
     # Its LoRA adapters, which a reload may not change.
     lora: list[LoraYaml] = []
@@ -84,37 +86,39 @@ class FrontendConfig(
     host: str = "127.0.0.1"
     # The port to listen on. 0 takes any free one.
     port: int = 8000
-    # Where /status, /metrics and /dashboard are instead of at this port: another HOST:PORT, or the
-    # path of a Unix socket for this user alone. Relative paths start at this file's folder.
+    # Another address for /status, /metrics and /dashboard: HOST:PORT, or the path of a Unix socket
+    # for this user. Default: the port above. Relative paths start at this file's folder.
     admin: str = ""
-    # Whether the frontend's log has a line of JSON for each request.
+    # Whether the frontend logs a line of JSON for each request.
     access_log: bool = True
     # Web pages of these origins ("*": all) may use the API in a browser (CORS).
     cors_origins: list[str] = []
-    # A file in PEM format, beside the YAML: with it and its key the endpoint speaks HTTPS.
+    # A file in PEM format. With it and its key, the endpoint uses HTTPS. Relative paths start at
+    # this file's folder.
     tls_certificate: str | None = None
     # The certificate's private key, in PEM format.
     tls_key: str | None = None
-    # How many processes serve the port: 1 to 16. More than one pays where one process has no CPU
-    # left: see docs/operating.md.
+    # The number of processes that serve the port: 1 to 16. More than one helps if the CPU of one
+    # process is saturated: see docs/operating.md.
     processes: int = 1
-    # With so many requests open, new ones get status 429. Half of it is kept in equal parts for
-    # each model, so one model alone gets at most the other half and its own part. Each process has
-    # an equal part of all this.
+    # The most open requests; new ones then get status 429. Half of them are reserved in equal parts
+    # for each model, so one model gets at most the other half and its part. Each process has an
+    # equal part of these limits.
     max_open_requests: int = 4096
-    # Whether new requests for a model get status 429 while others wait beyond their TTFT SLO.
+    # Whether new requests for a model get status 429 while others wait longer than their TTFT SLO.
     # Otherwise they are served late.
     shed: bool = False
     priority: PriorityConfig = PriorityConfig()
     # A request that receives no token for this long ends with an error.
     progress_timeout_s: Seconds = Seconds("10m")
-    # While Redis takes no requests, they wait for so long; then they end with status 503.
+    # While Redis is unavailable, requests wait for this long, then get status 503.
     queue_timeout_s: Seconds = Seconds("60s")
-    # A request whose model has no place for this long ends with status 503 and the scheduler's
+    # A request whose model cannot be placed for this long gets status 503 and the scheduler's
     # reason.
     refused_timeout_s: Seconds = Seconds("60s")
-    # Where OpenTelemetry traces of requests go, over OTLP in HTTP: http://127.0.0.1:4318/v1/traces,
-    # say. Empty: none are made. Needs the extra `traces`: pip install 'prism-serving[traces]'.
+    # The address of a collector for OpenTelemetry traces of requests (OTLP over HTTP), such as
+    # http://127.0.0.1:4318/v1/traces. Empty: no traces. Needs the extra `traces`:
+    # pip install 'prism-serving[traces]'.
     traces: str = ""
 
 
@@ -134,9 +138,9 @@ class SchedulerConfig(
         "rate_window_s": "rate_window",
     },
 ):
-    """The cluster scheduler: which model is where."""
+    """The cluster scheduler, which places models on devices."""
 
-    # How often the scheduler plans when nothing happens.
+    # The interval between plans when nothing changes.
     interval_s: Seconds = Seconds("5s")
     # When memory is short, models that were idle for longer are evicted first (Prism, section 6.2).
     idle_threshold_s: Seconds = Seconds(_POLICY.idle_threshold_s)
@@ -144,16 +148,15 @@ class SchedulerConfig(
     min_idle_s: Seconds = Seconds(_POLICY.min_idle_s)
     # A model moves only if KVPR falls by more than this fraction (tau of Algorithm 1).
     migration_threshold: float = _POLICY.migration_threshold
-    # A device is relieved only if its models beside the busiest one run this many requests at a
-    # time at their SLO's pace (token rate x TPOT SLO), and if as many requests wait there or less
-    # than a quarter of its memory is free. 0: every move of Algorithm 1 that has room.
+    # A model moves off a device only if the models there other than the busiest one run this many
+    # requests at their SLO's pace (token rate x TPOT SLO), and if as many requests wait there or
+    # less than a quarter of its memory is free. 0: every move of Algorithm 1 that fits.
     contended_requests: float = _POLICY.contended_requests
-    # Token rates are means over this time.
+    # The time over which token rates are averaged.
     rate_window_s: Seconds = Seconds("60s")
-    # What happens to running requests when their model moves: "finish" leaves them where they are
-    # (for at most engine.drain_timeout), "move" takes them to the target with their KV. To another
-    # machine that is sent, or computed again there if that takes less time: see
-    # nodes[].network_rate.
+    # The handling of running requests when their model moves: "finish" lets them finish (for at
+    # most engine.drain_timeout), "move" moves them to the target with their KV. To another machine,
+    # KV is sent, or computed again there if that is faster: see nodes[].network_rate.
     migrate_running: str = "finish"
 
     @property
@@ -161,7 +164,7 @@ class SchedulerConfig(
         return self.migrate_running == "move"
 
     def settings(self) -> Settings:
-        """What the policy is tuned with."""
+        """Returns the settings of the policy."""
         return Settings(
             idle_threshold_s=float(self.idle_threshold_s),
             min_idle_s=float(self.min_idle_s),
@@ -187,57 +190,59 @@ class EngineConfig(
 ):
     """The engine processes of all devices."""
 
-    # "sglang"; "vllm", on host devices; or "fake": no model, answers known beforehand, for tests.
+    # "sglang"; "vllm", on host devices; or "fake": predictable answers without a model, for tests.
     adapter: str = "sglang"
-    # Adapter -> the Python interpreter of its engines, where they have an environment of their own,
-    # with prism-serving in it. Relative paths start at this file's folder.
+    # Adapter -> the Python interpreter of its engines, if they have a separate environment, which
+    # must include prism-serving. Relative paths start at this file's folder.
     python: dict[str, str] = {}
     # The most requests that an engine runs at a time.
     max_running: int = 16
-    # What an engine with a model may hold beside weights and KV. On a GPU that is the CUDA context,
-    # torch's memory, graphs, workspaces and NCCL. Default: 2GiB on a GPU, 16MiB on a host device.
+    # The memory of an engine with a model in addition to weights and KV. On a GPU: the CUDA
+    # context, torch's memory, graphs, workspaces and NCCL. Default: 2GiB on a GPU, 16MiB on a host
+    # device.
     static_bytes: Bytes | None = None
-    # How much more than its leases an engine may hold on a GPU before it is replaced.
+    # The memory beyond its leases that an engine may hold on a GPU before it is replaced.
     memory_slack_bytes: Bytes = Bytes("256MiB")
     lora: LoraConfig = LoraConfig()
     # The most prompt tokens that one step computes.
     prefill_chunk_tokens: int = 512
-    # How long an eviction, a move or a shutdown waits for running requests.
+    # The time that an eviction, a move or a shutdown waits for running requests.
     drain_timeout_s: Seconds = Seconds("30s")
-    # How long an engine may load a model, or a model may wait for an engine and for memory, before
-    # the activation has failed.
+    # The time that an engine may load a model, or a model may wait for an engine and for memory,
+    # before the activation fails.
     activation_timeout_s: Seconds = Seconds("150s")
-    # "per_layer" has the fastest attention. "token_interleaved" grows in the finest steps. "auto"
-    # takes the finer one where growth per layer, times the models that may share the device,
-    # exceeds a few percent of it. Models with tp stay per layer.
+    # "per_layer" has the fastest attention. "token_interleaved" has the finest granularity. "auto"
+    # chooses the latter if the granularity of the former, times the models that may share the
+    # device, exceeds a few percent of its memory. Models with tp are always per layer.
     kv_layout: str = "per_layer"
-    # Where the machine keeps weights ready to be copied: "auto" is a folder in /dev/shm that ends
-    # with the cluster, "off" is nowhere. Or a folder, which clusters may share.
+    # The folder in which the machine keeps weights ready to be copied. Clusters may share it.
+    # "auto" is a folder in /dev/shm that is removed with the cluster. "off" disables the store.
     weight_store: str = AUTO_STORE
-    # The most that the weight store holds. Default: 80 % of its file system.
+    # The most bytes in the weight store. Default: 80 % of its file system.
     weight_store_bytes: Bytes | None = None
-    # The most bytes per second that an activation copies, over all links together, for the sake of
-    # models that decode beside it, such as "8GB". Default: no bound.
+    # The most bytes per second that an activation copies, over all links together, such as "8GB".
+    # It limits the effect on models that decode at the same time. Default: unlimited.
     load_bytes_per_s: Bytes | None = None
-    # Over which GPUs' links to the host an engine loads weights: of all GPUs here ("node") or its
-    # "own" alone.
+    # The GPUs whose links to the host an engine uses to load weights: all of the machine ("node")
+    # or only its "own".
     weight_links: str = "node"
-    # What a load may take on each other GPU for its link, while nothing there is short of memory:
-    # staging buffers of 32MiB and the engine's CUDA context.
+    # The memory that a load may take on each other GPU to use its link, while memory there is not
+    # short: staging buffers of 32MiB and the engine's CUDA context.
     link_bytes: Bytes = Bytes("512MiB")
-    # Smaller loads use no other GPU's link.
+    # The smallest load that uses links of other GPUs.
     links_from_bytes: Bytes = Bytes("2GiB")
-    # Start NVIDIA's Multi-Process Service, so that the engines of a GPU compute at the same time.
+    # Whether to start NVIDIA's Multi-Process Service, so that engines of a GPU compute at the same
+    # time.
     mps: bool = False
-    # "lazy" captures graphs of decode steps once a model has answered, when its engine is idle or
-    # has been busy for long. "off" captures none.
+    # "lazy" captures graphs of decode steps after a model's first answers, when its engine is idle
+    # or has been busy for long. "off" captures none.
     cuda_graphs: str = "lazy"
-    # SGLang's name of the attention kernels on GPUs. Default: SGLang's choice, or "triton" where
+    # The attention kernels on GPUs, by SGLang's name. Default: SGLang's choice, or "triton" if
     # SGLang's kernels are not installed.
     attention_backend: str | None = None
 
     def static_on(self, device: str) -> int:
-        """Of an engine with a model on `device`."""
+        """Returns the fixed share of an engine with a model on `device`."""
         if self.static_bytes is not None:
             return int(self.static_bytes)
         return _GPU_STATIC_BYTES if is_gpu(device) else _HOST_STATIC_BYTES
@@ -246,30 +251,31 @@ class EngineConfig(
 class ServeYaml(Strict, frozen=True, kw_only=True):
     """The whole file."""
 
-    # The devices of this machine, at least one; with `nodes` these have the devices instead.
+    # The devices of this machine, at least one. With `nodes`, each node has its own instead.
     devices: list[DeviceYaml] = []
     # At least one model.
     models: list[ModelYaml]
-    # The machines, where there are several: see docs/several-machines.md.
+    # The machines, if there are several: see docs/several-machines.md.
     nodes: list[NodeYaml] = []
-    # The Ray cluster that starts the machines: "auto" for the one of this machine, or for one that
-    # is started where there is none; or HOST:PORT. Without `nodes` they are all of Ray's, also
-    # those that join later, with a GPU or a prism_host_device; `devices` then describes each GPU
-    # as "cuda:*" and each host device as "host:*". `cluster_key` is made then.
+    # The Ray cluster that starts the machines: HOST:PORT, or "auto" for the one of this machine,
+    # which is started if there is none. Without `nodes`, all of Ray's machines with a GPU or a
+    # prism_host_device are used, also those that join later. `devices` then describes each GPU as
+    # "cuda:*" and each host device as "host:*", and `cluster_key` is generated.
     ray: str | None = None
-    # With `nodes`: a file, for this user alone, with the key by which their processes know each
-    # other; `prism-serve new-cluster-key` makes it. Relative paths start at this file's folder.
+    # With `nodes`: a file with the key that authenticates the cluster's processes. Only this user
+    # may read it. `prism-serve new-cluster-key` makes it. Relative paths start at this file's
+    # folder.
     cluster_key: str | None = None
-    # Where models go and which leave: "prism", "static" (fixed shares, nothing is evicted),
-    # "serverlessllm" or "dedicated". `prism-sim policies` lists all, with what each needs.
+    # The placement and eviction of models: "prism", "static" (fixed shares, no eviction),
+    # "serverlessllm" or "dedicated". `prism-sim policies` lists all, with their requirements.
     policy: str = "prism"
-    # Policy -> what it is tuned with, for policies that other packages add.
+    # Policy -> its settings, for policies of other packages.
     knobs: dict[str, dict[str, Any]] = {}
     # URL of a Redis-compatible server. On another machine it needs a password or TLS (rediss://).
-    # Default: prism-serve starts its own, which it cannot with `nodes`.
+    # Default: prism-serve starts one. It is required with `nodes`.
     redis: str | None = None
-    # A frontend, a scheduler, an agent, the bundled Redis, a process that keeps imports ready: one
-    # that does not answer for this long is killed and started again. At least 15 s.
+    # A process (frontend, scheduler, agent, bundled Redis, preloaded imports) that does not answer
+    # for this long is killed and restarted. At least 15 s.
     hang_timeout: Seconds = _HANG_TIMEOUT
     frontend: FrontendConfig = FrontendConfig()
     access: AccessYaml = AccessYaml()
@@ -282,34 +288,37 @@ class ServeYaml(Strict, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
+    """One device."""
+
     name: str
     capacity_bytes: int
     page_bytes: int
     engines: int
-    # Of each engine under MPS; empty: 100.
+    # Percentage of each engine under MPS. Empty: 100.
     sm_percent: tuple[int, ...] = ()
-    # Planned for each engine process on a GPU while it has no model: its CUDA context and the code
-    # in it. The engine measures what it is and leases that.
+    # Planned memory of an engine process on a GPU without a model: its CUDA context with its code.
+    # The engine measures and leases the real size.
     idle_bytes: int = 0
 
     @property
     def engines_bytes(self) -> int:
-        """What the engine processes take without a model."""
+        """Memory of the engine processes without models."""
         return self.engines * self.idle_bytes
 
     @property
     def models_bytes(self) -> int:
-        """What is left for models."""
+        """Memory that is left for models."""
         return max(0, self.capacity_bytes - self.engines_bytes)
 
     @property
     def node(self) -> str:
-        """Ranks of a model go to devices of one: of one machine and kind, with pages of one
-        size."""
+        """Key of devices that a model can be spread over: of one machine, kind and page size."""
         return f"{self.name.partition(':')[0]} {self.page_bytes} {node_of(self.name)}".rstrip()
 
 
 class ClusterConfig(Endpoints, frozen=True):
+    """The resolved configuration."""
+
     redis_url: str
     policy: str
     devices: list[DeviceConfig]
@@ -317,7 +326,7 @@ class ClusterConfig(Endpoints, frozen=True):
     knobs: dict[str, dict[str, Any]] = {}
     host: str = FrontendConfig().host
     port: int = FrontendConfig().port
-    # HOST:PORT or an absolute path; empty where `port` serves the pages of operators, too.
+    # HOST:PORT or an absolute path. Empty: `port` also serves the pages for operators.
     admin: str = FrontendConfig().admin
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: EngineConfig = EngineConfig()
@@ -326,52 +335,55 @@ class ClusterConfig(Endpoints, frozen=True):
     keys: list[ApiKey] = []
     open_to_all: bool = False
     hang_timeout_s: float = float(_HANG_TIMEOUT)
-    # Not in the YAML: only tests need another. How often an agent reports without a change.
+    # Interval of an agent's reports without a change. Not in the YAML: only tests change it.
     report_interval_s: float = 0.5
-    # Likewise: see `DirectMoves`.
+    # Not in the YAML: see `DirectMoves`.
     kv_offer_s: float = 5.0
     kv_fetch_s: float = 2.0
-    # Likewise: something listens at `preloaded_path` of each device.
+    # Not in the YAML: True if a process listens at `preloaded_path` of each device.
     preloaded: bool = False
-    # The user's YAML, and how often it was read again.
+    # The user's YAML, and the number of its reloads.
     source: str = ""
     revision: int = 0
-    # Models that a reload has taken out of `models`: their requests end first.
+    # Models that a reload removed from `models` and that still have requests.
     leaving: list[ModelSpec] = []
-    # Those of `keys` that came in the environment of `prism-serve`, which is read once.
+    # The part of `keys` that was in the environment of `prism-serve`, which is read once.
     variable_keys: list[ApiKey] = []
 
     def adapter_of(self, model: ModelSpec) -> str:
-        """What its engines are."""
+        """Returns the adapter of a model's engines."""
         return model.adapter or self.engine.adapter
 
     def adapters_on(self, device: str) -> tuple[str, ...]:
-        """Those of models that may be there; the cluster's own first."""
+        """Returns the adapters of models that may be on `device`. The cluster's default comes
+        first."""
         here = [m for m in self.models if m.pinned_device in (None, device)]
         found = {self.adapter_of(model) for model in here} or {self.engine.adapter}
         return tuple(sorted(found, key=lambda name: (name != self.engine.adapter, name)))
 
     def preloaded_name(self, device: str, adapter: str) -> str:
-        """Of the process that keeps an adapter's imports ready."""
+        """Returns the name of the process that keeps an adapter's imports ready."""
         suffix = "" if adapter == self.engine.adapter else f"-{adapter}"
         return f"preloaded-{device.replace(':', '')}{suffix}"
 
     def preloaded_path(self, device: str, adapter: str) -> Path:
-        """That process's socket."""
+        """Returns the socket of that process."""
         return Path(self.run_dir) / self.preloaded_name(device, adapter)
 
     @property
     def frontends_total(self) -> int:
-        """In the whole cluster."""
+        """Number of frontend processes of the cluster."""
         return sum(node.frontends for node in self.nodes) or self.frontend.processes
 
     @property
     def frontends_here(self) -> int:
+        """Number of frontend processes on this machine."""
         here = self.here
         return self.frontend.processes if here is None else here.frontends
 
     def local(self) -> ClusterConfig:
-        """What this machine's engines and segments know of: its devices, by their names here."""
+        """Returns the configuration of this machine's engines and segments, with its devices by
+        their local names."""
         if not self.node:
             return self
         own = [d for d in self.devices if node_of(d.name) == self.node]
@@ -380,7 +392,7 @@ class ClusterConfig(Endpoints, frozen=True):
         return msgspec.structs.replace(self, devices=devices, namespace=namespace)
 
     def device_key(self, index: int) -> str:
-        """What the YAML calls the device."""
+        """Returns the YAML key of a device."""
         for number, node in enumerate(self.nodes):
             if index < node.devices:
                 return f"nodes[{number}].devices[{index}]"
@@ -388,8 +400,8 @@ class ClusterConfig(Endpoints, frozen=True):
         return f"devices[{index}]"
 
     def _index(self, device: str) -> int:
-        beside = [d.name for d in self.devices if node_of(d.name) == node_of(device)]
-        return beside.index(device)
+        names = [d.name for d in self.devices if node_of(d.name) == node_of(device)]
+        return names.index(device)
 
     def device(self, name: str) -> DeviceConfig:
         return next(d for d in self.devices if d.name == name)

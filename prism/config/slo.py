@@ -1,4 +1,4 @@
-"""The latencies that the YAML asks for."""
+"""Section of the YAML for latencies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from prism.config.units import Seconds
 
 
 class SloYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The latencies that a request should keep to."""
+    """The latencies that a request should meet."""
 
     # From a request's arrival to its first token. The queue is ordered by it.
     ttft: Seconds = Seconds("2s")
-    # The mean time for each further token.
+    # The mean time of each further token.
     tpot: Seconds = Seconds("200ms")
 
 

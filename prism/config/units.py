@@ -1,4 +1,4 @@
-"""Sizes ("1GiB") and times ("500ms"), as users write them and as numbers."""
+"""Sizes ("1GiB") and times ("500ms"), as text and as numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 class Bytes(int):
-    """A size. `text` is what the user wrote."""
+    """A size. `text` is the user's text."""
 
     text: str
 
     def __new__(cls, value: str | int) -> Self:
-        """Raises ValueError for a text that is no size above 0."""
+        """Raises ValueError for a text that is not a size above 0."""
         size = super().__new__(cls, _size(value) if isinstance(value, str) else value)
         size.text = value if isinstance(value, str) else f"{value}B"
         return size
@@ -31,12 +31,12 @@ class Bytes(int):
 
 
 class Seconds(float):
-    """A time. `text` is what the user wrote."""
+    """A time. `text` is the user's text."""
 
     text: str
 
     def __new__(cls, value: str | float) -> Self:
-        """Raises ValueError for a text that is no time above 0."""
+        """Raises ValueError for a text that is not a time above 0."""
         time = super().__new__(cls, _time(value) if isinstance(value, str) else value)
         time.text = value if isinstance(value, str) else f"{value!r}".removesuffix(".0") + "s"
         return time
@@ -49,25 +49,26 @@ _EXAMPLES = {Bytes: "1GiB", Seconds: "500ms"}
 
 
 def decoded(kind: type[Any], value: object) -> Any:
-    """msgspec's `dec_hook` for YAML. Raises TypeError and ValueError, which msgspec reports with
-    the key."""
+    """Decodes sizes and times of the YAML, as msgspec's `dec_hook`. Raises TypeError and
+    ValueError, which msgspec reports with the key."""
     if kind not in _EXAMPLES:
         raise NotImplementedError(kind)
     if not isinstance(value, str):
-        wrote = f"got `{type(value).__name__}`; write it as"
-        raise TypeError(f'expected `str`, {wrote} "{_EXAMPLES[kind]}"')
+        found = f"got `{type(value).__name__}`; write it as"
+        raise TypeError(f'expected `str`, {found} "{_EXAMPLES[kind]}"')
     return kind(value)
 
 
 def encoded(value: object) -> str:
-    """msgspec's `enc_hook`: the text that `decoded` reads."""
+    """Encodes sizes and times, as msgspec's `enc_hook`, to the text that `decoded` reads."""
     if not isinstance(value, Bytes | Seconds):
         raise NotImplementedError(type(value))
     return value.text
 
 
 def parse_size(text: str, key: str) -> int:
-    """Bytes of a size such as "64KiB" or "1.5GB". Raises ConfigError naming `key`."""
+    """Returns the bytes of a size such as "64KiB" or "1.5GB". Raises ConfigError that names
+    `key`."""
     try:
         return _size(text)
     except ValueError as error:
@@ -75,7 +76,8 @@ def parse_size(text: str, key: str) -> int:
 
 
 def parse_time(text: str, key: str) -> float:
-    """Seconds of a time such as "500ms" or "2s". Raises ConfigError naming `key`."""
+    """Returns the seconds of a time such as "500ms" or "2s". Raises ConfigError that names
+    `key`."""
     try:
         return _time(text)
     except ValueError as error:
@@ -83,7 +85,7 @@ def parse_time(text: str, key: str) -> float:
 
 
 def format_size(size_bytes: int) -> str:
-    """The size in the largest binary unit that keeps it readable: 1536 -> "1.5KiB"."""
+    """Returns the size in the largest binary unit that keeps it readable: 1536 -> "1.5KiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(size_bytes) >= _SIZES[unit]:
             return f"{size_bytes / _SIZES[unit]:.4g}{unit}"
@@ -91,7 +93,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def whole_mib(size_bytes: int) -> str:
-    """A size to copy into the YAML, never rounded down."""
+    """Returns a size to copy into the YAML, never rounded down."""
     return f"{-(-size_bytes // 2**20)}MiB"
 
 
@@ -103,16 +105,16 @@ def _time(text: str) -> float:
     return _parse(text, _TIMES, "a time", "500ms or 2s")
 
 
-def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, e_g: str) -> float:
+def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
     match = _QUANTITY.fullmatch(text)
     unit = match and next((u for u in units if u.lower() == match[2].lower()), None)
     if match is None or unit is None:
         known = ", ".join(units)
         raise ValueError(
-            f"{text!r} is not {what}; write a number and one of {known}, such as {e_g}"
+            f"{text!r} is not {what}; write a number and one of {known}, such as {example}"
         )
     value = float(match[1]) * units[unit]
     if not 0 < value < math.inf:
         least = "must be more than 0" if value <= 0 else "is out of range"
-        raise ValueError(f"{text!r} {least}, such as {e_g}")
+        raise ValueError(f"{text!r} {least}, such as {example}")
     return value

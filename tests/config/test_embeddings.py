@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[Edit, dict[str, Any], str]] = {
         {},
         "not what sentence-transformers",
     ),
-    "tp": (lambda _: None, {"tp": 2}, "an embedding model is served by one device; use tp 1"),
+    "tp": (lambda _: None, {"tp": 2}, "an embedding model must be on one device; use tp 1"),
 }
 
 

@@ -71,7 +71,7 @@ def test_a_model_that_fits_only_without_the_contexts_is_refused(folder: Path) ->
         loaded(folder, "3GiB")
     assert "3GiB is too small for any model" in str(caught.value)
     assert "fixed share 1.414GiB" in str(caught.value)
-    assert "beside 1.758GiB of 3 idle engines" in str(caught.value)
+    assert "besides 1.758GiB of 3 idle engines" in str(caught.value)
 
 
 def test_the_capacity_it_names_is_enough(folder: Path) -> None:

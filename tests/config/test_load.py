@@ -138,7 +138,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("models", 0, "name", value="two words"),
-        "models[0].name: 'two words' cannot be used; write letters, digits and . _ - : / @ +",
+        "models[0].name: 'two words' is not a valid name; write letters, digits and . _ - : / @ +",
     ),
     (
         put("models", 1, "name", value="a"),
@@ -158,7 +158,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("devices", 0, "sm_percent", value=[50, 50]),
-        "devices: host:0 has sm_percent, which only MPS can give; set engine.mps: true",
+        "devices: sm_percent of host:0 needs MPS; set engine.mps: true",
     ),
     (
         put("devices", 0, "sm_percent", value=[50]),
@@ -178,7 +178,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("models", 1, "tp", value=2),
-        "models[1].device: with tp 2 there are several; leave the key out",
+        "models[1].device: cannot be combined with tp 2; remove the key",
     ),
     (
         put("models", 0, "device", value="host:7"),
@@ -221,7 +221,7 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("policy", value="magic"),
-        f"policy: there is no 'magic'; choose one of {', '.join(names())}",
+        f"policy: 'magic' is not a policy; choose one of {', '.join(names())}",
     ),
     (
         put("redis", value="localhost:6379"),
@@ -238,12 +238,12 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("frontend", "cors_origins", value=["*", "https://x.example/"]),
-        "frontend.cors_origins[1]: 'https://x.example/' is no origin of web pages; write"
+        "frontend.cors_origins[1]: 'https://x.example/' is not a valid origin; write"
         " https://x.example",
     ),
     (
         put("frontend", "priority", value={"max": -1}),
-        "frontend.priority: min -100 and max -1 must have 0 between them, and lie between"
+        "frontend.priority: min -100 and max -1 must have 0 between them, and be within"
         " -1000 and 1000",
     ),
     (
@@ -351,8 +351,8 @@ TEXTS = [
     ("devices: [", "line 1, column 11: expected the node content, but found '<stream end>'"),
     ("a: 1\na: 2\n", "line 2, column 1: the key 'a' is given twice; correct the YAML there"),
     ("a: b: c", "line 1, column 5: mapping values are not allowed here; correct the YAML there"),
-    ("- 1", "the file must hold keys such as devices: and models:; see the README"),
-    ("", "the file must hold keys such as devices: and models:; see the README"),
+    ("- 1", "the file must have keys such as devices: and models:; see the README"),
+    ("", "the file must have keys such as devices: and models:; see the README"),
 ]
 
 

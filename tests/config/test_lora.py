@@ -93,7 +93,7 @@ def test_a_model_of_several_devices_has_adapters(folder: Path) -> None:
 
 def test_keys_may_name_adapters(folder: Path) -> None:
     data = {**GOOD, "access": {"keys": "keys.yaml"}}
-    for models, why in ((["a:x", "b"], ""), (["a:y"], "no model 'a:y'")):
+    for models, why in ((["a:x", "b"], ""), (["a:y"], "unknown model 'a:y'")):
         key = ApiKey("k", hashed("k"), models=models)
         (folder / "keys.yaml").write_bytes(_yaml(key))
         if why:
@@ -162,11 +162,11 @@ WRONG: dict[str, tuple[Edit, str]] = {
     ),
     "a fake engine": (
         lambda d, _f: d["engine"].update(adapter="fake"),
-        r"models\[0\].lora: fake engines have no LoRA adapters; remove them",
+        r"models\[0\].lora: fake engines do not support LoRA; remove the key",
     ),
     "an embedding model": (
         lambda d, _f: d["models"][0].update(embeddings=True),
-        r"models\[0\].lora: an embedding model is served without adapters; remove them",
+        r"models\[0\].lora: cannot be combined with an embedding model; remove the adapters",
     ),
     "no slots": (
         lambda d, _f: d["engine"].update(lora={"slots": 0}),
@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     ),
     "a name with a colon": (
         lambda d, _f: d["models"][0]["lora"][0].update(name="x:y"),
-        r"models\[0\].lora\[0\].name: 'x:y' cannot be used",
+        r"models\[0\].lora\[0\].name: 'x:y' is not a valid name",
     ),
     "two of one name": (
         lambda d, _f: d["models"][0]["lora"].append({"name": "x", "path": "x"}),
@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     ),
     "an alias with a space": (
         lambda d, _f: d["models"][0].update(aliases=["p q"]),
-        r"models\[0\].aliases\[0\]: 'p q' cannot be used",
+        r"models\[0\].aliases\[0\]: 'p q' is not a valid name",
     ),
 }
 

@@ -115,22 +115,22 @@ def test_only_some_nodes_have_a_scheduler_ready(tmp_path: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no key": ({"cluster_key": None}, "cluster_key: with nodes there must be one"),
+    "no key": ({"cluster_key": None}, "cluster_key: is required with nodes"),
     "no file": ({"cluster_key": "none"}, "cluster_key: cannot read .*none: No such file"),
-    "no Redis": ({"redis": None}, "redis: the nodes need one that all of them reach"),
+    "no Redis": ({"redis": None}, "redis: is required with nodes"),
     "both": ({"devices": [DEVICE]}, "devices: each of the nodes has its own"),
     "a name twice": ({"nodes": nodes({}, {"name": "n0"})}, r"nodes\[1\].name: 'n0' is used twice"),
-    "a name": ({"nodes": nodes({"name": "A@b"})}, r"nodes\[0\].name: 'A@b' cannot be used"),
-    "an address": ({"nodes": nodes({"address": "x"})}, r"nodes\[0\].address: 'x' is no IP"),
-    "ports": ({"nodes": nodes({}, {"port": 7301})}, r"nodes\[1\].port: n0 has the same address"),
+    "a name": ({"nodes": nodes({"name": "A@b"})}, r"nodes\[0\].name: 'A@b' is not a valid name"),
+    "an address": ({"nodes": nodes({"address": "x"})}, r"nodes\[0\].address: 'x' is not an IP"),
+    "ports": ({"nodes": nodes({}, {"port": 7301})}, r"nodes\[1\].port: n0 uses the same address"),
     "no port": ({"nodes": nodes({"port": 65500})}, r"nodes\[0\].port: 65500 to 65566 are not"),
     "no network": (
         {"nodes": nodes({"network_rate": "0.5B"})},
-        r"nodes\[0\].network_rate: 0.5B is no rate",
+        r"nodes\[0\].network_rate: 0.5B is not a rate",
     ),
     "no disk rate": (
         {"nodes": nodes({"disk_rate": "0.4B"})},
-        r"nodes\[0\].disk_rate: 0.4B is no rate",
+        r"nodes\[0\].disk_rate: 0.4B is not a rate",
     ),
     "no frontend": ({"nodes": nodes({"frontends": 0})}, "no node serves the API"),
     "a device twice": (
@@ -143,7 +143,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too few for tp": (
         {"nodes": nodes({}, {}), "models": [{"name": "m", "path": "m", "tp": 2}]},
-        r"models\[0\].tp: m needs .* on each of 2 devices .* and 1 have that",
+        r"models\[0\].tp: m needs .* on each of 2 devices .* and only 1 have it",
     ),
     "no model": ({"models": [{"name": "m", "path": "gone"}]}, r"models\[0\].path: .*gone"),
 }
@@ -166,11 +166,11 @@ def test_which_machine_this_is_must_be_said(tmp_path: Path, node: str) -> None:
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     (tmp_path / "key").chmod(0o640)
-    with pytest.raises(ConfigError, match=r"cluster_key: .* is not this user's alone"):
+    with pytest.raises(ConfigError, match=r"cluster_key: .* is a secret that other users may read"):
         load(path)
     (tmp_path / "key").chmod(0o600)
     (tmp_path / "key").write_text("short")
-    with pytest.raises(ConfigError, match=r"cluster_key: .* holds no key"):
+    with pytest.raises(ConfigError, match=r"cluster_key: .* is not a valid key"):
         load(path)
 
 

@@ -73,7 +73,7 @@ def test_models_come_and_go_and_come_back() -> None:
     assert again.models[0].slo_ttft_s == 9.0
     gone = reloaded(after, replace(LOADED, models=[spec("b", path="/elsewhere")]), [])
     assert gone.models[0].path == "/elsewhere"
-    with pytest.raises(ConfigError, match=r"models\[0\].path of b, which is still leaving: "):
+    with pytest.raises(ConfigError, match=r"models\[0\].path of b, which is being removed: "):
         reloaded(after, replace(LOADED, models=[spec("b", path="/elsewhere")]), ["b"])
 
 
@@ -119,7 +119,10 @@ def test_what_may_change_does() -> None:
         ({"frontend": FrontendConfig(port=1, processes=2)}, "frontend.port, frontend.processes"),
         ({"hang_timeout_s": 99.0}, "hang_timeout"),
         ({"open_to_all": True}, "access.open_to_all"),
-        ({"keys": [ApiKey("x", "0" * 64)]}, "access.keys (the first one, or none any more)"),
+        (
+            {"keys": [ApiKey("x", "0" * 64)]},
+            "access.keys (adding the first key, or removing the last one)",
+        ),
         ({"models": [spec("a", tp=2)]}, "models[0].tp of a"),
         ({"models": [spec("a", num_layers=2, head_dim=32)]}, "models[0].path of a"),
     ],
@@ -128,8 +131,7 @@ def test_what_needs_a_restart_is_refused_by_name(edit: dict[str, Any], named: st
     with pytest.raises(ConfigError) as caught:
         reloaded(RUNNING, replace(LOADED, **edit), [])
     assert str(caught.value) == (
-        f"{named}: cannot be changed while the cluster runs; take it back, or start prism-serve"
-        " again"
+        f"{named}: cannot be changed while the cluster runs; revert it, or restart prism-serve"
     )
 
 
@@ -137,7 +139,7 @@ def test_a_fixed_partition_keeps_its_models() -> None:
     static = [replace(each, policy="static") for each in (RUNNING, LOADED)]
     slower = replace(static[1], models=[spec("a", slo_ttft_s=9.0), spec("b")])
     assert reloaded(static[0], slower, []).models[0].slo_ttft_s == 9.0
-    with pytest.raises(ConfigError, match=r"models \(the policy static gives"):
+    with pytest.raises(ConfigError, match=r"models \(the policy static places"):
         reloaded(static[0], replace(static[1], models=[spec("a")]), [])
 
 
@@ -164,7 +166,7 @@ def test_processes_take_a_newer_file_and_no_other(
     assert file.newer() is None
     path.write_bytes(msgspec.json.encode({"nothing": "of it"}))
     assert file.newer() is None
-    assert "is not this version's" in caplog.text
+    assert "was not written by this version" in caplog.text
     assert file.config == newer
 
 
@@ -190,13 +192,17 @@ def test_machines_come_and_go() -> None:
 @pytest.mark.parametrize(
     ("names", "edit", "named"),
     [
-        ("21", {}, "nodes: their order; new ones come last"),
-        ("312", {}, "nodes: their order; new ones come last"),
-        ("23", {}, "nodes: 1, which this machine is"),
+        ("21", {}, "nodes: the order; append new ones"),
+        ("312", {}, "nodes: the order; append new ones"),
+        ("23", {}, "nodes: 1, which is this machine"),
         ("12", {"nodes": [NodeConfig(n, f"10.0.0.{n}", 9, 1, 1) for n in "12"]}, "nodes: port of "),
         ("12", {"policy": "serverlessllm"}, "policy: "),
-        ("123", {"models": [spec("c")]}, "added c; removed a; removed b: with several machines"),
-        ("", {}, "nodes, nodes: 1, which this machine is"),
+        (
+            "123",
+            {"models": [spec("c")]},
+            "added c; removed a; removed b: a running cluster of several machines",
+        ),
+        ("", {}, "nodes, nodes: 1, which is this machine"),
     ],
 )
 def test_what_machines_may_not_do(names: str, edit: dict[str, Any], named: str) -> None:

@@ -73,7 +73,7 @@ async def test_what_each_key_may(guarded: Stack) -> None:
     assert (await ask(guarded, ONE)).status_code == 200
     refused = await ask(guarded, ONE, model="chat")
     assert refused.status_code == 404
-    assert "does not exist, or not for this key; models here: base" in refused.text
+    assert "does not exist, or not for this key; available models: base" in refused.text
     assert (await guarded.client.get("/v1/models/chat", headers=bearer(ONE))).status_code == 404
     assert (await guarded.client.get("/metrics", headers=bearer(ALL))).status_code == 403
     counted = (await guarded.client.get("/metrics", headers=bearer(ROOT))).text
@@ -112,7 +112,7 @@ async def test_rates_say_when_to_try_again(guarded: Stack) -> None:
     answers = [await ask(guarded, FEW) for _ in range(3)]
     assert [a.status_code for a in answers] == [200, 200, 429]
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
-    assert "the key few has a limit of 2 requests and 1000 tokens a minute" in answers[2].text
+    assert "the key few is limited to 2 requests and 1000 tokens per minute" in answers[2].text
     assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
     assert (await ask(guarded, ALL)).status_code == 200
     assert len(guarded.agent.seen) == 3
@@ -185,13 +185,13 @@ async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespac
         ("HTTP://me@X.example:80", "http://x.example"),
         ("https://x.example:0443", "https://x.example"),
         ("http://x.example:443/", "http://x.example:443"),
-        ("https://*.x.example", "https://chat.example:8080, say, or * for all"),
-        ("https://x.example:port", "https://chat.example:8080, say, or * for all"),
-        ("", "https://chat.example:8080, say, or * for all"),
+        ("https://*.x.example", "for example https://chat.example:8080, or * for all"),
+        ("https://x.example:port", "for example https://chat.example:8080, or * for all"),
+        ("", "for example https://chat.example:8080, or * for all"),
     ],
 )
 def test_an_origin_that_no_browser_sends(origin: str, remedy: str) -> None:
     check_origins(["*", "null", "http://localhost:3000", "http://[::1]:8", "app://a-b_c"])
-    says = r"^frontend\.cors_origins\[1\]: .* is no origin of web pages; write "
+    says = r"^frontend\.cors_origins\[1\]: .* is not a valid origin; write "
     with pytest.raises(ConfigError, match=f"{says}{re.escape(remedy)}$"):
         check_origins(["*", origin])

@@ -144,7 +144,7 @@ def test_a_collector_that_says_nothing_delays_no_end(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'localhost:4318' is not an http address"):
+    with pytest.raises(ConfigError, match="'localhost:4318' is not an HTTP address"):
         resolve._check_traces("localhost:4318")
     monkeypatch.setattr(resolve, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'prism-serving\[traces\]'"):

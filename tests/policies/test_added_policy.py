@@ -104,8 +104,8 @@ def own(**values: object) -> registry.PolicyKnobs | None:
         ({NAME: {"keep_s": "long"}}, r"knobs\.least-loaded\.keep_s: expected `float`, got `str`"),
         ({NAME: {"keep_s": -1}}, r"knobs\.least-loaded: must not be negative"),
         ({NAME: {"keeps": 1}}, r"knobs\.least-loaded\.keeps: unknown key; did you mean 'keep_s'"),
-        ({"prism": {"tau": 1}}, r"knobs\.prism: this policy has no knobs of its own"),
-        ({"mine": {}}, r"knobs\.mine: there is no such policy; install its package"),
+        ({"prism": {"tau": 1}}, r"knobs\.prism: this policy does not have knobs"),
+        ({"mine": {}}, r"knobs\.mine: unknown policy; install its package"),
     ],
 )
 def test_wrong_knobs_are_named(
@@ -206,11 +206,11 @@ def test_what_a_policy_raises_while_it_runs_has_its_packages_name(
         ("1 / 0", "mine = bad:POLICY", r"\(bad:POLICY\): ZeroDivisionError: division by zero"),
         ("", "mine = bad:POLICY", r"AttributeError: module 'bad' has no attribute 'POLICY'"),
         ("", "mine = gone:POLICY", r"ModuleNotFoundError: No module named 'gone'"),
-        (GOOD, "mine = bad:POLICY", r"its Policy is called 'good'; give both one name"),
+        (GOOD, "mine = bad:POLICY", r"its Policy has the name 'good'; use the same name"),
         (GOOD, "mine = bad:GOOD", r"AttributeError"),
-        (GOOD, "mine = bad:other", r"needs 'wings', which is none of"),
-        (GOOD, "mine = bad:no_policy", r"gives int, not a Policy"),
-        (GOOD, "mine = bad:no_knobs", r"is no Policy and no function of one PolicyKnobs"),
+        (GOOD, "mine = bad:other", r"needs 'wings'; the features are"),
+        (GOOD, "mine = bad:no_policy", r"returns int, not a Policy"),
+        (GOOD, "mine = bad:no_knobs", r"is neither a Policy nor a function of one PolicyKnobs"),
     ],
 )
 def test_a_broken_package_is_named_and_breaks_no_other(

@@ -95,13 +95,13 @@ def test_keys_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = tmp_path / "keys.yaml"
     good = {"name": "x", "sha256": hashed("k")}
     for keys, message in (
-        ([good, good], "access: two keys are called 'x'; rename one"),
+        ([good, good], "access: two keys have the name 'x'; rename one"),
         ([good | {"name": "x y"}], "keys[0].name: 'x y' cannot be used"),
         ([good | {"sha256": "k"}], "sha256: is not 64 hexadecimal digits"),
-        ([good | {"models": ["zzz"]}], "keys[0].models: there is no model 'zzz'"),
+        ([good | {"models": ["zzz"]}], "keys[0].models: unknown model 'zzz'"),
         ([good | {"tokens_per_minute": -1}], "tokens_per_minute: -1 is below 0"),
         ([good | {"modles": []}], "modles: unknown key; did you mean 'models'?"),
-        ([], "access: there are no keys; make one with prism-serve new-key"),
+        ([], "access: no key was found; make one with prism-serve new-key"),
     ):
         file.write_text(yaml.safe_dump({"keys": keys}))
         with pytest.raises(ConfigError, match="access") as caught:
@@ -110,7 +110,7 @@ def test_keys_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"access\.keys: cannot read .*: No such file"):
         read_keys(AccessYaml(keys="nothing.yaml"), [], tmp_path, ["a"])
     monkeypatch.setenv("SHORT", "me=secret")
-    with pytest.raises(ConfigError, match=r"\$SHORT must hold NAME=KEY.*20 characters") as short:
+    with pytest.raises(ConfigError, match=r"\$SHORT must be NAME=KEY.*20 characters") as short:
         variable_keys("SHORT")
     assert "secret" not in str(short.value)
     assert new_key("x", "--keys", str(tmp_path / "new.yaml")).returncode == 0

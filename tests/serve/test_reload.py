@@ -131,7 +131,7 @@ def test_a_signal_reloads_too_and_a_mistake_changes_nothing(cluster: Cluster) ->
     assert refused.returncode == 2
     assert refused.stderr == (
         "error: redis, engine.static, engine.drain_timeout: cannot be changed while the cluster"
-        " runs; take it back, or start prism-serve again\n"
+        " runs; revert it, or restart prism-serve\n"
     )
     path.write_text("models: [")
     assert cluster.operate("reload").stderr.startswith(f"error: {path}: line 1, column 10: ")

@@ -10,7 +10,7 @@ from tests.sim.command import CONFIG, call, line
 
 MISTAKES = (
     ("scheduler: {migrate_running: stop}", "migrate_running: 'stop' is not one of finish, move"),
-    ("policy: magic", "policy: there is no 'magic'"),
+    ("policy: magic", "policy: 'magic' is not a policy"),
     ("trace: none.jsonl", "trace: give either"),
     ("slo_scale: 0", "slo_scale: 0 must be above 0"),
     ("gpus: {type: h100, count: 1, nodes: 2}", "gpus.count: 1 GPUs on 2 nodes"),
@@ -34,7 +34,7 @@ MISTAKES = (
     ("models: [{name: a, device: ''}]", "models[0].device: there is no ''"),
     (
         "models: [{name: a, tp: 2, device: 'gpu:0'}]",
-        "models[0].device: with tp 2 there are several; leave the key out",
+        "models[0].device: cannot be combined with tp 2; remove the key",
     ),
     ("models: [{name: a}]", "a.shape: model 'a': known models are"),
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
@@ -71,7 +71,7 @@ MISTAKES = (
     ("source: {format: csv}", "source: is of trace: FILE, and this trace is generated"),
     ("gpus: {1: 2}", "gpus.1: a key must be text"),
     (f"gpus: {'[' * 3000}", "values are nested too deeply"),
-    ("models: &all [*all]", "aliases make more than 1000000 values of it"),
+    ("models: &all [*all]", "aliases expand it to more than 1000000 values"),
     ("policy: 2026-13-45", "a value cannot be read: month must be in 1..12"),
     (f"slo: {{ttft: {'9' * 400}s}}", "s' is out of range, such as 500ms"),
     (f"gpus: {{memory: {'9' * 400}GiB}}", "GiB' is out of range, such as 512MiB"),

@@ -47,7 +47,7 @@ MISTAKES = (
     ("gpus.yaml", "tflops: 700", "tflops: 0", r"types\[0\]: tflops must be above 0"),
     ("gpus.yaml", "my-gpu", "h100", r"gpus\.yaml: types\[0\]\.name: 'h100' is a type already"),
     ("gpus.yaml", "my-gpu", "other", r"gpus\.type: gpu 'my-gpu': known types are .*, other"),
-    ("cluster.yaml", "gpus.yaml", "no.yaml", r"no\.yaml: cannot read it: No such file"),
+    ("cluster.yaml", "gpus.yaml", "no.yaml", r"no\.yaml: cannot be read: No such file"),
     ("cluster.yaml", "my-model.json", "no.json", r"chat\.shape: .*no\.json does not exist"),
     ("my-model.json", '"hidden_size"', '"hidden"', r"my-model\.json lacks a positive hidden_size"),
     ("my-model.json", "{", '{"num_experts": 8, ', r"my-model\.json: a mixture of experts"),

@@ -117,7 +117,7 @@ def test_what_vllm_has_not_is_refused(cluster: Cluster, tiny_models: tuple[str, 
     assert asyncio.run(asked(tiny_models[0])).error is None
     error = asyncio.run(asked(tiny_models[1])).error
     assert error is not None
-    assert error["message"] == "regex: the vllm engine has no grammars; remove it"
+    assert error["message"] == "regex: the vllm engine does not support grammars; remove it"
 
 
 @pytest.mark.parametrize("fault", ["no vllm", "no prism", "a GPU", "tp"])
@@ -137,7 +137,7 @@ def test_a_cluster_that_cannot_have_it_does_not_start(
         said = "devices[0].name: the vllm adapter cannot serve on cuda:0 yet"
     else:
         made["models"][1]["tp"] = 2
-        said = "models[1].tp: vllm engines serve on one device each; leave the key out"
+        said = "models[1].tp: vllm engines run on one device each; remove the key"
     path = tmp_path / "prism.yaml"
     path.write_text(yaml.safe_dump(made))
     done = subprocess.run(
