@@ -1,4 +1,4 @@
-"""Latest actions with their reasons, for the dashboard and `prism-serve status`."""
+"""Latest actions with their reasons, for the published status."""
 
 from __future__ import annotations
 

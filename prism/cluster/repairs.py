@@ -53,8 +53,8 @@ Repair = Route | DropCopy | Reroute | Remove
 def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
     """Returns the repairs to make now.
 
-    Excludes models on a device whose agent may still report, and devices that an action in
-    progress is changing.
+    Excludes models that are placed on a device whose agent may still report, and devices that an
+    action in progress is changing.
     """
     models = {model.name: model for model in state.config.models}
     gone = [name for name in state.placement if name not in models]

@@ -97,7 +97,7 @@ class SchedulerState:
     journal: Sink | None = None  # None: no journal is written
     # Models that a reload removed but that have open requests; `config.models` includes them.
     leaving: set[str] = field(default_factory=set)
-    revision: int = -1  # oldest configuration in use by a process; -1: not known yet
+    revision: int = -1  # oldest that the scheduler or a frontend uses; -1: not known yet
 
     def serve(self, config: ClusterConfig) -> None:
         """Replaces the configuration. State of models and devices that remain is kept."""

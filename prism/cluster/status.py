@@ -51,7 +51,7 @@ def _remaining(state: SchedulerState, view: ClusterView, device: str) -> list[st
         present = (m for m in report.models if m.state not in ABSENT_STATES)
         here |= {m.model for m in present if device in (report.device, *m.peers)}
     why = drain.remaining(view, device, moves=state.policy.drains)
-    return [f"{name} {why.get(name, 'leaves')}" for name in sorted(here)]
+    return [f"{name} {why.get(name, 'is being evicted')}" for name in sorted(here)]
 
 
 def _leaving(state: SchedulerState) -> list[str]:

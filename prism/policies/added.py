@@ -1,8 +1,8 @@
-"""Policies that installed packages add: entry points of the group `prism.policies`.
+"""Policies of installed packages: entry points of the group `prism.policies`.
 
-An entry point's name is the policy's. It leads to a `Policy`, or to a function that makes one: its
-only parameter's type is a `PolicyKnobs` of the package. A package that is broken, or takes a name
-that is taken, keeps its own policy from being chosen, and nothing else.
+An entry point has the policy's name. Its object is a `Policy`, or a function that returns one and
+whose only parameter is a `PolicyKnobs` subclass of the package. A package that is broken or reuses
+a name disables its own policy only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ GROUP = "prism.policies"
 
 @cache
 def entry_points() -> tuple[metadata.EntryPoint, ...]:
-    """Of all installed packages, looked for once. Nothing is imported."""
+    """Returns the entry points of all installed packages, cached. Imports nothing."""
     return tuple(metadata.entry_points(group=GROUP))
 
 
 def names() -> tuple[str, ...]:
-    """Of all of them, sorted; some may not be had."""
+    """Returns the names of all entry points, sorted. Some may fail to load."""
     return tuple(sorted({point.name for point in entry_points()}))
 
 
 def refused(own: Container[str]) -> tuple[str, ...]:
-    """A line for each entry point that takes the name of one of Prism's own policies, `own`."""
+    """Returns a message for each entry point with the name of a policy of Prism (`own`)."""
     return tuple(
-        f"{_where(point)}: Prism has a policy of that name, which counts; rename the entry point"
+        f"{_where(point)}: ignored, since Prism has a policy of that name; rename the entry point"
         for point in entry_points()
         if point.name in own
     )
@@ -43,7 +43,10 @@ def refused(own: Container[str]) -> tuple[str, ...]:
 
 @cache
 def get(name: str) -> Policy:
-    """REQUIRES: `name` is in `names()`. Raises ConfigError that names the package and its fault."""
+    """Loads a policy. REQUIRES: `name` is in `names()`.
+
+    Raises ConfigError with the package and its fault.
+    """
     point, *others = [point for point in entry_points() if point.name == name]
     if others:
         packages = ", ".join(_package(p) for p in (point, *others))
@@ -55,24 +58,26 @@ def get(name: str) -> Policy:
     except ConfigError:
         raise
     except Exception as error:
-        # whatever a package raises while it is imported: here it gets its package's name
+        # A package may raise anything while it is imported; the message adds its name.
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     unknown = sorted(policy.needs - FEATURES)
     if unknown:
-        raise ConfigError(f"{where}: needs {unknown[0]!r}, which is none of {sorted(FEATURES)}")
+        raise ConfigError(f"{where}: needs {unknown[0]!r}; the features are {sorted(FEATURES)}")
     if policy.name != name:
-        raise ConfigError(f"{where}: its Policy is called {policy.name!r}; give both one name")
+        raise ConfigError(f"{where}: its Policy has the name {policy.name!r}; use the same name")
     return policy
 
 
 def sources(name: str) -> tuple[Path, ...]:
-    """The files of the distribution that a policy comes from. Where they are not known, as those of
-    one that is installed to be edited: the Python files of its module's package, or beside its
-    module. REQUIRES: `get` has given it."""
+    """Returns the files of the distribution that contains a policy.
+
+    If they are unknown (editable installs), returns the Python files of the module's package or of
+    the module's folder. REQUIRES: `get` has loaded the policy.
+    """
     (point,) = (point for point in entry_points() if point.name == name)
     parts = point.module.split(".")
     modules = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    # A namespace package has no file; what lies in it has.
+    # A namespace package has no file; the modules in it have.
     path = next(Path(file) for name in modules if (file := sys.modules[name].__file__)).resolve()
     listed = _files(point.dist) if point.dist is not None else set()
     if path in listed:
@@ -82,21 +87,21 @@ def sources(name: str) -> tuple[Path, ...]:
 
 
 def _files(package: metadata.Distribution) -> set[Path]:
-    """What it has listed and is there, without what Python compiles of it."""
+    """Returns the listed files that exist, without compiled ones."""
     found = (Path(str(file.locate())) for file in package.files or () if file.suffix != ".pyc")
     return {path.resolve() for path in found if path.is_file()}
 
 
 def _made(make: object, where: str) -> Policy:
-    """With the knobs' defaults. Raises ConfigError."""
+    """Calls a policy's factory with default knobs. Raises ConfigError."""
     hints = typing.get_type_hints(make) if callable(make) else {}
     hints.pop("return", None)
     kinds = [kind for kind in hints.values() if _is_knobs(kind)]
     if not callable(make) or len(hints) != 1 or not kinds:
-        raise ConfigError(f"{where}: is no Policy and no function of one PolicyKnobs")
+        raise ConfigError(f"{where}: is neither a Policy nor a function of one PolicyKnobs")
     policy = make(kinds[0]())
     if not isinstance(policy, Policy):
-        raise ConfigError(f"{where}: gives {type(policy).__name__}, not a Policy")
+        raise ConfigError(f"{where}: returns {type(policy).__name__}, not a Policy")
     return replace(policy, knobs=kinds[0], make=make)
 
 
@@ -105,7 +110,7 @@ def _is_knobs(kind: object) -> bool:
 
 
 def package(name: str) -> str:
-    """Whose policy it is, for people. REQUIRES: `name` is in `names()`."""
+    """Returns the name of the policy's package. REQUIRES: `name` is in `names()`."""
     return ", ".join(_package(point) for point in entry_points() if point.name == name)
 
 

@@ -1,5 +1,7 @@
-"""Moves of the prism policy for balance: Algorithm 1's (Prism §6.2), off devices that are pressed
-now, where the room that they take is free now. One at a time: the next interval sees its effect.
+"""Migrations of the prism policy that balance KV pressure (Prism §6.2, Algorithm 1).
+
+Models leave contended devices only, and move only where enough memory is free now. A plan has at
+most one such migration, so that the next interval sees its effect.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from msgspec import structs
 from prism.policies import kvpr
 from prism.policies.bins import Bin, current_bins, devices_of, need_bytes, part
 from prism.policies.builder import PlanBuilder, settled
-from prism.policies.data import Migrate, ModelView, beside
+from prism.policies.data import Migrate, ModelView, contending
 
 PRESSED_FREE = 0.25
-"""A device with a smaller part of its memory free may lack it before the next burst is over."""
+"""Fraction of free memory below which a device may run out of it during the next burst."""
 
 
 def movable(b: Bin) -> list[ModelView]:
@@ -23,25 +25,28 @@ def movable(b: Bin) -> list[ModelView]:
     return [m for m in here if m.pinned_device is None]
 
 
-def elsewhere(
+def find_target(
     builder: PlanBuilder, model: ModelView, avoided: Collection[str] = ()
 ) -> tuple[Bin, ...] | None:
-    """The least pressed devices for all its parts among those that hold none of it and are not
-    `avoided`: old and new ranks are there at the same time, and no device has two."""
+    """Returns the least pressed devices that a model can move to, or None.
+
+    Excludes devices that hold a part of the model and those in `avoided`. During a move old and new
+    ranks exist at the same time, and a device can hold only one.
+    """
     now = (*devices_of(model), *avoided)
     rest = {name: b for name, b in builder.bins.items() if name not in now}
-    return kvpr.homes(model, rest, kvpr.by_rank, 0.0)
+    return kvpr.choose_devices(model, rest, kvpr.by_rank, 0.0)
 
 
 def migrate(builder: PlanBuilder, model: ModelView, home: Sequence[Bin], reason: str) -> None:
-    """`model` is active, so that it has a device."""
+    """Adds a migration to the plan. REQUIRES: `model` is active."""
     assert model.device is not None
     first, *peers = home
     ranks, move = tuple(b.name for b in peers), builder.settings.move_running
     builder.actions.append(
         Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
     )
-    # The source keeps the model until the target serves it: no other model gets its room yet.
+    # The source keeps the model until the target serves it: its memory is not available yet.
     for b in (*home, *_held_by(builder, model)):
         b.put(structs.replace(model, state="migrating"))
 
@@ -51,14 +56,16 @@ def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
 
 
 def rebalance(builder: PlanBuilder) -> None:
-    """The first move of Algorithm 1's placement off a contended device that alone lowers the worst
-    KVPR of the devices it touches by more than tau; without one, that of a tensor-parallel model to
-    the least pressed devices. One in a plan, and none to or from a device where a model comes or
-    goes: the next interval sees its effect."""
+    """Adds at most one migration off a contended device to the plan.
+
+    It is the first move in Algorithm 1's placement that by itself lowers the worst KVPR of the
+    devices involved by more than tau. If there is none, tensor-parallel models are tried on the
+    least pressed devices. Devices on which a model is activated or evicted are not involved.
+    """
     models, gpus = settled(builder.view)
     residents = [m for m in models if m.device in builder.bins]
-    # An idle model exerts no pressure: moving it would cost an activation and relieve nothing. A
-    # model with several copies is spread already.
+    # Moving an idle model would cost an activation and relieve no pressure. Models with several
+    # copies are distributed already.
     several = builder.copies
     busy = [m for m in residents if m.token_rate > 0 and m.name not in several]
     least = builder.settings.contended_requests
@@ -73,23 +80,26 @@ def rebalance(builder: PlanBuilder) -> None:
     start = partial(current_bins, residents, gpus, staying)
     placement = kvpr.place(free, gpus, tau, start)
     for model in sorted((m for m in pressed if m.tp == 1), key=kvpr.by_pressure):
-        if model.name not in placement.homes:
+        if model.name not in placement.devices:
             continue
-        (device,) = placement.homes[model.name]
+        (device,) = placement.devices[model.name]
         target = builder.bins[device]
         if device == model.device or not target.fits(model):
             continue
-        if _relieved(builder, model, [target]):
+        if _migrate_if_relieving(builder, model, [target]):
             return
     for model in sorted((m for m in pressed if m.tp > 1), key=kvpr.by_pressure):
-        home = elsewhere(builder, part(model))
-        if home is not None and _relieved(builder, part(model), home):
+        home = find_target(builder, part(model))
+        if home is not None and _migrate_if_relieving(builder, part(model), home):
             return
 
 
-def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bool:
-    """Plans the move if relief is above tau, no model comes or goes on these devices, and the room
-    that it needs is free now: it must not press on requests that run there."""
+def _migrate_if_relieving(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bool:
+    """Adds the migration if it is worth it. Returns True if it was added.
+
+    The relief must be above tau, no model may be activated or evicted on these devices, and the
+    needed memory must be free now, so that requests running there are not affected.
+    """
     sources, tau = _held_by(builder, model), builder.settings.migration_threshold
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
     if model.state != "active" or not free:
@@ -104,13 +114,15 @@ def _relieved(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bo
 
 
 def _contended(b: Bin, least: float) -> bool:
-    """Enough requests run beside the busiest model's, and the device is pressed: so many wait, or
-    memory may soon be short. Rates are of the past window, and where all that is asked for is
-    served with room to spare, a move can only do harm."""
+    """Returns True if models contend for the device, and requests wait or memory may run out.
+
+    Both conditions are needed: rates are of the past window, and where all requests are served with
+    memory to spare, a move can only do harm.
+    """
     short = b.gpu.free_bytes < PRESSED_FREE * b.gpu.capacity_bytes
     if not short and sum(m.waiting for m in b.models.values()) < least:
         return False
-    return beside([m.token_rate * m.slo_tpot_s for m in b.models.values()]) >= least
+    return contending([m.token_rate * m.slo_tpot_s for m in b.models.values()]) >= least
 
 
 def _relief_of(model: ModelView, sources: Sequence[Bin], home: Sequence[Bin]) -> float:

@@ -1,8 +1,8 @@
-"""Devices as bins while a placement is made: KVPR, room, what fits, what is missing (Prism §6.2).
+"""Devices as bins during placement: KVPR, remaining memory, fit (Prism §6.2).
 
 KVPR of a device = sum of w over its models / KV memory left after their weights, where
-w = token rate x KV bytes per token / TPOT SLO. Sizes in bytes, rates in tokens/s. Models in bins
-are parts: of a tensor-parallel model, what each of its devices holds.
+w = token rate x KV bytes per token / TPOT SLO. Sizes in bytes, rates in tokens/s. Bins hold parts
+of models: the share of a tensor-parallel model that is on each of its devices.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from prism.policies.data import ClusterView, GpuView, ModelView
 
 
 def weight_of(model: ModelView) -> float:
-    """w of Algorithm 1: the SLO-weighted KV demand in bytes/s per second of TPOT SLO."""
+    """Returns w of Algorithm 1: the KV demand in bytes/s per second of TPOT SLO."""
     return model.token_rate * model.token_bytes / model.slo_tpot_s
 
 
 def need_bytes(model: ModelView) -> int:
-    """What a device must have left for the model to serve at all."""
+    """Returns the memory that a device must have left for the model to serve."""
     return model.weight_bytes + model.kv_floor_bytes
 
 
 def part(model: ModelView) -> ModelView:
-    """What each device of a tensor-parallel model holds: 1/tp of its weight and rate (Prism
-    Appendix A.1.2). It keeps the name and `tp`, but no pin: those are for one device. Models on one
-    device are their own part."""
+    """Returns the part of a model on each of its devices: 1/tp of its weight and rate.
+
+    The part keeps the name and `tp`, but not the pin, which is for models on one device. A model
+    with tp 1 is returned as it is (Prism Appendix A.1.2).
+    """
     if model.tp == 1:
         return model
     return structs.replace(
@@ -43,12 +45,12 @@ def part(model: ModelView) -> ModelView:
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes for people: "1.5 MiB"."""
+    """Returns a size as text, such as "1.5 MiB"."""
     return f"{size_bytes / 2**20:.1f} MiB"
 
 
 def ratio(pressure: float, shared_kv_bytes: int) -> float:
-    """KVPR; 0 without pressure, infinite where weights leave nothing."""
+    """Returns the KVPR: 0 without pressure, infinite if weights leave no KV memory."""
     if pressure == 0:
         return 0.0
     return pressure / shared_kv_bytes if shared_kv_bytes > 0 else math.inf
@@ -56,19 +58,18 @@ def ratio(pressure: float, shared_kv_bytes: int) -> float:
 
 @dataclass(slots=True)
 class Bin:
-    """A device while a plan is being made: which parts it would hold, and what is left. At most
-    one part of a model."""
+    """Device during planning: the parts it would hold, at most one of each model."""
 
     gpu: GpuView
-    # How many parts it can hold at a time.
+    # Largest number of parts at a time.
     engines: int
     models: dict[str, ModelView] = field(default_factory=dict)
     # KV memory left after the weights, the denominator of KVPR.
     shared_kv_bytes: int = field(init=False)
-    # What is left after weights and KV floors, the most that another model may need.
+    # Memory left after weights and KV floors, available to another model.
     room_bytes: int = field(init=False)
     kvpr: float = field(init=False, default=0.0)
-    # Least pressed first; equal ones by room, so that idle models spread out.
+    # Sort key: least KVPR first, then most memory left, so that idle models spread out.
     rank: tuple[float, int, str] = field(init=False)
     _pressures: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -97,7 +98,7 @@ class Bin:
         return made
 
     def kvpr_with(self, model: ModelView) -> float:
-        """With one more part, or another version of one that is there."""
+        """Returns the KVPR with `model` added, or replacing its part of the same name."""
         trial = self.copy()
         trial.put(model)
         return trial.kvpr
@@ -108,12 +109,14 @@ class Bin:
         return Bin(self.gpu, self.engines, kept).kvpr
 
     def holds(self, copy: ModelView) -> bool:
-        """Whether a part of this very copy is here; another copy of the model has its name."""
+        """Returns True if a part of this copy is here. Copies of a model share its name."""
         return copy.name in self.models and self.name in devices_of(copy)
 
     def allows(self, model: ModelView) -> bool:
-        """May the model be here at all: pinned elsewhere, agent gone, failed here just now, or
-        another copy is here."""
+        """Returns True unless the device is excluded for the model, whatever its memory.
+
+        Excluded: a pin to another device, no live agent, a recent failure here, or another copy.
+        """
         name = self.gpu.name
         if model.pinned_device not in (None, name) or not self.gpu.alive:
             return False
@@ -122,7 +125,7 @@ class Bin:
         return model.device == name or name not in model.barred
 
     def fits(self, model: ModelView) -> bool:
-        """Never where a part of the same model is."""
+        """Returns True if the part can be added. False if another part of the model is here."""
         return (
             len(self.models) < self.engines
             and model.weight_bytes + model.kv_floor_bytes <= self.room_bytes
@@ -130,7 +133,7 @@ class Bin:
         )
 
     def put(self, model: ModelView) -> None:
-        """Replaces a part of the same name."""
+        """Adds a part, replacing one of the same name."""
         if model.name in self.models:
             self.take(model.name)
         self.models[model.name] = model
@@ -138,7 +141,7 @@ class Bin:
         self._moved(-model.weight_bytes, -model.kv_floor_bytes)
 
     def fill(self, parts: Iterable[ModelView]) -> None:
-        """As `put` of each, with pressures summed once. REQUIRES: none of them is here."""
+        """Adds parts and sums their pressures once. REQUIRES: none of them is here."""
         weight_bytes = floor_bytes = 0
         for model in parts:
             self.models[model.name] = model
@@ -156,7 +159,7 @@ class Bin:
     def _moved(self, weight_bytes: int, kv_floor_bytes: int) -> None:
         self.shared_kv_bytes += weight_bytes
         self.room_bytes += weight_bytes + kv_floor_bytes
-        # fsum rounds once, so that the order of putting and taking leaves no trace.
+        # fsum rounds once, so that the sum does not depend on the order of changes.
         self.kvpr = ratio(math.fsum(self._pressures.values()), self.shared_kv_bytes)
         self.rank = (self.kvpr, -self.room_bytes, self.gpu.name)
 
@@ -165,17 +168,17 @@ Bins = dict[str, Bin]
 
 
 def devices_of(model: ModelView) -> tuple[str, ...]:
-    """Rank 0 first; empty for a model that is nowhere."""
+    """Returns the model's devices, rank 0 first; empty for a model on no device."""
     return (model.device, *model.peers) if model.device else ()
 
 
 def asked_for(view: ClusterView) -> list[ModelView]:
-    """Absent models that requests wait for or that are to be resident."""
+    """Returns absent models that requests wait for or that should be resident."""
     return [m for m in view.models if m.state == "absent" and (m.wanted or m.waiting)]
 
 
 def empty_bins(models: Iterable[ModelView], gpus: Iterable[GpuView]) -> Bins:
-    """Bins with nothing in them; an engine that serves a model now counts as one of the bin's."""
+    """Returns bins without models. Engines that serve a model now are included in `engines`."""
     held: dict[str, int] = {}
     for model in models:
         for device in devices_of(model):
@@ -188,8 +191,10 @@ def current_bins(
     gpus: Iterable[GpuView],
     staying: Sequence[ModelView] | None = None,
 ) -> Bins:
-    """Bins as the cluster is now, without the models that are on their way out; with those of
-    `staying` only, if it is given."""
+    """Returns bins with the models on each device now, except models that are draining.
+
+    If `staying` is given, only those models are in the bins.
+    """
     bins = empty_bins(models, gpus)
     held: dict[str, dict[str, ModelView]] = {}
     for model in models if staying is None else staying:
@@ -203,11 +208,11 @@ def current_bins(
     return bins
 
 
-# --- why not -------------------------------------------------------------------------------
+# --- reasons -------------------------------------------------------------------------------
 
 
 def shortfall(model: ModelView, bins: Bins) -> str:
-    """Why the model fits on none of the bins; names the device that comes closest."""
+    """Returns why the model fits on none of the bins, with the device that comes closest."""
     allowed = [b for b in bins.values() if b.allows(model)]
     if not allowed:
         return _nowhere(model, bins)
@@ -228,7 +233,7 @@ def _too_few(model: ModelView, allowed: Sequence[Bin]) -> str:
     most = max(fitting.values(), default=0)
     return (
         f"its {model.tp} parts need {size_text(need_bytes(model))} and an engine on each of "
-        f"{model.tp} devices of one node; at most {most} have that"
+        f"{model.tp} devices of one node; at most {most} have both"
     )
 
 
@@ -240,4 +245,4 @@ def _nowhere(model: ModelView, bins: Bins) -> str:
         drained = ", ".join(sorted(gpu.name for gpu in possible if gpu.drained))
         where = model.pinned_device or "any device"
         return f"operators drain {drained}" if drained else f"no agent answers on {where}"
-    return "its activation failed a moment ago on " + ", ".join(model.barred)
+    return "its activation failed recently on " + ", ".join(model.barred)

@@ -1,4 +1,4 @@
-"""A plan of the prism policy in the making, and what a device is short of (Prism §6.2)."""
+"""Builder of the prism policy's plans (Prism §6.2)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from prism.policies.data import (
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan in the making; `bins` already show what `actions` will change."""
+    """Plan under construction."""
 
     view: ClusterView
     settings: Settings
+    # Devices with the effects of `actions`.
     bins: Bins
     actions: list[Action] = field(default_factory=list)
-    # Model -> its copies, of models that have several; those on their way count.
+    # Model -> its copies, for models with several; copies in activation are included.
     copies: dict[str, list[ModelView]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,8 +38,10 @@ class PlanBuilder:
         self.copies = {name: views for name, views in found.items() if len(views) > 1}
 
     def is_changing(self, name: str) -> bool:
-        """The model has an action in this plan, or a copy of it comes, goes or moves: no other
-        action of it can be carried out now."""
+        """Returns True if no other action of the model is possible now.
+
+        It has an action in this plan, or one of several copies is not in the state "active".
+        """
         if any(action.model == name for action in self.actions):
             return True
         return any(copy.state != "active" for copy in self.copies.get(name, ()))
@@ -47,7 +50,7 @@ class PlanBuilder:
         return {name: b.copy() for name, b in self.bins.items()}
 
     def changing(self) -> set[str]:
-        """Devices where a model comes or goes, or will by this plan."""
+        """Returns devices on which a model is activated, evicted or moved, now or in this plan."""
         acts = {a.model: a for a in self.actions if not isinstance(a, Refuse)}
         found: set[str] = set()
         for action in acts.values():
@@ -62,8 +65,11 @@ class PlanBuilder:
 
 
 def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
-    """The cluster as it will be once models on their way out are gone: their engine and memory
-    count as free, since an activation waits for evictions on its device."""
+    """Returns models and devices as they will be after the current evictions.
+
+    Engines and memory of draining models count as free, since an activation waits for evictions on
+    its device.
+    """
     leaving = [d for m in view.models if m.state == "draining" for d in devices_of(m)]
     if not leaving:
         return list(view.models), list(view.gpus)
@@ -73,6 +79,6 @@ def settled(view: ClusterView) -> tuple[list[ModelView], list[GpuView]]:
     return [m for m in view.models if m.state != "draining"], gpus
 
 
-def short(b: Bin, settings: Settings) -> bool:
-    """Resources are constrained there: little memory is free."""
+def is_short(b: Bin, settings: Settings) -> bool:
+    """Returns True if little of the device's memory is free."""
     return b.gpu.free_bytes < settings.short_fraction * b.gpu.capacity_bytes

@@ -1,6 +1,6 @@
-"""Frozen data that policies read and the actions they return. Plain values, no behaviour.
+"""Input of policies and the actions that they return: frozen data without behaviour.
 
-All times are seconds on one clock chosen by the caller (`now_s`), all sizes bytes.
+All times are in seconds on one clock of the caller (`now_s`), all sizes in bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prism.policies.queues import VirtualQueue
 
 @dataclass(frozen=True, slots=True)
 class AdmissionJob:
-    """A waiting request as the local scheduler sees it (Prism §6.3)."""
+    """Waiting request as the local scheduler sees it (Prism §6.3)."""
 
     id: str
     model: str
@@ -25,32 +25,34 @@ class AdmissionJob:
     deadline_s: float
     # Prompt tokens / the model's prefill speed.
     prefill_s: float
-    # What is left of its model's activation.
+    # Time until its model's activation is done.
     ready_in_s: float = 0.0
-    # Those of a higher one start first.
+    # Requests of higher priority start first.
     priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOrder:
-    """In which order waiting requests start."""
+    """Order in which waiting requests start."""
 
-    # The largest set that meets its deadlines, earliest deadline first; of each priority in turn.
+    # Largest set that meets its deadlines: highest priority first, then earliest deadline.
     on_time: tuple[AdmissionJob, ...]
     # The rest, oldest first. They start after the others of their priority and are never dropped.
     late: tuple[AdmissionJob, ...]
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """A model as the cluster scheduler sees it. A model with several replicas has a view for each
-    of them, under the same name. Sizes are of the whole model; each of its `tp` devices holds a
-    part."""
+    """Model as the cluster scheduler sees it.
+
+    A model with several replicas has one view per replica, all with the same name. Sizes are of the
+    whole model; each of its `tp` devices holds a part.
+    """
 
     name: str
-    # With the engine's non-elastic share.
+    # Includes the engine's non-elastic share.
     weight_bytes: int
     token_bytes: int
-    # KV memory that must stay free beside the weights for the model to serve at all.
+    # KV memory that the model needs to serve at all.
     kv_floor_bytes: int
     slo_ttft_s: float
     slo_tpot_s: float
@@ -60,56 +62,56 @@ class ModelView(msgspec.Struct, frozen=True):
     running: int = 0
     # Seconds since its last request ended or arrived.
     idle_s: float = float("inf")
-    # Seconds until it has been up for as long as it took to load.
+    # Seconds until it has been active for as long as its last activation took.
     owes_s: float = 0.0
-    # Of rank 0; `peers` has the other ranks in order.
+    # Device of rank 0; `peers` has the other ranks in order.
     device: str | None = None
-    # "absent", "activating", "active", "draining", or "migrating": it serves on `device` while it
-    # is brought up on another one.
+    # "absent", "activating", "active", "draining", or "migrating" (serves on `device` while it is
+    # activated on another one).
     state: str = "absent"
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
-    # To be resident although no request waits (initial placement, lost with its device).
+    # True if it should be resident although no request waits (initial placement, device lost).
     wanted: bool = False
-    # Devices where its activation failed a moment ago and is not tried again yet.
+    # Devices where its activation failed recently and is not retried yet.
     barred: tuple[str, ...] = ()
     # Tensor-parallel degree.
     tp: int = 1
     peers: tuple[str, ...] = ()
-    # Device -> estimated seconds until it could serve there; empty: not known.
+    # Device -> estimated seconds until it can serve there; empty: not known.
     startup_s: Mapping[str, float] = msgspec.field(default_factory=dict)
-    # The engine's part of weight_bytes on each device, the same at any degree; 0 where the model
+    # The engine's part of weight_bytes on each device, the same at any degree; 0 if the model
     # runs at this degree only.
     share_bytes: int = 0
-    # Where a "migrating" copy is brought up, rank 0 first.
+    # Target devices of a "migrating" copy, rank 0 first.
     moving_to: tuple[str, ...] = ()
-    # How many copies it may have; the policy chooses where.
+    # Limits on the number of copies; the policy chooses their devices.
     replicas_min: int = 1
     replicas_max: int = 1
-    # Since when the first of this copy's waiting requests waits, in seconds.
+    # Waiting time of this copy's oldest waiting request.
     oldest_wait_s: float = 0.0
-    # How long its last activation took; 0: not known.
+    # Duration of its last activation; 0: not known.
     load_s: float = 0.0
-    # A copy's token rate when one of the model was saturated last; 0: none ever was.
+    # Token rate of a copy when one of the model was last saturated; 0: never.
     saturated_rate: float = 0.0
 
 
 class GpuView(msgspec.Struct, frozen=True):
-    """A device."""
+    """Device as the cluster scheduler sees it."""
 
     name: str
     capacity_bytes: int
-    # Held by nothing in `ClusterView.models`.
+    # Memory in use, but not by the models in `ClusterView.models`.
     fixed_bytes: int = 0
     # Capacity minus everything reserved now (weights, floors, KV).
     free_bytes: int = 0
-    # Engines that could take a model now.
+    # Number of engines that can take a model now.
     engines_free: int = 0
     engines_total: int = 0
-    # Whether models can be activated on it: its agent answers, and it is not drained.
+    # True if models can be activated on it: its agent answers, and it is not drained.
     alive: bool = True
-    # Models that are here have to leave.
+    # True if models must leave it.
     drained: bool = False
     # Devices of one node have fast links. A tensor-parallel model stays within one.
     node: str = ""
@@ -117,108 +119,115 @@ class GpuView(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """What a policy plans from."""
+    """Input of a policy's plan."""
 
     now_s: float
     models: tuple[ModelView, ...]
     gpus: tuple[GpuView, ...]
-    # The scheduling interval has passed, so that models may be moved (§6.2).
+    # True if the scheduling interval has passed, so that models may be moved (§6.2).
     rebalance: bool = True
-    # What the policy's placement search found last, for policies that have one.
+    # Latest result of the policy's placement search, if it has one.
     target: Placement | None = None
-    # The devices' virtual queues, for policies that assign requests.
+    # Virtual queues of the devices, for policies that assign requests.
     queues: tuple[VirtualQueue, ...] = ()
-    # Whether a model may be activated on a second device while it serves on the first; `waiting` of
-    # its views is the model's.
+    # True if a model may be activated on a second device while it serves on the first. `waiting` is
+    # then the whole model's in each of its views.
     replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a cluster policy can be tuned with."""
+    """Parameters of cluster policies."""
 
     # Models idle for longer may be evicted when memory is short (§6.2).
     idle_threshold_s: float = 45.0
     # Tau of Algorithm 1: the relative gain in KVPR that justifies a move.
     migration_threshold: float = 0.2
-    # A device is left as it is where fewer requests run beside the busiest model's (`beside`), or
-    # where fewer wait while memory is to spare. Tau alone would move models for nothing: it is
-    # relative, at low load a single request changes pressures by any factor, and rates are of the
-    # past. 0: every move of Algorithm 1 that has room.
+    # No model leaves a device for balance if fewer requests contend there (`contending`), or if
+    # fewer wait while memory is not short. Tau alone would cause useless moves: it is relative, so
+    # at low load a single request can exceed it, and rates are of the past. 0: every move of
+    # Algorithm 1 that has room.
     contended_requests: float = 4.0
-    # The shortest idle time after which a model may be evicted for a waiting request that nothing
-    # else can serve.
+    # Shortest idle time after which a model may be evicted for a waiting request that cannot be
+    # served otherwise.
     min_idle_s: float = 1.0
-    # A device with less than this part of its capacity free is short of memory.
+    # Fraction of free memory below which a device is short of memory.
     short_fraction: float = 0.05
     # See `Migrate`.
     move_running: bool = False
 
 
 class DeviceLoad(msgspec.Struct, frozen=True):
-    """What tells whether a device may need a move."""
+    """Load of a device, from which `Policy.is_balanced` decides."""
 
-    # Requests that run there at a time if each goes at its SLO's pace, but for the busiest model's
-    # (`beside`).
-    beside: float
-    # Of its memory.
+    # Number of contending requests (`contending`).
+    contending: float
+    # Fraction of its memory that is free.
     free_part: float
-    # A model there may need another copy, or has several, of which one may leave.
+    # True if a model on it may need another copy, or has several of which one may be spare.
     copies: bool = False
 
 
-def beside(running: Collection[float]) -> float:
-    """running: per model of a device, token rate x TPOT SLO (Little's law). All but the busiest: it
-    takes two to contend, and a model that is alone is nowhere better off."""
+def contending(running: Collection[float]) -> float:
+    """Returns the number of requests that contend with the busiest model's on a device.
+
+    The busiest model is excluded, since a model alone on a device cannot gain by a move.
+
+    Args:
+        running: For each model, token rate x TPOT SLO: the requests running at a time if each is
+            served at its SLO's rate (Little's law).
+    """
     return sum(running) - max(running) if len(running) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Bring the model up."""
+    """Activates the model."""
 
     model: str
     device: str
     reason: str
-    # The most KV memory it may hold per device.
+    # Limit on its KV memory per device.
     kv_limit_bytes: int | None = None
-    # The devices of ranks 1 and up of a tensor-parallel model.
+    # Devices of ranks 1 and up of a tensor-parallel model.
     peers: tuple[str, ...] = ()
-    # Another copy serves the model: requests come here only once this one is up.
+    # True if another copy serves the model: requests are routed here only once this one is active.
     joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Stop the model on these devices."""
+    """Evicts the model from its devices."""
 
     model: str
-    # Of rank 0; the peers follow.
+    # Device of rank 0; the other ranks are evicted with it.
     device: str
     reason: str
-    # Running requests go on at another copy of the model, or wait for one, instead of finishing.
-    # Without another copy the live system lets them finish.
+    # True: running requests resume on another copy of the model, or wait for one. False: they
+    # finish first. Without another copy the live system lets them finish.
     move_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Bring the model up at the target, then stop it at the source."""
+    """Activates the model on the target, then evicts it from the source."""
 
     model: str
-    # Of rank 0, as `target` is.
-    source: str
-    target: str
+    source: str  # of rank 0
+    target: str  # of rank 0
     reason: str
-    # Where the other ranks go.
+    # Target devices of the other ranks.
     peers: tuple[str, ...] = ()
-    # Running requests go on at the target, instead of finishing at the source.
+    # True: running requests resume on the target. False: they finish on the source.
     move_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The model cannot be placed now; `reason` says how many bytes are missing and where."""
+    """Reports that the model cannot be placed now.
+
+    `reason` says how many bytes are missing and on which device.
+    """
 
     model: str
     reason: str

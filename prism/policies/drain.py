@@ -1,23 +1,23 @@
-"""Models that have to leave where they are: their device is drained, or they are pinned elsewhere.
+"""Models that must leave their device: it is drained, or they are pinned to another one.
 
-Nothing is placed on a drained device (`GpuView.alive`). What is there moves, or is evicted once it
-has no requests; no request is given up for it.
+No model is placed on a drained device (`GpuView.alive`). Models on it move, or are evicted once
+they have no requests; no request is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prism.policies.balance import elsewhere, migrate
+from prism.policies.balance import find_target, migrate
 from prism.policies.bins import devices_of, part
 from prism.policies.builder import PlanBuilder
 from prism.policies.data import Action, ClusterView, Evict, ModelView, Refuse
 
 
 def must_leave(view: ClusterView) -> list[ModelView]:
-    """Active ones; those first that have requests, since they need a place elsewhere."""
+    """Returns active models that must leave, those that need another device first."""
     drained = _drained(view)
-    # Most plans are made where nothing has to leave.
+    # An early filter, since usually no model has to leave.
     some = view.models if drained else [m for m in view.models if m.pinned_device is not None]
     found = (m for m in some if m.state == "active" and _is_misplaced(m, drained))
     return sorted(found, key=_urgency)
@@ -36,7 +36,7 @@ def _is_on(model: ModelView, drained: frozenset[str]) -> bool:
 
 
 def _is_pinned_elsewhere(model: ModelView) -> bool:
-    """A pin is for a model on one device."""
+    """Returns True if the model is pinned to another device. Pins apply to tp 1 only."""
     return model.pinned_device is not None and model.tp == 1 and model.device != model.pinned_device
 
 
@@ -49,8 +49,11 @@ def _is_busy(model: ModelView) -> bool:
 
 
 def evictions(view: ClusterView, planned: Sequence[Action]) -> list[Action]:
-    """Of idle models on drained devices, beside the plan of a policy that knows of none. Pins are
-    the policy's own concern."""
+    """Returns evictions of idle models from drained devices.
+
+    For policies without `Policy.drains`, in addition to their plan `planned`. Such policies handle
+    pins themselves.
+    """
     if not (drained := _drained(view)):
         return []
     acting = {action.model for action in planned if not isinstance(action, Refuse)}
@@ -71,10 +74,14 @@ def vacate(
     make_room: Callable[[PlanBuilder, ModelView], bool],
     evict: Callable[[PlanBuilder, ModelView, str], None],
 ) -> None:
-    """Moves and evictions of these. Nothing moves to where models come or go: the next plan sees
-    what came of it.
+    """Adds migrations and evictions of models that must leave.
 
-    make_room: plans evictions of idle models, if the part then fits elsewhere; whether it does.
+    No model moves to a device that other actions are changing; a later plan does that.
+
+    Args:
+        make_room: Plans evictions of idle models, if the part then fits elsewhere. Returns True if
+            it does.
+        evict: Plans the eviction of a model, with a reason.
     """
     drained = _drained(builder.view)
     for model in leaving:
@@ -85,11 +92,11 @@ def vacate(
         needs_room = _is_busy(model) or model.never_evict
         if staying >= max(1, model.replicas_min):
             evict(builder, model, f"{reason}; other copies serve it")
-        elif home := elsewhere(builder, part(model), builder.changing()):
+        elif home := find_target(builder, part(model), builder.changing()):
             migrate(builder, part(model), home, reason)
-        elif elsewhere(builder, part(model)) or (needs_room and make_room(builder, part(model))):
-            continue  # until what comes or goes there has done so
-        elif staying or not needs_room:  # a copy less than `replicas.min`, but one
+        elif find_target(builder, part(model)) or (needs_room and make_room(builder, part(model))):
+            continue  # until the current actions on the target are done
+        elif staying or not needs_room:  # may leave fewer copies than `replicas.min`, but one
             evict(builder, model, f"{reason}; no other device can take it now")
 
 
@@ -104,7 +111,11 @@ def _reason(model: ModelView, drained: frozenset[str]) -> str:
 
 
 def remaining(view: ClusterView, device: str, moves: bool) -> dict[str, str]:
-    """For people: model -> why it is still on the device. moves: the policy moves models off it."""
+    """Returns model -> why it is still on a drained device, as text for operators.
+
+    Args:
+        moves: True if the policy moves models off drained devices.
+    """
     return {m.name: _why(m, device, moves) for m in view.models if device in devices_of(m)}
 
 
@@ -112,12 +123,12 @@ def _why(model: ModelView, device: str, moves: bool) -> str:
     if model.state == "migrating":
         return f"moves to {', '.join(model.moving_to)}"
     if model.state != "active":
-        return "leaves" if model.state == "draining" else "is coming up"
+        return "is being evicted" if model.state == "draining" else "is being activated"
     if not (_is_busy(model) or model.never_evict):
-        return "is about to leave"
+        return "is about to be evicted"
     has = "must stay up (never_evict or replicas.min)" if model.never_evict else "has requests"
     if moves and model.pinned_device != device:
         return f"{has}; it moves when another device has room"
     if model.never_evict:
-        return f"{has}, and cannot move; change its configuration, then prism-serve reload"
-    return f"{has}; it leaves when it is idle"
+        return f"{has}, and cannot move; change its configuration, then run prism-serve reload"
+    return f"{has}; it is evicted when it is idle"

@@ -1,4 +1,4 @@
-"""First come, first served: the admission order of every system that states no other."""
+"""First come, first served: the default admission order."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from prism.policies.data import AdmissionJob, AdmissionOrder
 
 
 def order(jobs: Iterable[AdmissionJob], now_s: float, busy_s: float = 0.0) -> AdmissionOrder:
-    """All of `jobs`, oldest first; deadlines play no part, so none is set back as late."""
+    """Returns all jobs, oldest first. Deadlines are ignored, so no job is late."""
     return AdmissionOrder(tuple(sorted(jobs, key=lambda job: (job.arrival_s, job.id))), ())

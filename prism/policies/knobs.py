@@ -1,4 +1,4 @@
-"""What single policies can be tuned with, beside `Settings`; their papers leave it open."""
+"""Parameters of single policies that their papers do not specify, in addition to `Settings`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prism.policies.static import StaticSettings
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """The defaults are what the policies are shipped with."""
+    """Parameters of each policy. The defaults are those of the shipped policies."""
 
     static: StaticSettings = field(default_factory=StaticSettings)
     qlm: QlmSettings = field(default_factory=QlmSettings)
@@ -28,7 +28,7 @@ class Knobs:
     seallm: SeallmSettings = field(default_factory=SeallmSettings)
     budgets: DbSettings = field(default_factory=DbSettings)
     aegaeon: AegaeonSettings = field(default_factory=AegaeonSettings)
-    # Of another package's policy.
+    # Knobs of another package's policy.
     own: PolicyKnobs | None = None
 
 
@@ -50,7 +50,7 @@ TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
 
 
 def tuned(policy: Policy, knobs: Knobs) -> Policy:
-    """The policy itself where it is as shipped, or has nothing to tune here."""
+    """Returns the policy with `knobs` applied, or unchanged if they do not concern it."""
     if policy.make is not None:
         return with_knobs(policy, knobs.own)
     change = TUNED.get(policy.name)

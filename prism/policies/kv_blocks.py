@@ -1,7 +1,7 @@
-"""Pools of KV blocks that the models of a device share, and what a pool costs in memory and time
-(MuxServe §3.4 head-wise blocks; SeaLLM §4.4 and Figure 5, split and merged blocks).
+"""Pools of KV blocks that the models of a device share, with their cost in memory and time.
 
-A model's own block holds `block_tokens` tokens of all its layers and heads. Sizes in bytes.
+Sources: MuxServe §3.4 (head-wise blocks), SeaLLM §4.4 and Figure 5 (split and merged blocks). A
+model's own block holds `block_tokens` tokens of all its layers and heads. Sizes in bytes.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from enum import Enum
 
 
 class KvBlocks(Enum):
-    """How a pool is cut into blocks."""
+    """Kind of blocks in a shared pool."""
 
     # Blocks of one head of one layer (MuxServe; SeaLLM's "split").
     HEADWISE = "headwise"
-    # Blocks of the largest model's size, each of several blocks of a smaller model (SeaLLM).
+    # Blocks as large as the largest model's, holding several blocks of a smaller model (SeaLLM).
     MERGED = "merged"
 
 
 STEP_OVERHEAD = 0.04
-"""The fraction by which a step takes longer where models share one pool. SeaLLM §6.4 reports under
-4 % for three of six cases and under 8 % for all with merged blocks. It reports more, without a
-figure in the text, for split ones (Figure 9); those are charged no more here."""
+"""Fraction by which a step takes longer with a shared pool.
+
+SeaLLM §6.4 reports under 4 % for three of six cases and under 8 % for all with merged blocks. For
+split blocks it reports more (Figure 9), without a number in the text; they use the same value here.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What a token's K and V look like."""
+    """Shape of a token's K and V."""
 
     layers: int
     kv_heads: int
@@ -38,7 +40,7 @@ class KvShape:
 
     @property
     def head_bytes(self) -> int:
-        """K and V of one head of one layer, for a block of tokens."""
+        """Size of K and V of one head of one layer, for a block of tokens."""
         return 2 * self.head_dim * self.bytes_per_element * self.block_tokens
 
     @property
@@ -48,20 +50,25 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """How one model uses the pool of its device."""
+    """Use of a device's pool by one model."""
 
-    # What the model takes at a time, and how many of its tokens that holds.
+    # Size of one allocation.
     grain_bytes: int
+    # Tokens of the model in one allocation.
     grain_tokens: int
+    # Fraction by which the model's steps take longer.
     step_overhead: float
 
 
 def pool(kind: KvBlocks, shape: KvShape, shared_with: Sequence[KvShape]) -> PoolUse:
-    """The use that a model of `shape` makes of a device's pool. shared_with: all models on it.
+    """Returns the use of a device's pool by a model of `shape`.
 
     A merged block is as large as the largest model's block and belongs to one request of one model.
-    The memory that its blocks do not fill is lost, and so is the end of a request's last block.
-    Raises ValueError if heads differ in size: neither method shares memory between them.
+    The memory in it that the model's blocks do not fill is lost, as is the end of a request's last
+    block. Raises ValueError if heads differ in size, since neither kind shares memory between them.
+
+    Args:
+        shared_with: Shapes of all models on the device.
     """
     if len(shared_with) <= 1:
         return PoolUse(shape.block_bytes, shape.block_tokens, 0.0)

@@ -1,8 +1,7 @@
-"""Algorithm 1: models to devices by KV pressure ratio (Prism §6.2, bound in Appendix A.1, tensor
-parallelism in A.1.2). Pure functions.
+"""Placement by KV pressure ratio, Algorithm 1 (Prism §6.2; bound: Appendix A.1; TP: A.1.2).
 
-The paper's algorithm ignores whether a model fits; here only devices where weights and KV floor
-fit, and where an engine is free, are candidates.
+The paper's algorithm ignores whether a model fits. Here a device is a candidate only if weights and
+KV floor fit and an engine is free. Pure functions.
 """
 
 from __future__ import annotations
@@ -33,26 +32,28 @@ Rank = Callable[[Bin], tuple[float, int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where models go."""
+    """Assignment of models to devices."""
 
     # Model -> its devices, rank 0 first.
-    homes: Mapping[str, tuple[str, ...]]
-    # Model -> why it fits nowhere.
+    devices: Mapping[str, tuple[str, ...]]
+    # Model -> why it fits on no device.
     refused: Mapping[str, str]
-    # Of each device.
+    # Device -> its KVPR.
     kvpr: Mapping[str, float]
 
 
 def _mobility(model: ModelView) -> int:
-    """0: stays where it is; 1: goes to one device only; 2: goes anywhere. The freest come last,
-    since the others could not make way for them."""
+    """Returns 0 if the model is on its pinned device, 1 if it is pinned to another, else 2.
+
+    Models with fewer choices are placed first.
+    """
     if model.pinned_device is None:
         return 2
     return 0 if model.device == model.pinned_device else 1
 
 
 def by_pressure(model: ModelView) -> tuple[int, float, int, str]:
-    """Algorithm 1's order: largest w first, then size, then name; pinned models before all."""
+    """Returns Algorithm 1's sort key: pinned models, then largest w, largest size, name."""
     return (_mobility(model), -weight_of(model), -need_bytes(model), model.name)
 
 
@@ -61,7 +62,7 @@ def by_size(model: ModelView) -> tuple[int, int, str]:
 
 
 def gain(before: float, after: float) -> float:
-    """The part of a pressure that a change removes; 0 where there was none."""
+    """Returns the fraction of a pressure that a change removes; 0 without pressure."""
     if before <= 0:
         return 0.0
     return 1.0 if math.isinf(before) and not math.isinf(after) else (before - after) / before
@@ -73,39 +74,43 @@ def place(
     tau: float,
     start: Callable[[], Bins] | None = None,
 ) -> Assignment:
-    """Algorithm 1: a device for every model, greedily by pressure.
+    """Runs Algorithm 1: assigns devices to all models, greedily by pressure.
 
-    start: makes bins with what devices hold already and keep; `models` has none of that, and `gpus`
-    is not read. Models that no device has room for are tried again largest first, with those that
-    are nowhere yet packed by size; what then still does not fit is refused with the bytes missing.
-    The parts of a tensor-parallel model go to distinct devices of one node, all or none.
-    Deterministic; no device is ever filled beyond capacity. For tau = 0, without tensor
-    parallelism, where all fits, max KVPR <= optimum x (1 + C / (S - m)) (Appendix A.1).
-    O((models + devices) log devices) where most devices that are looked at fit; tensor-parallel
-    models cost O(devices) each.
+    If some models do not fit, models on no device are packed again by decreasing size. Models that
+    still do not fit are refused with the missing bytes. The parts of a tensor-parallel model are on
+    distinct devices of one node, all or none. Deterministic; never exceeds a device's capacity.
+
+    For tau = 0, tp 1 and if all models fit, max KVPR <= optimum x (1 + C / (S - m)) (Appendix A.1).
+    Takes O((models + devices) log devices) if most devices that are examined fit; each
+    tensor-parallel model takes O(devices).
+
+    Args:
+        start: Makes bins with models that stay on their device. These are not in `models`, and
+            `gpus` is not read.
     """
     parts = [part(model) for model in models]
     origin = start or partial(empty_bins, models, gpus)
     first = _greedy(parts, origin(), tau)
     bins = first
-    if len(first.homes) < len(parts):
+    if len(first.devices) < len(parts):
         packed = _packed(parts, origin(), first)
-        bins = packed if len(packed.homes) > len(first.homes) else first
-    refused = {m.name: shortfall(m, bins.bins) for m in parts if m.name not in bins.homes}
-    return Assignment(bins.homes, refused, {name: b.kvpr for name, b in bins.bins.items()})
+        bins = packed if len(packed.devices) > len(first.devices) else first
+    refused = {m.name: shortfall(m, bins.bins) for m in parts if m.name not in bins.devices}
+    return Assignment(bins.devices, refused, {name: b.kvpr for name, b in bins.bins.items()})
 
 
 # --- one model at a time -------------------------------------------------------------------
 
 
 class _Trial:
-    """Bins being filled (owned), with a heap of them by rank, and by room once something did not
-    fit. Entries that no longer say what a bin has are dropped when they come up; so are bins whose
-    engines are all taken."""
+    """Bins being filled (owned), with a heap by rank, and one by room once a model did not fit.
+
+    Outdated entries are dropped when they reach the top, as are bins without a free engine.
+    """
 
     def __init__(self, bins: Bins) -> None:
         self.bins = bins
-        self.homes: dict[str, tuple[str, ...]] = {}
+        self.devices: dict[str, tuple[str, ...]] = {}
         self._by_rank = [b.rank for b in bins.values() if b.gpu.alive]
         self._by_room: list[tuple[int, str]] | None = None
         heapq.heapify(self._by_rank)
@@ -121,10 +126,10 @@ class _Trial:
                 heapq.heappush(heap, b.rank)
             if self._by_room is not None:
                 heapq.heappush(self._by_room, (-b.room_bytes, b.gpu.name))
-        self.homes[model.name] = tuple([b.gpu.name for b in home])
+        self.devices[model.name] = tuple([b.gpu.name for b in home])
 
     def most_room_bytes(self) -> int:
-        """Of any bin with a free engine; 0 without one."""
+        """Returns the largest room of the bins with a free engine; 0 if there are none."""
         if self._by_room is None:
             alive = (b for b in self.bins.values() if b.gpu.alive)
             self._by_room = [(-b.room_bytes, b.gpu.name) for b in alive]
@@ -138,7 +143,7 @@ class _Trial:
         return 0
 
     def least_pressed(self, model: ModelView) -> Bin | None:
-        """The candidate with the least KVPR, without looking at all of them."""
+        """Returns the bin with the least KVPR that fits, or None. Examines as few as possible."""
         if model.pinned_device is not None:
             pinned = self.bins.get(model.pinned_device)
             return pinned if pinned is not None and pinned.fits(model) else None
@@ -172,10 +177,12 @@ def _greedy(parts: Sequence[ModelView], origin: Bins, tau: float) -> _Trial:
 
 
 def _choose(model: ModelView, trial: _Trial, tau: float) -> Sequence[Bin] | None:
-    """Algorithm 1, lines 5-8: the least pressed device, or the current one when moving the model
-    would gain at most `tau` of its KVPR."""
+    """Returns the least pressed device (Algorithm 1, lines 5-8).
+
+    Returns the model's current device if a move would gain at most `tau` of its KVPR.
+    """
     if model.tp > 1:
-        return homes(model, trial.bins, by_rank, tau)
+        return choose_devices(model, trial.bins, by_rank, tau)
     best = trial.least_pressed(model)
     current = trial.bins.get(model.device) if model.device else None
     if best is None:
@@ -188,11 +195,11 @@ def _stay(best: Bin, current: Bin, tau: float) -> Bin:
 
 
 def _packed(parts: Sequence[ModelView], origin: Bins, first: _Trial) -> _Trial:
-    """Best fit by decreasing size, for models that are nowhere yet; the others stay put."""
+    """Packs models on no device by best fit, decreasing size. The others stay as in `first`."""
     trial = _Trial(origin)
     for model in parts:
-        if model.device and model.name in first.homes:
-            trial.put(model, [trial.bins[name] for name in first.homes[model.name]])
+        if model.device and model.name in first.devices:
+            trial.put(model, [trial.bins[name] for name in first.devices[model.name]])
     rooms = sorted((b.room_bytes, b.name) for b in trial.bins.values())
     for model in sorted((m for m in parts if m.device is None), key=by_size):
         home = _tightest(model, trial.bins, rooms)
@@ -208,9 +215,9 @@ def _packed(parts: Sequence[ModelView], origin: Bins, first: _Trial) -> _Trial:
 def _tightest(
     model: ModelView, bins: Bins, rooms: Sequence[tuple[int, str]]
 ) -> tuple[Bin, ...] | None:
-    """The bins with least room that fit; `rooms`: all of them, sorted."""
+    """Returns the bins with the least room that fit. `rooms` has all bins, sorted by room."""
     if model.tp > 1:
-        return homes(model, bins, _by_room, 0.0)
+        return choose_devices(model, bins, _by_room, 0.0)
     for _, name in islice(rooms, bisect_left(rooms, (need_bytes(model), "")), None):
         if bins[name].fits(model):
             return (bins[name],)
@@ -221,7 +228,7 @@ def _tightest(
 
 
 def by_rank(b: Bin) -> tuple[float, int, str]:
-    """Least pressed first."""
+    """Returns the sort key of bins, least pressed first."""
     return b.rank
 
 
@@ -229,11 +236,12 @@ def _by_room(b: Bin) -> tuple[float, int, str]:
     return (b.room_bytes, 0, b.name)
 
 
-def homes(model: ModelView, bins: Bins, rank: Rank, tau: float) -> tuple[Bin, ...] | None:
-    """Devices for all parts of a model, rank 0 first, by looking at all bins: for each part the
-    first by `rank`, except where the model has a part already, the next (Appendix A.1.2); but a
-    device where it is now is kept unless the other's KVPR is below (1 - tau) of its. None if no
-    node has `tp` devices that fit. REQUIRES: `model` is a part, and no bin holds it.
+def choose_devices(model: ModelView, bins: Bins, rank: Rank, tau: float) -> tuple[Bin, ...] | None:
+    """Returns the devices for all parts of a model, rank 0 first; None if no node has enough.
+
+    Each part gets the first bin by `rank` that has no part of the model (Appendix A.1.2). A current
+    device is kept unless the other's KVPR is below (1 - tau) of its KVPR. Examines all bins.
+    REQUIRES: `model` is a part, and no bin holds it.
     """
     fitting = [b for b in bins.values() if b.fits(model)]
     if model.tp > 1:
@@ -253,7 +261,7 @@ def homes(model: ModelView, bins: Bins, rank: Rank, tau: float) -> tuple[Bin, ..
 
 
 def _in_ranks(chosen: Sequence[Bin], now: Sequence[str]) -> list[Bin]:
-    """Devices that the model keeps stay at their rank; new ones take the other ranks in order."""
+    """Returns `chosen` by rank. Current devices keep their rank; new ones fill the others."""
     by_name = {b.name: b for b in chosen}
     new = iter([b for b in chosen if b.name not in now])
     kept = [by_name.get(name) for name in now] or [None] * len(chosen)

@@ -1,8 +1,8 @@
 """Moore-Hodgson order: the largest set of requests that meet their TTFT (Prism §6.3, Algorithm 2).
 
-One device computes prefills one after another, so a request is on time when the prefills up to
-and including its own end by its deadline. Minimising the number of late ones on one machine is
-what Moore's algorithm solves exactly.
+A device computes prefills one after another. A request is on time if all prefills up to and
+including its own end by its deadline. Moore's algorithm minimises the number of late jobs on one
+machine exactly.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from prism.policies.data import AdmissionJob, AdmissionOrder
 
 
 def order(jobs: Iterable[AdmissionJob], now_s: float, busy_s: float = 0.0) -> AdmissionOrder:
-    """Split `jobs` into the largest on-time set, earliest deadline first, and the late ones.
+    """Splits `jobs` into the largest on-time set, earliest deadline first, and the late ones.
 
-    busy_s: prefill work in flight, before which none of them can start. A job that could not be on
-    time even alone is late at once; an activation delays only its own model, so it decides no more
-    than that, and takes no time from the others. Late jobs come oldest first. Ties go by deadline,
-    arrival, id, so the same jobs always give the same order. O(n log n).
+    A job that would be late even alone is late at once. Its `ready_in_s` is used for this check
+    only, since an activation delays no other model. Late jobs are ordered oldest first. Ties are
+    ordered by deadline, arrival, id, so the order is deterministic. O(n log n).
+
+    Args:
+        busy_s: Time of prefill work in progress, before which no job can start.
     """
     alone: list[AdmissionJob] = []
     late: list[AdmissionJob] = []

@@ -1,9 +1,8 @@
-"""Offline placement: what a search reads and the frozen plan it returns (AlpaServe §4, MuxServe
-§3.2, SeaLLM §4.1).
+"""Offline placement: input and result of a search (AlpaServe §4, MuxServe §3.2, SeaLLM §4.1).
 
 A *unit* is a set of models that share the same GPUs: MuxServe's LLM unit, SeaLLM's sharing group,
 AlpaServe's device group. Every model of a unit runs with tensor parallelism over all its devices.
-A model may be in several units; each is a replica of it. Times are seconds, sizes bytes.
+A model in several units has a replica in each. Times in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpecView:
-    """One GPU."""
+    """GPU as a placement search sees it."""
 
     name: str
-    # What models may use of it.
+    # Memory available to models.
     capacity_bytes: int
     # Devices of one node have fast links.
     node: str = ""
-    # How many models it can hold at a time.
+    # Largest number of models at a time.
     models_max: int = sys.maxsize
 
 
 def by_node(devices: Iterable[DeviceSpecView]) -> list[list[DeviceSpecView]]:
-    """The devices of each node, in order of their names."""
+    """Returns the devices of each node, sorted by node and name."""
     nodes: dict[str, list[DeviceSpecView]] = {}
     for device in sorted(devices, key=lambda d: (d.node, d.name)):
         nodes.setdefault(device.node, []).append(device)
@@ -36,42 +35,40 @@ def by_node(devices: Iterable[DeviceSpecView]) -> list[list[DeviceSpecView]]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecView:
-    """A model and its expected load. Sizes are of the whole model; with tensor parallelism each
-    device holds one part in `tp`."""
+    """Model and its expected load. Sizes are of the whole model, over all its devices."""
 
     name: str
     weight_bytes: int
     token_bytes: int
     kv_floor_bytes: int
     rate_rps: float
-    # A mean, as output_tokens is.
-    prompt_tokens: float
-    output_tokens: float
+    prompt_tokens: float  # mean
+    output_tokens: float  # mean
     slo_s: float = float("inf")
-    # Those it can run at.
+    # Supported tensor-parallel degrees.
     tp_degrees: tuple[int, ...] = (1,)
-    # The degree that its operator gave it, which a search may overrule.
+    # Configured degree, which a search may override.
     tp: int = 1
-    # What its engine holds besides on each device, at any degree.
+    # Additional memory of its engine on each device, at any degree.
     share_bytes: int = 0
 
     def held_bytes(self, tp: int) -> int:
-        """Weights and engines' shares on `tp` devices together."""
+        """Returns the size of weights and engines' shares, summed over `tp` devices."""
         return self.weight_bytes + self.share_bytes * tp
 
     def part_bytes(self, tp: int, kv_bytes: int = 0) -> int:
-        """Weights, engine and its part of `kv_bytes` on one of `tp` devices."""
+        """Returns the size of weights, engine's share and part of `kv_bytes` on one device."""
         return -(-(self.weight_bytes + kv_bytes) // tp) + self.share_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A model in a unit."""
+    """Model in a unit."""
 
     model: str
-    # The part of the devices' compute that its decoding jobs may take (MuxServe §3.4).
+    # Fraction of the devices' compute for its decode steps (MuxServe §3.4).
     sm_share: float = 1.0
-    # The requests decoded together that its load needs (MuxServe eq. 3); 0: not computed.
+    # Decode batch size that its load needs (MuxServe eq. 3); 0: not computed.
     batch: int = 0
     # Its part of the KV memory of one device; None: shared freely.
     kv_limit_bytes: int | None = None
@@ -79,8 +76,9 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """devices: of distinct GPUs, rank 0 first; the tensor-parallel degree is their number."""
+    """Models that share the same devices."""
 
+    # Distinct GPUs, rank 0 first; their number is the tensor-parallel degree.
     devices: tuple[str, ...]
     models: tuple[Hosted, ...] = ()
 
@@ -91,39 +89,40 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Units of models on devices, as a search found them."""
+    """Result of a search: units of models on devices."""
 
     units: tuple[Unit, ...]
     # Model -> why no unit holds it.
     refused: Mapping[str, str] = field(default_factory=dict)
-    # What the search maximised, on its own scale.
+    # Value of the search's objective, on its own scale.
     score: float = 0.0
 
     def homes(self, model: str) -> tuple[Unit, ...]:
-        """The units that hold `model`, in the order of `units`."""
+        """Returns the units that hold `model`, in the order of `units`."""
         return tuple(u for u in self.units if any(h.model == model for h in u.models))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementOutcome:
-    """What a simulation of a placement on the recent requests says, per model."""
+    """Simulated result of a placement on the recent requests, by model."""
 
+    # Number of requests.
     requests: Mapping[str, int]
-    # Requests that missed their SLO or had no home.
+    # Number of requests that missed their SLO or whose model is in no unit.
     unserved: Mapping[str, int]
     # Mean of latency / mean execution time on one GPU, of the served requests (SeaLLM eq. 1); 0
-    # where none was served.
+    # if none was served.
     normalized_latency: Mapping[str, float]
 
     @property
     def attainment(self) -> float:
-        """The fraction of all requests that met their SLO; 1 without requests."""
+        """Fraction of all requests that met their SLO; 1 without requests."""
         total = sum(self.requests.values())
         return 1.0 if total == 0 else 1.0 - sum(self.unserved.values()) / total
 
     @property
     def mean_normalized_latency(self) -> float:
-        """Over all served requests; 0 without any."""
+        """Mean normalized latency of all served requests; 0 without any."""
         served = {m: n - self.unserved.get(m, 0) for m, n in self.requests.items()}
         total = sum(served.values())
         weighted = (n * self.normalized_latency.get(m, 0.0) for m, n in served.items())
@@ -131,13 +130,16 @@ class PlacementOutcome:
 
 
 LatencyFn = Callable[[str, int, int, float, float], float]
-"""(model, tp, batch, tokens, sm_share) -> seconds of one step. For a prefill step, `tokens` is the
-mean prompt of the batch's requests; for a decode step, their mean context. sm_share in (0, 1]."""
+"""(model, tp, batch, tokens, sm_share) -> seconds of one step.
+
+`tokens` is the mean prompt length of the batch for a prefill step, the mean context length for a
+decode step. `sm_share` is in (0, 1].
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The throughput estimator's inputs: pure functions, profiled or computed in advance."""
+    """Step times for the throughput estimator: pure functions, profiled or computed in advance."""
 
     prefill_s: LatencyFn
     decode_s: LatencyFn
@@ -145,12 +147,12 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a placement search is given. `simulate` plays the recent requests on a placement with
-    the policy's own scheduling; searches that only estimate do not call it."""
+    """Input of a placement search."""
 
     models: tuple[ModelSpecView, ...]
     devices: tuple[DeviceSpecView, ...]
     times: StepTimes | None = None
+    # Replays the recent requests on a placement with the policy's own scheduling.
     simulate: Callable[[Placement], PlacementOutcome] | None = None
 
 

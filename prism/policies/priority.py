@@ -1,4 +1,4 @@
-"""Priorities of requests: classes of the admission order, each in the policy's own order."""
+"""Request priorities: classes of the admission order, each in the policy's own order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Order = Callable[[Sequence[AdmissionJob], float, float], AdmissionOrder]
 def order_by_priority(
     order: Order, jobs: Sequence[AdmissionJob], now_s: float, busy_s: float = 0.0
 ) -> AdmissionOrder:
-    """`order` of each class of `jobs`, the highest priority first; those on time and those late
-    each in one tuple, the late ones oldest first.
+    """Applies `order` to each priority class, highest first, and concatenates the results.
 
-    A class finds the device busy with all classes above it: what it has on time takes nothing from
-    them. Where all have one priority this is `order` itself.
+    Late jobs of all classes are ordered oldest first. A class starts after the prefills of all
+    higher classes, so that it never delays them. With a single priority the result is `order`'s.
     """
     priorities = {job.priority for job in jobs}
     if len(priorities) < 2:

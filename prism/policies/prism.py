@@ -1,8 +1,8 @@
-"""The paper's cluster policy (Prism §6.2): placement by KV pressure ratio, activation on arrival,
-eviction of idle models when memory is short, migration when it relieves pressure enough.
+"""Cluster policy of the Prism paper (§6.2).
 
-Pure: the same view and settings give the same actions. Within a plan, an `Evict` stands before
-the `Activate` that needs its room.
+Models are placed by KV pressure ratio and activated on arrival. Idle models are evicted when memory
+is short, and models migrate when that relieves enough pressure. Pure: the same view and settings
+give the same actions. In a plan, an `Evict` precedes the `Activate` that needs its memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from prism.policies import drain, kvpr, replicas
 from prism.policies.balance import (
-    elsewhere,
+    find_target,
     migrate,
     movable,
     rebalance,
@@ -26,7 +26,7 @@ from prism.policies.bins import (
     shortfall,
     size_text,
 )
-from prism.policies.builder import PlanBuilder, settled, short
+from prism.policies.builder import PlanBuilder, is_short, settled
 from prism.policies.data import (
     Action,
     Activate,
@@ -36,40 +36,45 @@ from prism.policies.data import (
     ModelView,
     Refuse,
     Settings,
-    beside,
+    contending,
 )
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """What to do now. Never evicts a model that is `never_evict`, running or waiting, and plans
-    nothing for a model whose last action is still under way."""
+    """Returns the actions to start now.
+
+    Never evicts a model that is `never_evict` or has requests, unless another copy serves it. Plans
+    nothing for a model with an action in progress.
+    """
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
-    relieve = view.rebalance and not calm(_loads(view, settings), settings)
-    crowded = any(replicas.saturated(m, settings) for m in replicas.queued(view))
+    relieve = view.rebalance and not is_balanced(_loads(view, settings), settings)
+    saturated = any(replicas.saturated(m, settings) for m in replicas.queued(view))
     leaving = drain.must_leave(view)
-    if not (asked or wanted or relieve or crowded or leaving):
+    if not (asked or wanted or relieve or saturated or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
-    _seat(builder, asked, _make_room)
-    _seat(builder, wanted, _refuse)
-    drain.vacate(builder, leaving, _clear_for, _evict)
+    _place_absent(builder, asked, _make_room)
+    _place_absent(builder, wanted, _refuse)
+    drain.vacate(builder, leaving, _make_room_to_move, _evict)
     if relieve:
         _free_short_devices(builder)
-    if relieve or crowded:
-        replicas.adjust(builder, _clear_idle)
+    if relieve or saturated:
+        replicas.adjust(builder, _make_room_for_copy)
     if relieve:
         rebalance(builder)
     return tuple(builder.actions)
 
 
-def calm(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
-    """No device is short of memory or contended: all are left as they are."""
-    # A hair below, since parts are summed in another order than `rebalance` does.
+def is_balanced(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
+    """Returns True if no device is short of memory or contended, so that none needs a change."""
+    # Slightly lower than the setting, since `rebalance` sums parts in another order.
     most, least = settings.contended_requests * 0.999, settings.short_fraction
-    return not any(load.copies or load.beside >= most or load.free_part < least for load in loads)
+    return not any(
+        load.copies or load.contending >= most or load.free_part < least for load in loads
+    )
 
 
 def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
@@ -77,7 +82,7 @@ def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
     copies = Counter(model.name for model in view.models)
     unsettled: set[str] = set()
     for model in view.models:
-        if replicas.to_adjust(model, copies[model.name], settings):
+        if replicas.may_adjust(model, copies[model.name], settings):
             unsettled.update(devices_of(model))
         if model.device is not None and model.token_rate > 0:
             part = model.token_rate * model.slo_tpot_s / model.tp
@@ -86,7 +91,7 @@ def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
                     parts[device].append(part)
     return [
         DeviceLoad(
-            beside(parts[gpu.name]),
+            contending(parts[gpu.name]),
             gpu.free_bytes / max(1, gpu.capacity_bytes),
             gpu.name in unsettled,
         )
@@ -97,24 +102,31 @@ def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
 # --- absent models -------------------------------------------------------------------------
 
 
-def _seat(builder: PlanBuilder, seekers: list[ModelView], otherwise: Callable[..., None]) -> None:
-    """Algorithm 1 over the seekers, the residents staying where they are; `otherwise` deals with
-    those that have no room."""
-    if not seekers:
+def _place_absent(
+    builder: PlanBuilder, absent: list[ModelView], otherwise: Callable[..., None]
+) -> None:
+    """Runs Algorithm 1 on absent models, without moving residents.
+
+    Calls `otherwise` for each model that does not fit.
+    """
+    if not absent:
         return
     tau = builder.settings.migration_threshold
-    placement = kvpr.place(seekers, builder.view.gpus, tau, builder.copied_bins)
-    parts = sorted(map(part, seekers), key=kvpr.by_pressure)
+    placement = kvpr.place(absent, builder.view.gpus, tau, builder.copied_bins)
+    parts = sorted(map(part, absent), key=kvpr.by_pressure)
     for model in parts:
-        if model.name in placement.homes:
-            _activate(builder, model, [builder.bins[d] for d in placement.homes[model.name]])
+        if model.name in placement.devices:
+            _activate(builder, model, [builder.bins[d] for d in placement.devices[model.name]])
     for model in parts:
-        if model.name not in placement.homes:
+        if model.name not in placement.devices:
             otherwise(builder, model)
 
 
 def _activate(builder: PlanBuilder, model: ModelView, home: Sequence[Bin], note: str = "") -> None:
-    """`model`: a part, as everywhere below; `home`: a bin for each, rank 0 first."""
+    """Adds an activation to the plan.
+
+    Here and below `model` is a part, and `home` has one bin per rank, rank 0 first.
+    """
     why = "requests wait" if model.waiting else "never_evict" if model.never_evict else "wanted"
     first, *peers = home
     pressure = f"KVPR {first.kvpr:.3g}, {size_text(first.room_bytes)} left"
@@ -130,18 +142,18 @@ def _refuse(builder: PlanBuilder, model: ModelView) -> None:
 
 
 def _make_room(builder: PlanBuilder, model: ModelView) -> None:
-    """Evict idle models, else move one model away, else evict younger idle ones, else refuse.
+    """Evicts idle models, else moves one model, else evicts recently idle ones, else refuses.
 
-    Models idle for less than the threshold go only when requests would starve otherwise.
+    Models idle for less than the threshold are evicted only if requests would starve otherwise.
     """
-    home = kvpr.homes(model, builder.bins, kvpr.by_rank, 0.0)
-    if home is not None:  # what was evicted for another model is enough for this one as well
+    home = kvpr.choose_devices(model, builder.bins, kvpr.by_rank, 0.0)
+    if home is not None:  # evictions for another model are enough for this one, too
         return _activate(builder, model, home)
     if _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
         return
-    if _evict_for(builder, model, replicas.beyond_first(builder), "other copies serve it"):
+    if _evict_for(builder, model, replicas.surplus_copies(builder), "other copies serve it"):
         return
-    if _is_made_room_for(builder, model):
+    if _is_room_coming(builder, model):
         return _refuse(builder, model)
     if _move_for(builder, model):
         return
@@ -151,8 +163,8 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         _refuse(builder, model)
 
 
-def _is_made_room_for(builder: PlanBuilder, model: ModelView) -> bool:
-    """A model is moving away from a device where `model` then has room."""
+def _is_room_coming(builder: PlanBuilder, model: ModelView) -> bool:
+    """Returns True if `model` will fit on a device once a current migration is done."""
     for mover in builder.view.models:
         for b in (builder.bins.get(device) for device in devices_of(mover)):
             if mover.state == "migrating" and b is not None and _victims(b, model, [mover]):
@@ -164,8 +176,11 @@ def _is_made_room_for(builder: PlanBuilder, model: ModelView) -> bool:
 
 
 def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
-    """A model that is brought up stays for as long as that took: under overload, models that take
-    turns spend no more time coming than being there."""
+    """Returns evictable models that have been idle for more than `longer_than_s`.
+
+    Excludes models that have been active for less time than their load took. Under overload, models
+    that alternate on a device then spend at most half of the time loading.
+    """
     found = {
         (model.name, model.device): model
         for b in builder.bins.values()
@@ -180,7 +195,7 @@ def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
 
 
 def _over_threshold(builder: PlanBuilder) -> list[ModelView]:
-    """Idle models in the paper's order: larger SLO first."""
+    """Returns models idle over the threshold in the paper's order: larger SLO first."""
     idle = _idle(builder, builder.settings.idle_threshold_s)
     return sorted(idle, key=lambda m: (-m.slo_ttft_s, -m.slo_tpot_s, -m.idle_s, m.name))
 
@@ -191,7 +206,7 @@ def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
 
 
 def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
-    """The fewest models of `idle`, in its order, without which `model` fits on `b`."""
+    """Returns the models of `idle` to evict so that `model` fits on `b`; None if not possible."""
     if b.fits(model):
         return []
     if not b.allows(model):
@@ -202,12 +217,12 @@ def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelV
         trial.take(victim.name)
         chosen.append(victim)
         if trial.fits(model):
-            return _spared(trial, model, chosen)
+            return _necessary(trial, model, chosen)
     return None
 
 
-def _spared(trial: Bin, model: ModelView, chosen: list[ModelView]) -> list[ModelView]:
-    """`chosen` without those that the later ones made unnecessary."""
+def _necessary(trial: Bin, model: ModelView, chosen: list[ModelView]) -> list[ModelView]:
+    """Returns `chosen` without models that later ones made unnecessary to evict."""
     kept = list(chosen)
     for victim in reversed(chosen[:-1]):
         trial.put(victim)
@@ -219,34 +234,39 @@ def _spared(trial: Bin, model: ModelView, chosen: list[ModelView]) -> list[Model
 
 
 Option = tuple[tuple[int, float, str], list[Bin], list[ModelView]]
-"""(rank, a bin for each part, who leaves them)"""
+"""(rank, a bin for each part, models to evict)"""
 
 
 def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
-    """Evict where that costs the fewest models, then where pressure is least afterwards."""
+    """Evicts where the fewest models are evicted, then where KVPR is least afterwards."""
     option = _cheapest(builder.bins.values(), model, idle)
     if option is None:
         return False
     _, home, victims = option
-    _clear(builder, model, victims, why)
+    _evict_all(builder, model, victims, why)
     _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
     return True
 
 
-def _clear_for(builder: PlanBuilder, model: ModelView) -> bool:
-    """Room for a model that has to move: it does so when they have gone. False: there is none."""
+def _make_room_to_move(builder: PlanBuilder, model: ModelView) -> bool:
+    """Evicts idle models for one that must leave its device. Returns False if that is impossible.
+
+    A later plan moves the model, once the evictions are done.
+    """
     for idle in (_over_threshold(builder), _longest_idle(builder)):
         if (option := _cheapest(builder.bins.values(), model, idle)) is not None:
-            _clear(builder, model, option[2], "its device is needed")
+            _evict_all(builder, model, option[2], "its device is needed")
             return True
     return False
 
 
-def _clear_idle(
+def _make_room_for_copy(
     builder: PlanBuilder, model: ModelView, bins: Collection[Bin], worst: float
 ) -> Sequence[Bin] | None:
-    """Room for another copy, of what is idle over the threshold there; with it each device's KVPR
-    is below `worst`."""
+    """Evicts models idle over the threshold for another copy. Returns its bins, or None.
+
+    With the copy the KVPR of each of its devices must be below `worst`.
+    """
     option = _cheapest(bins, model, _over_threshold(builder))
     if option is None:
         return None
@@ -258,7 +278,7 @@ def _clear_idle(
                 trial.take(victim.name)
         if trial.kvpr_with(model) >= worst:
             return None
-    _clear(builder, model, victims, "idle over the threshold")
+    _evict_all(builder, model, victims, "idle over the threshold")
     return home
 
 
@@ -274,15 +294,20 @@ def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) 
     return min(options, key=lambda option: option[0], default=None)
 
 
-def _clear(builder: PlanBuilder, model: ModelView, victims: Iterable[ModelView], why: str) -> None:
+def _evict_all(
+    builder: PlanBuilder, model: ModelView, victims: Iterable[ModelView], why: str
+) -> None:
     for victim in victims:
         reason = f"{why}: idle for {victim.idle_s:.1f} s, makes room for {model.name}"
         _evict(builder, victim, reason)
 
 
 def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
-    """For each node that has enough of them, the cheapest `tp` devices together, of which no two
-    lose a copy of the same model: a model has one action at a time."""
+    """Returns the cheapest combination of `tp` devices for each node with enough devices.
+
+    No two devices of a combination evict different copies of one model, since a model has only one
+    action at a time.
+    """
     nodes: dict[str, tuple[list[Option], dict[str, ModelView]]] = {}
     for option in sorted(options, key=lambda option: option[0]):
         chosen, victims = nodes.setdefault(option[1][0].gpu.node, ([], {}))
@@ -299,9 +324,9 @@ def _on_one_node(options: Iterable[Option], tp: int) -> list[Option]:
 
 
 def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
-    """All parts leave; `victim` is active, so that it has a device."""
+    """Adds the eviction of all parts of a copy to the plan. REQUIRES: `victim` is active."""
     assert victim.device is not None
-    # What begins to run before the copy leaves goes on at the others, too.
+    # Requests that start before the eviction resume on the other copies.
     others = victim.name in builder.copies
     builder.actions.append(Evict(victim.name, victim.device, reason, move_running=others))
     for b in filter(None, map(builder.bins.get, devices_of(victim))):
@@ -310,12 +335,12 @@ def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
 
 
 def _free_short_devices(builder: PlanBuilder) -> None:
-    """A device short of memory loses its first idle model, unless models come or go there."""
-    scarce = [b for b in builder.bins.values() if short(b, builder.settings)]
-    if not scarce:
+    """Evicts the first idle model of each device short of memory that no action is changing."""
+    short = [b for b in builder.bins.values() if is_short(b, builder.settings)]
+    if not short:
         return
     changing, idle = builder.changing(), _over_threshold(builder)
-    for b in scarce:
+    for b in short:
         here = filter(b.holds, idle)
         victim = next((m for m in here if not builder.is_changing(m.name)), None)
         if victim is None or b.name in changing:
@@ -329,12 +354,11 @@ def _free_short_devices(builder: PlanBuilder) -> None:
 
 
 def _move_for(builder: PlanBuilder, model: ModelView) -> bool:
-    """Repack: one resident moves to another device so that all parts of `model` have room.
+    """Moves one resident to another device, so that all parts of `model` fit afterwards.
 
-    On each device idle residents first, then smaller ones. Make-before-break, so the room on the
-    target must be there already. `model` itself is activated by a later plan, when the room is
-    there. A move that is not enough is not made: the next plan would see the same, and might take
-    it back.
+    Idle residents are tried first, then smaller ones. The target must have free memory already
+    (make before break). A later plan activates `model`. A move that is not sufficient is not made,
+    since the next plan would see the same situation and might revert it.
     """
     roomy: dict[str, list[str]] = {}
     for b in builder.bins.values():
@@ -343,27 +367,29 @@ def _move_for(builder: PlanBuilder, model: ModelView) -> bool:
     most_bytes = max((b.room_bytes for b in builder.bins.values()), default=0)
     several = builder.copies
     for b in builder.bins.values():
-        beside = roomy.get(b.gpu.node, [])
+        same_node = roomy.get(b.gpu.node, [])
         alone = [m for m in movable(b) if m.name not in several]
         for mover in sorted(alone, key=lambda m: (m.running > 0, need_bytes(m), m.name)):
-            enough = len(beside) + len(devices_of(mover)) >= model.tp
+            enough = len(same_node) + len(devices_of(mover)) >= model.tp
             if not enough or need_bytes(mover) > most_bytes:
                 continue
             if _victims(b, model, [mover]) is None:
                 continue
-            if (home := _other_home(builder, model, mover, beside)) is not None:
+            if (home := _target_of(builder, model, mover, same_node)) is not None:
                 migrate(builder, mover, home, f"makes room for {model.name}")
                 return True
     return False
 
 
-def _other_home(
+def _target_of(
     builder: PlanBuilder, model: ModelView, mover: ModelView, roomy: Sequence[str]
 ) -> tuple[Bin, ...] | None:
-    """Where `mover` is not in the way of `model`: on none of `roomy`, which have room for a part of
-    it already, if possible."""
+    """Returns devices for `mover` so that `model` fits afterwards, or None.
+
+    Avoids the devices `roomy`, which have room for a part of `model` already, if possible.
+    """
     for avoided in (roomy, ()) if roomy else ((),):
-        home = elsewhere(builder, mover, avoided)
+        home = find_target(builder, mover, avoided)
         if home is not None and _fits_after(builder, model, mover, home):
             return home
     return None
@@ -372,7 +398,7 @@ def _other_home(
 def _fits_after(
     builder: PlanBuilder, model: ModelView, mover: ModelView, home: Sequence[Bin]
 ) -> bool:
-    """Whether all parts of `model` have room once `mover` has moved to `home`."""
+    """Returns True if all parts of `model` fit after `mover` has moved to `home`."""
     held = [device for device in devices_of(mover) if device in builder.bins]
     changed = {*held, *(b.name for b in home)}
     bins = builder.bins | {name: builder.bins[name].copy() for name in changed}
@@ -380,4 +406,4 @@ def _fits_after(
         bins[device].take(mover.name)
     for b in home:
         bins[b.name].put(mover)
-    return kvpr.homes(model, bins, kvpr.by_rank, 0.0) is not None
+    return kvpr.choose_devices(model, bins, kvpr.by_rank, 0.0) is not None

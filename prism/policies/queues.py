@@ -1,7 +1,7 @@
-"""Virtual queues: requests bound to devices in groups, models following the queues (QLM §4).
+"""Virtual queues: groups of requests assigned to devices; models follow the queues (QLM §4).
 
-Used by policies that decide for each waiting request where it runs, instead of for each model
-where it lives. Pure data; times in seconds of one clock.
+For policies that place waiting requests instead of models. Pure data; times in seconds of one
+clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A waiting request."""
+    """Waiting request."""
 
     id: str
     model: str
@@ -30,21 +30,22 @@ class RequestGroup:
     id: str
     model: str
     slo_s: float
-    # The earliest of theirs.
+    # Earliest deadline of its requests.
     deadline_s: float
+    # Request ids.
     requests: tuple[str, ...]
-    # Expected, of all of them.
+    # Expected, summed over its requests.
     output_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDevice:
-    """A serving instance: a device, or a tensor-parallel group named by its rank 0."""
+    """Serving instance: a device, or a tensor-parallel group with the name of its rank 0."""
 
     name: str
-    # Resident or on its way.
+    # Model that is resident or being activated.
     model: str | None
-    # Requests that it executes.
+    # Number of running requests.
     running: int
     # Models that it can hold.
     serves: frozenset[str]
@@ -52,8 +53,10 @@ class QueueDevice:
 
 @dataclass(frozen=True, slots=True)
 class VirtualQueue:
-    """The groups that a device serves, first one first: requests start from the groups at the front
-    that are of its resident model; those behind wait until the model has been swapped."""
+    """Groups that a device serves, in order.
+
+    Requests start from the leading groups of the resident model. Later groups wait for a swap.
+    """
 
     device: str
     groups: tuple[RequestGroup, ...] = ()
@@ -61,20 +64,20 @@ class VirtualQueue:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """What requests are assigned from."""
+    """Input of a request assignment."""
 
     now_s: float
-    # All of them, in a queue or not.
+    # All waiting requests, in a queue or not.
     waiting: tuple[QueuedRequest, ...]
     devices: tuple[QueueDevice, ...]
-    # As last assigned.
+    # Last assignment.
     queues: tuple[VirtualQueue, ...]
     # Model -> output tokens per second of a device that runs it at full batch.
     tokens_per_s: Mapping[str, float]
-    # Model -> seconds to bring it up in place of another.
+    # Model -> seconds to swap it in.
     swap_s: Mapping[str, float]
 
 
 Assign = Callable[[QueueView], tuple[VirtualQueue, ...]]
-"""One queue per device, every waiting request in exactly one group or left out if nothing serves
-its model."""
+"""Returns one queue per device. Every waiting request is in exactly one group, or left out if no
+device serves its model."""

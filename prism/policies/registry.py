@@ -1,7 +1,7 @@
-"""Cluster policies by name, and what each needs from the engines it runs on.
+"""Registry of cluster policies by name.
 
-The live system refuses a policy by name when its engines lack something (`missing`); the
-simulator's engines have everything. Installed packages add policies (`added.py`).
+The live system rejects a policy if its engines lack a needed feature (`missing`). The simulator's
+engines have all features. Installed packages add policies (`added.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prism.policies.baselines import (
 )
 from prism.policies.data import DeviceLoad, Settings
 from prism.policies.kv_blocks import KvBlocks
-from prism.policies.patience import patience_s
+from prism.policies.next_plan import next_plan_in_s
 from prism.policies.policy import (
     ADMISSION_ORDER,
     ELASTIC_MEMORY,
@@ -44,7 +44,7 @@ from prism.policies.policy import (
 
 
 def _always(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
-    """Nothing is moved for load."""
+    """Returns True: the policy's plan never depends on load."""
     return True
 
 
@@ -56,8 +56,8 @@ _POLICIES = {
             prism.plan,
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
             order=moore_hodgson.order,
-            calm=prism.calm,
-            patience_s=patience_s,
+            is_balanced=prism.is_balanced,
+            next_plan_in_s=next_plan_in_s,
             drains=True,
         ),
         Policy(
@@ -65,14 +65,14 @@ _POLICIES = {
             static.plan,
             frozenset({ADMISSION_ORDER, KV_LIMIT}),
             evicts=False,
-            calm=_always,
+            is_balanced=_always,
         ),
         Policy(
             "muxserve++",  # Prism §7.2: MuxServe's placement, KV memory on demand, no eviction
             target.plan,
             frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH}),
             evicts=False,
-            calm=_always,
+            is_balanced=_always,
             search=mux_placement.search,
         ),
         Policy(
@@ -80,7 +80,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, SM_SHARES, UNIFIED_KV, PLACEMENT_SEARCH}),
             evicts=False,
-            calm=_always,
+            is_balanced=_always,
             search=mux_placement.search,
             steps=adbs.control(),
             kv_blocks=KvBlocks.HEADWISE,
@@ -90,7 +90,7 @@ _POLICIES = {
             dedicated.plan,
             frozenset({ADMISSION_ORDER}),
             evicts=False,
-            calm=_always,
+            is_balanced=_always,
             search=dedicated.search,
         ),
         Policy(
@@ -98,7 +98,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
             evicts=False,
-            calm=_always,
+            is_balanced=_always,
             search=alpaserve.search,
             steps=temporal.FCFS,
         ),
@@ -111,7 +111,7 @@ _POLICIES = {
             restarts_engine=True,
         ),
         Policy(
-            "qlm-aware",  # QLM's own estimate chooses the instance, not Prism §7.5's first idle one
+            "qlm-aware",  # instances by QLM's own estimate instead of Prism §7.5's first idle one
             qlm.plan,
             frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
             search=qlm.search,
@@ -123,7 +123,7 @@ _POLICIES = {
             target.plan,
             frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
             evicts=False,
-            calm=_always,
+            is_balanced=_always,
             search=seallm.search,
             next_interval=seallm.next_interval,
             steps=doubling_budget.control(),
@@ -136,7 +136,7 @@ _POLICIES = {
             "aegaeon",
             aegaeon.plan,
             frozenset({TOKEN_TURNS}),
-            calm=_always,
+            is_balanced=_always,
             turns=aegaeon.turns(),
         ),
     )
@@ -144,40 +144,43 @@ _POLICIES = {
 
 
 def own_names() -> tuple[str, ...]:
-    """Prism's own policies, sorted."""
+    """Returns the names of Prism's own policies, sorted."""
     return tuple(sorted(_POLICIES))
 
 
 def names() -> tuple[str, ...]:
-    """Every policy's name, sorted, those of installed packages too. Nothing is imported."""
+    """Returns the names of all policies, sorted, including other packages'. Imports nothing."""
     return tuple(sorted({*_POLICIES, *added.names()}))
 
 
 def refused() -> tuple[str, ...]:
-    """A line for each entry point of another package that takes the name of a policy of Prism's
-    own."""
+    """Returns a message for each entry point that has the name of one of Prism's policies."""
     return added.refused(_POLICIES)
 
 
 def get(name: str) -> Policy:
-    """Raises ConfigError that names the key `policy` and the names there are, or the package whose
-    policy cannot be had."""
+    """Returns a policy by name.
+
+    Raises ConfigError with the known names, or with the package whose policy fails to load.
+    """
     if name in _POLICIES:
         return _POLICIES[name]
     if name in added.names():
         return added.get(name)
-    raise ConfigError(f"policy: there is no {name!r}; choose one of {', '.join(names())}")
+    raise ConfigError(f"policy: {name!r} is not a policy; choose one of {', '.join(names())}")
 
 
 def sources(name: str) -> tuple[Path, ...]:
-    """The files of another package that a policy comes from; none for Prism's own. Raises
-    ConfigError as `get` does."""
+    """Returns the files of another package's policy; empty for Prism's own.
+
+    Raises ConfigError as `get` does.
+    """
     get(name)
     return () if name in _POLICIES else added.sources(name)
 
 
 def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:
-    """The policy tuned; itself without knobs. Raises ConfigError where it refuses them."""
+    """Returns the policy with its knobs applied. Raises ConfigError if they are invalid."""
     if knobs is None or policy.make is None:
         return policy
     try:
@@ -187,12 +190,12 @@ def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:
 
 
 def missing(policy: Policy) -> tuple[str, ...]:
-    """What the policy needs and the live engines lack, sorted; empty when it can run."""
+    """Returns the needed features that the live engines lack, sorted."""
     return tuple(sorted(policy.needs - LIVE_ENGINES))
 
 
 def live(name: str) -> Policy:
-    """The policy, if the live system can run it; raises ConfigError that says what it lacks."""
+    """Returns a policy for the live system. Raises ConfigError if its engines lack a feature."""
     policy = get(name)
     lacking = missing(policy)
     if lacking:

@@ -1,8 +1,8 @@
-"""Static partition, a baseline of the paper (Prism §7.2, "S-Partition"): every model has a fixed
-device and a fixed share of its KV memory; nothing is ever evicted or moved.
+"""Static partition, a baseline of the paper (Prism §7.2, "S-Partition").
 
-The partition depends only on the models and the devices' capacities, never on load, rates or
-which agents answer, so that it is the same at every step.
+Every model has a fixed device and a fixed share of its KV memory. No model is evicted or moved. The
+partition depends on the models and the devices' capacities only, not on load, rates or live agents,
+so that it is the same at every step.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelVie
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A place and a share for every model."""
+    """Devices and KV share of every model."""
 
     # Model -> its devices, rank 0 first.
-    homes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    devices: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # Model -> its KV memory on each device.
     limits_bytes: dict[str, int] = field(default_factory=dict)
-    # Model -> why it has no place.
+    # Model -> why it could not be placed.
     refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticSettings:
-    """What the policy can be tuned with."""
+    """Parameters of the static policy."""
 
-    # A device's KV memory goes to models without a `static_share` so that each has room for as many
-    # tokens, instead of in equal parts.
+    # Divide KV memory among models without a `static_share` so that each can hold the same number
+    # of tokens. False: equal parts.
     by_tokens: bool = False
 
 
@@ -44,7 +44,7 @@ SHIPPED = StaticSettings()
 def plan(
     view: ClusterView, settings: Settings, chosen: StaticSettings = SHIPPED
 ) -> tuple[Action, ...]:
-    """Activate every absent model at its place; `settings` has nothing for this policy."""
+    """Activates every absent model on its devices. `settings` is not used."""
     division = partition(view.models, view.gpus, chosen)
     engines = {g.name: g.engines_free if g.alive else 0 for g in view.gpus}
     return tuple(_action(m, division, engines) for m in sorted(asked_for(view), key=kvpr.by_size))
@@ -53,10 +53,10 @@ def plan(
 def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> Action:
     if model.name in division.refused:
         return Refuse(model.name, division.refused[model.name])
-    devices, limit_bytes = division.homes[model.name], division.limits_bytes[model.name]
+    devices, limit_bytes = division.devices[model.name], division.limits_bytes[model.name]
     for device in devices:
         if device in model.barred:
-            return Refuse(model.name, f"its activation failed a moment ago on {device}")
+            return Refuse(model.name, f"its activation failed recently on {device}")
         if engines[device] <= 0:
             return Refuse(model.name, f"no engine is free on {device} now")
     for device in devices:
@@ -68,10 +68,12 @@ def _action(model: ModelView, division: Partition, engines: dict[str, int]) -> A
 def partition(
     models: Sequence[ModelView], gpus: Sequence[GpuView], chosen: StaticSettings = SHIPPED
 ) -> Partition:
-    """Devices by size (largest model first, to the device with the most room; pinned ones at
-    their device), then each device's KV memory by `static_share`, the rest in equal parts unless
-    `chosen` says otherwise."""
-    # Where a model happens to be, or failed, must not change the partition.
+    """Places all models and divides each device's KV memory among them.
+
+    The largest model is placed first, on the device with the most memory left; pinned models are on
+    their device. KV memory is divided by `static_share`, the rest in equal parts or by tokens.
+    """
+    # A model's current devices and recent failures must not change the partition.
     fresh = [structs.replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
     whole = [
         structs.replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus
@@ -79,17 +81,17 @@ def partition(
     bins = empty_bins(fresh, whole)
     division = Partition()
     for model in sorted(map(part, fresh), key=kvpr.by_size):
-        home = kvpr.homes(model, bins, kvpr.by_rank, 0.0)
+        home = kvpr.choose_devices(model, bins, kvpr.by_rank, 0.0)
         if home is None:
             division.refused[model.name] = shortfall(model, bins)
             continue
-        division.homes[model.name] = tuple(b.name for b in home)
+        division.devices[model.name] = tuple(b.name for b in home)
         for b in home:
             b.put(model)
     for b in bins.values():
         _share(b, division, chosen)
     for name in division.refused:
-        division.homes.pop(name, None)
+        division.devices.pop(name, None)
     return division
 
 

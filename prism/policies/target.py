@@ -1,8 +1,8 @@
-"""Policies whose placement is searched offline: bring the cluster to `ClusterView.target` and keep
-it there. Nothing is evicted for load; a model leaves a device only when the target moves it.
+"""Plans that bring the cluster to a searched placement (`ClusterView.target`) and keep it there.
 
-Used by muxserve, muxserve++, alpaserve and seallm (SeaLLM §5: services move once their new homes
-are ready, and old engines stop then).
+No model is evicted for load; it leaves a device only if the target moves it. Used by muxserve,
+muxserve++, alpaserve and seallm (SeaLLM §5: services move once their new devices are ready, and old
+engines stop then).
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Devices = tuple[str, ...]
 
 @dataclass(slots=True)
 class TargetDiff:
-    """What is still to be done, and what the actions so far leave of each device."""
+    """Differences between cluster and target, and each device's resources after `actions`."""
 
-    # Beside weights, engines and KV floors.
+    # Device -> memory left after weights, engines and KV floors.
     free_bytes: dict[str, int]
-    # Of what is free at this moment.
+    # Device -> memory that is free at this moment.
     now_bytes: dict[str, int]
+    # Device -> number of free engines.
     engines: Counter[str]
-    # Model -> places that the target has and the cluster lacks.
+    # Model -> units of the target without a copy in the cluster.
     missing: dict[str, list[tuple[Devices, Hosted]]] = field(default_factory=dict)
-    # Model -> copies where the target has none.
+    # Model -> copies on devices that are not in the target.
     surplus: dict[str, list[ModelView]] = field(default_factory=dict)
-    # Model -> copies that are, or will be, where the target has them.
+    # Model -> copies that are on, or move to, devices in the target.
     staying: dict[str, list[ModelView]] = field(default_factory=dict)
     actions: list[Action] = field(default_factory=list)
 
@@ -49,7 +50,7 @@ class TargetDiff:
         return all(self.free_bytes[d] >= need and self.engines[d] > 0 for d in devices)
 
     def free_now(self, model: ModelView, devices: Devices) -> bool:
-        """Memory that need not be waited for."""
+        """Returns True if the memory is free now, without waiting for evictions."""
         need = part_bytes(model, len(devices))
         return all(self.now_bytes[d] >= need for d in devices)
 
@@ -62,18 +63,18 @@ class TargetDiff:
 
 
 def part_bytes(model: ModelView, tp: int) -> int:
-    """Weights, engine and KV floor on each of `tp` devices."""
+    """Returns the size of weights, engine and KV floor on each of `tp` devices."""
     divided = model.weight_bytes - model.share_bytes * model.tp + model.kv_floor_bytes
     return -(-divided // tp) + model.share_bytes
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Activate what the target has and the cluster lacks; move or evict what stands elsewhere.
+    """Activates missing copies of the target, and moves or evicts surplus copies.
 
-    A move is make-before-break where the new home has room now, or gets it from the requests of
-    models that stay there. If only moves are left and none can begin, one model is evicted first:
-    two full devices that swap models need that, and so do models that wait for each other to leave.
-    Models that the target leaves out are refused with its reason. `settings` has nothing for this.
+    A migration starts if its target has room now, or gets it when requests of staying models end.
+    If only migrations are left and none can start, one model is evicted first. Two full devices
+    that swap models need this, as do models that wait for each other's memory. Models that are not
+    in the target are refused with its reason. `settings` is not used.
     """
     if view.target is None:
         return tuple(Refuse(m.name, "no placement was searched") for m in _asked(view))
@@ -84,7 +85,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     _activate(draft, by_name)
     moving = any(m.state in ("draining", "migrating") for m in view.models)
     if not draft.actions and not moving:
-        _break_a_cycle(draft)
+        _break_cycle(draft)
     draft.actions.extend(_refusals(view, view.target))
     return tuple(draft.actions)
 
@@ -108,9 +109,11 @@ def _draft(view: ClusterView, target: Placement) -> TargetDiff:
 
 
 def _compare(draft: TargetDiff, name: str, views: list[ModelView], target: Placement) -> None:
-    """What `name` has too little and too much; a copy on its way counts where it will be, and what
-    it leaves is no place for another until it has gone. One that leaves for nothing counts for the
-    place that it still takes."""
+    """Sets the missing, surplus and staying copies of `name`.
+
+    A migrating copy counts at its target. Its source is not available to another copy until it has
+    left. A draining copy counts for the devices that it still holds.
+    """
     wanted = {
         unit.devices: host for unit in target.units for host in unit.models if host.model == name
     }
@@ -127,8 +130,10 @@ def _compare(draft: TargetDiff, name: str, views: list[ModelView], target: Place
 
 
 def _drop_surplus(draft: TargetDiff) -> None:
-    """Replicas beyond the target's number go, but for the last one that serves while those that the
-    target has are still on their way."""
+    """Evicts surplus copies beyond the number of missing ones.
+
+    Keeps one that serves until a copy in the target serves.
+    """
     for name, extra in draft.surplus.items():
         spare = len(extra) - len(draft.missing[name])
         active = [m for m in extra if m.state == "active"]
@@ -136,13 +141,13 @@ def _drop_surplus(draft: TargetDiff) -> None:
         serve = any(m.state in ("active", "migrating") for m in draft.staying[name])
         if draft.staying[name] and not serve and len(leaving) == len(active):
             leaving = leaving[1:]
-        goes_on = serve or len(leaving) < len(active)
+        others_serve = serve or len(leaving) < len(active)
         for model in leaving:
-            _evict(draft, model, "the placement has no place for it here", goes_on)
+            _evict(draft, model, "the placement does not have it here", others_serve)
 
 
 def _evict(draft: TargetDiff, model: ModelView, reason: str, move_running: bool) -> None:
-    """SeaLLM §5: it "migrates ongoing requests after the ongoing iteration"."""
+    """Evicts a surplus copy. SeaLLM §5 "migrates ongoing requests after the ongoing iteration"."""
     draft.actions.append(Evict(model.name, devices_of(model)[0], reason, move_running))
     draft.surplus[model.name].remove(model)
 
@@ -165,9 +170,12 @@ def _move(draft: TargetDiff) -> None:
 def _first_fitting(
     draft: TargetDiff, model: ModelView, homes: Iterable[tuple[Devices, Hosted]]
 ) -> tuple[Devices, Hosted] | None:
-    """A copy does not move to another degree on its own first device, whose queue is the one's that
-    it would take over from: it leaves first. Nor does it wait for room that another one holds which
-    has to leave as well, and may wait for it in turn."""
+    """Returns the first unit that a copy can move to, or None.
+
+    A copy is not moved to another degree on the same first device, since both would share the
+    device's queue. A copy does not wait for memory of another surplus copy, which could wait for
+    it in turn.
+    """
     first = devices_of(model)[0]
     others = (m for extra in draft.surplus.values() for m in extra if m is not model)
     left = {device for other in others for device in devices_of(other)}
@@ -183,7 +191,7 @@ def _first_fitting(
 def _activate(draft: TargetDiff, by_name: Mapping[str, ModelView]) -> None:
     for name, homes in draft.missing.items():
         model = by_name[name]
-        # What stands elsewhere moves here as soon as there is room for it.
+        # The first ones are left to surplus copies, which move here as soon as they fit.
         for devices, host in homes[len(draft.surplus[name]) :]:
             if draft.fits(model, devices) and not set(devices) & set(model.barred):
                 draft.take(model, devices)
@@ -192,8 +200,8 @@ def _activate(draft: TargetDiff, by_name: Mapping[str, ModelView]) -> None:
                 draft.actions.append(activate)
 
 
-def _break_a_cycle(draft: TargetDiff) -> None:
-    """The one with fewest requests goes; one whose other copies are not up yet last."""
+def _break_cycle(draft: TargetDiff) -> None:
+    """Evicts the copy with the fewest requests, if possible of a model with no copy activating."""
     waiting = (extra for name, extra in draft.surplus.items() if draft.missing[name])
     stuck = [m for extra in waiting for m in extra if m.state == "active"]
 
@@ -202,11 +210,12 @@ def _break_a_cycle(draft: TargetDiff) -> None:
         return coming, model.running + model.waiting, model.name
 
     if stuck:
-        reason = "the placement moves it, and its new home has no room yet"
+        reason = "the placement moves it, and its new devices have no room yet"
         _evict(draft, min(stuck, key=cost), reason, move_running=True)
 
 
 def _refusals(view: ClusterView, target: Placement) -> list[Action]:
     placed = {host.model for unit in target.units for host in unit.models}
     lost = [m for m in _asked(view) if m.name not in placed]
-    return [Refuse(m.name, target.refused.get(m.name, "the placement leaves it out")) for m in lost]
+    why = "it is not in the placement"
+    return [Refuse(m.name, target.refused.get(m.name, why)) for m in lost]

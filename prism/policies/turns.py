@@ -1,7 +1,7 @@
-"""Token-level switching: a device computes for one model at a time, in turns of a few seconds, and
-another model takes its place between two tokens. Weights and KV wait in the host's memory.
+"""Token-level switching: models alternate on a device in turns of a few seconds.
 
-Some devices prefill and the others decode. Pure data and functions; times in seconds.
+A switch happens between two tokens; weights and KV of the other models are in host memory. Some
+devices prefill and the others decode. Pure data and functions; times in seconds.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from typing import NamedTuple
 
 
 class PrefillGroup(NamedTuple):
-    """Prompts of one model that are computed one after another."""
+    """Prompts of one model that are prefilled one after another."""
 
     model: str
-    # Requests that ever joined it.
+    # Number of requests that ever joined it.
     size: int
 
 
 class PrefillQueue(NamedTuple):
-    """What a device that prefills has to do."""
+    """Work of a prefill device."""
 
-    # The one that runs is first.
+    # The running group is first.
     groups: tuple[PrefillGroup, ...]
-    # Until all are done, with the switches between them.
+    # Time until all groups are done, including the switches between them.
     load_s: float
 
 
 class TurnBatch(NamedTuple):
-    """A model's requests on a device that decodes."""
+    """Requests of one model on a decode device."""
 
     model: str
-    # Of one decode step with all of them.
+    # Time of one decode step with all requests.
     step_s: float
     slo_tpot_s: float
-    # To bring its weights and KV onto the device.
+    # Time to bring weights and KV onto the device.
     switch_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPolicy:
-    """What decides in place of a cluster scheduler."""
+    """Policy of token-level switching, which replaces the cluster scheduler."""
 
-    # The part of the devices that prefill; at least one does, and one decodes.
+    # Fraction of the devices that prefill; at least one prefills and one decodes.
     prefill_part: float
-    # (model, queues) -> the queue that a request joins, and which of its groups; None: a new one.
+    # (model, queues) -> index of the queue that a request joins, and of its group; None: a new one.
     prefill_on: Callable[[str, Sequence[PrefillQueue]], tuple[int, int | None]]
-    # (model, the models that each device has batches of) -> the device.
+    # (model, models of each device's batches) -> index of the device.
     decode_on: Callable[[str, Sequence[Sequence[str]]], int]
-    # How long the turn of each batch of a device is in the next round.
+    # Returns the length of each batch's turn in a device's next round.
     quotas_s: Callable[[Sequence[TurnBatch]], tuple[float, ...]]

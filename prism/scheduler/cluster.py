@@ -60,8 +60,8 @@ class ClusterScheduler:
         actions = self._policy.plan(view, self._settings)
         if self._policy.evicts and not self._policy.drains:
             actions = (*actions, *drain.evictions(view, actions))
-        if self._policy.patience_s is not None:
-            self.next_step_in_s = self._policy.patience_s(view, self._settings)
+        if self._policy.next_plan_in_s is not None:
+            self.next_step_in_s = self._policy.next_plan_in_s(view, self._settings)
         if self.observe is not None:
             self.observe(view, actions)
         for action in actions:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import structs
 
-from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, beside
-from prism.policies.replicas import to_adjust
+from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, contending
+from prism.policies.replicas import may_adjust
 from prism_sim.cluster.activation import startup_s
 from prism_sim.cluster.copies import SimModel
 from prism_sim.cluster.device import SimDevice
@@ -50,8 +50,8 @@ class Viewer:
     def loads(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
     ) -> Iterator[DeviceLoad]:
-        """For `Policy.calm`: of devices with several busy models, little memory free, or a model
-        whose copies may change: they alone can matter. free_part counts what runs in flight
+        """For `Policy.is_balanced`: of devices with several busy models, little memory free, or a
+        model whose copies may change: they alone can matter. free_part counts what runs in flight
         may still take as taken, as long as it then is not below `short_fraction`.
         """
         low_part = settings.short_fraction
@@ -72,7 +72,7 @@ class Viewer:
                 device.site.sync()
                 free_part = device.room_bytes() / ledger.capacity_bytes
             if len(parts) > 1 or free_part < low_part or device in unsettled:
-                yield DeviceLoad(beside(parts), free_part, device in unsettled)
+                yield DeviceLoad(contending(parts), free_part, device in unsettled)
 
     def _unsettled(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
@@ -90,7 +90,7 @@ class Viewer:
             share = rates.get(model.setup.name, 0.0) / max(1, len(shown))
             for resident in shown:
                 view = self._resident_view(model, resident, now_s, share)
-                if to_adjust(view, len(shown), settings):
+                if may_adjust(view, len(shown), settings):
                     found.update(resident.devices)
         return found
 

@@ -351,7 +351,7 @@ class World:
         self._wake_due = False
         policy, asked = self.policy, self._asked()
         due = policy.search is not None or self._scheduler.due(self.kernel.time_s)
-        if asked or due or policy.calm is None:
+        if asked or due or policy.is_balanced is None:
             self._plan()
         if asked:
             self._look.after(self._pause_s())
@@ -368,15 +368,17 @@ class World:
             self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     def _tick(self) -> None:
-        if not self._calm():
+        if not self._is_balanced():
             self._plan()
         if self._next < self._requests or self.open_requests:
             self._look.after(self._pause_s())
 
-    def _calm(self) -> bool:
+    def _is_balanced(self) -> bool:
         """The policy would do nothing: views of the whole cluster are not made for that."""
-        calm, settings = self.policy.calm, self.setup.settings
-        return calm is not None and not self._asked() and calm(self._device_loads(), settings)
+        is_balanced, settings = self.policy.is_balanced, self.setup.settings
+        if is_balanced is None or self._asked():
+            return False
+        return is_balanced(self._device_loads(), settings)
 
     def _asked(self) -> bool:
         """Some model is to come up."""

@@ -152,7 +152,7 @@ async def test_an_unknown_policy_is_one_line_and_exit_code_2(
     )
     _, stderr = await process.communicate()
     assert process.returncode == 2
-    assert stderr.decode().startswith("policy: there is no 'fifo'")
+    assert stderr.decode().startswith("policy: 'fifo' is not a policy")
     assert stderr.count(b"\n") == 1
 
 

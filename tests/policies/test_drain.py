@@ -134,15 +134,19 @@ def test_other_policies_give_idle_models_up() -> None:
     ("more", "moves", "why"),
     [
         ({"running": 1}, True, "has requests; it moves when another device has room"),
-        ({"running": 1}, False, "has requests; it leaves when it is idle"),
-        ({"running": 1, "pinned_device": "g0"}, True, "has requests; it leaves when it is idle"),
-        ({}, True, "is about to leave"),
+        ({"running": 1}, False, "has requests; it is evicted when it is idle"),
+        (
+            {"running": 1, "pinned_device": "g0"},
+            True,
+            "has requests; it is evicted when it is idle",
+        ),
+        ({}, True, "is about to be evicted"),
         ({"state": "migrating", "moving_to": ("g1",)}, True, "moves to g1"),
         (
             {"never_evict": True, "pinned_device": "g0"},
             True,
             "must stay up (never_evict or replicas.min), and cannot move;"
-            " change its configuration, then prism-serve reload",
+            " change its configuration, then run prism-serve reload",
         ),
     ],
 )

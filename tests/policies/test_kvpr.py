@@ -20,7 +20,7 @@ from tests.policies.clusters import active, clusters, gpu, model
 
 def placed(models: list[ModelView], gpus: list[GpuView], tau: float = 0.0) -> dict[str, str]:
     """REQUIRES: models on one device each."""
-    return {name: home for name, (home,) in kvpr.place(models, gpus, tau).homes.items()}
+    return {name: home for name, (home,) in kvpr.place(models, gpus, tau).devices.items()}
 
 
 def test_weight_is_rate_times_token_bytes_over_tpot_slo() -> None:
@@ -55,14 +55,14 @@ def test_a_full_device_is_no_candidate() -> None:
 def test_kv_floor_counts_but_is_part_of_shared_kv() -> None:
     placement = kvpr.place([model("a", 60, 30, token_rate=4.0), model("b", 5, 6)], [gpu("g")], 0.0)
     assert placement.kvpr == {"g": pytest.approx(4.0 / 40)}
-    assert placement.homes == {"a": ("g",)}
+    assert placement.devices == {"a": ("g",)}
     assert "1 bytes" in placement.refused["b"]
 
 
 def test_a_device_without_free_engine_is_no_candidate() -> None:
     gpus = [gpu("g0", 1000, engines_free=1), gpu("g1", 50, engines_free=1)]
     placement = kvpr.place([model("a"), model("b"), model("c")], gpus, 0.0)
-    assert placement.homes == {"a": ("g0",), "b": ("g1",)}
+    assert placement.devices == {"a": ("g0",), "b": ("g1",)}
     assert placement.refused["c"].startswith("no engine is free on")
 
 
@@ -90,7 +90,7 @@ def test_a_barred_or_dead_device_is_no_candidate() -> None:
     gpus = [gpu("g0"), gpu("g1", alive=False), gpu("g2", 40)]
     assert placed([model("a", barred=("g0",))], gpus) == {"a": "g2"}
     refused = kvpr.place([model("a", barred=("g0", "g2"))], gpus, 0.0).refused
-    assert refused["a"] == "its activation failed a moment ago on g0, g2"
+    assert refused["a"] == "its activation failed recently on g0, g2"
 
 
 def test_what_pressure_cannot_fit_is_packed_by_size() -> None:
@@ -102,7 +102,7 @@ def test_what_pressure_cannot_fit_is_packed_by_size() -> None:
     ]
     placement = kvpr.place(models, [gpu("g0"), gpu("g1")], 0.0)
     assert not placement.refused
-    assert placement.homes["s1"] == placement.homes["s2"] != placement.homes["large"]
+    assert placement.devices["s1"] == placement.devices["s2"] != placement.devices["large"]
 
 
 def test_refusal_names_the_bytes_and_the_closest_device() -> None:
@@ -124,10 +124,10 @@ def test_placement_properties(view, tau) -> None:
     """Within capacity and engines, pins kept, every model either placed or refused, the order
     of the input does not matter."""
     placement = kvpr.place(view.models, view.gpus, tau)
-    assert set(placement.homes) | set(placement.refused) == {m.name for m in view.models}
-    assert not set(placement.homes) & set(placement.refused)
+    assert set(placement.devices) | set(placement.refused) == {m.name for m in view.models}
+    assert not set(placement.devices) & set(placement.refused)
     for g in view.gpus:
-        here = [m for m in view.models if placement.homes.get(m.name) == (g.name,)]
+        here = [m for m in view.models if placement.devices.get(m.name) == (g.name,)]
         assert sum(map(need_bytes, here)) <= g.capacity_bytes - g.fixed_bytes
         assert len(here) <= g.engines_free + sum(m.device == g.name for m in view.models)
         assert all(m.pinned_device in (None, g.name) for m in here)

@@ -17,7 +17,7 @@ from tests.policies.clusters import active, clusters, gpu, model
 
 
 def homes(models: list[ModelView], gpus: list[GpuView], tau: float = 0.0) -> dict[str, list[str]]:
-    return {name: [*home] for name, home in kvpr.place(models, gpus, tau).homes.items()}
+    return {name: [*home] for name, home in kvpr.place(models, gpus, tau).devices.items()}
 
 
 def row(count: int, capacity: int = 100, per_node: int = 8) -> list[GpuView]:
@@ -55,9 +55,9 @@ def test_parts_stay_within_a_node() -> None:
 def test_all_parts_or_none() -> None:
     gpus = row(2, per_node=1)
     placement = kvpr.place([model("a", 20, tp=2), model("b")], gpus, 0.0)
-    assert list(placement.homes) == ["b"]
+    assert list(placement.devices) == ["b"]
     assert placement.refused["a"].startswith("its 2 parts need 0.0 MiB and an engine on each of 2")
-    assert placement.refused["a"].endswith("of one node; at most 1 have that")
+    assert placement.refused["a"].endswith("of one node; at most 1 have both")
 
 
 def test_a_tensor_parallel_model_stays_unless_the_gain_exceeds_tau() -> None:
@@ -72,7 +72,7 @@ def test_a_tensor_parallel_model_stays_unless_the_gain_exceeds_tau() -> None:
 def test_what_devices_hold_is_kept() -> None:
     start = partial(current_bins, [active("here", "g0", token_rate=5.0)], row(2))
     placement = kvpr.place([model("a", token_rate=1.0)], (), 0.0, start)
-    assert placement.homes == {"a": ("g1",)}
+    assert placement.devices == {"a": ("g1",)}
     assert placement.kvpr["g0"] > 0
 
 
@@ -88,12 +88,12 @@ def test_only_those_that_stay_are_in_the_bins_but_all_have_their_engines() -> No
 @settings(max_examples=100, deadline=None)
 def test_properties_with_tensor_parallelism(view, tau) -> None:
     placement = kvpr.place(view.models, view.gpus, tau)
-    assert set(placement.homes) | set(placement.refused) == {m.name for m in view.models}
+    assert set(placement.devices) | set(placement.refused) == {m.name for m in view.models}
     load = dict.fromkeys((g.name for g in view.gpus), 0)
     node = {g.name: g.node for g in view.gpus}
     for m in view.models:
-        if m.name in placement.homes:
-            devices = placement.homes[m.name]
+        if m.name in placement.devices:
+            devices = placement.devices[m.name]
             assert len(set(devices)) == len(devices) == m.tp
             assert len({node[d] for d in devices}) == 1
             for d in devices:
@@ -180,7 +180,7 @@ def test_an_honest_report_on_instances_that_do_not_fit() -> None:
 def check_report(models: list[ModelView], gpus: list[GpuView], placement: kvpr.Assignment) -> None:
     by_name = {m.name: m for m in models}
     room = {g.name: g.capacity_bytes for g in gpus}
-    for name, (device,) in placement.homes.items():
+    for name, (device,) in placement.devices.items():
         room[device] -= need_bytes(by_name[name])
     for name, why in placement.refused.items():
         missing, device = int(why.split()[0]), why.split(" on ")[1].split(":")[0]

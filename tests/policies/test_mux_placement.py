@@ -130,7 +130,7 @@ def test_what_fits_nowhere_is_refused_with_its_need() -> None:
     models = [spec("large", "65b", rate=0.2, tp_degrees=(1,)), spec("a")]
     placement = mux.search(problem(models, 1))
     assert list(placement.refused) == ["large"]
-    assert placement.refused["large"].endswith("of weights fit at no TP degree of 1")
+    assert placement.refused["large"].endswith("of weights do not fit at TP degree 1")
     crowd = [spec(f"m{i}", "13b") for i in range(3)]
     refused = mux.search(problem(crowd, 1)).refused
     assert len(refused) == 1

@@ -35,7 +35,7 @@ def test_or_with_room_for_as_many_tokens() -> None:
 
 def test_pins_are_honoured_and_the_rest_spread_by_size() -> None:
     models = [model("a", 40, pinned_device="g1"), model("b", 30), model("c", 10), model("d", 5)]
-    assert partition(models, [gpu("g0"), gpu("g1")]).homes == {
+    assert partition(models, [gpu("g0"), gpu("g1")]).devices == {
         "a": ("g1",),
         "b": ("g0",),
         "c": ("g0",),
@@ -88,7 +88,7 @@ def test_a_device_that_cannot_take_its_model_now_keeps_it(change, word) -> None:
 
 def test_a_failed_activation_is_not_repeated_at_once() -> None:
     (refusal,) = plan(view([model("a", waiting=1, barred=("g0",))], [gpu("g0")]), Settings())
-    assert refusal == Refuse("a", "its activation failed a moment ago on g0")
+    assert refusal == Refuse("a", "its activation failed recently on g0")
 
 
 def test_tensor_parallel_models_get_a_share_on_each_device() -> None:
@@ -122,7 +122,7 @@ def test_the_partition_ignores_everything_that_changes(view) -> None:
     division = partition(view.models, view.gpus)
     assert division == partition(calm, gpus)
     for g in view.gpus:
-        here = [part(m) for m in view.models if g.name in division.homes.get(m.name, ())]
+        here = [part(m) for m in view.models if g.name in division.devices.get(m.name, ())]
         limits = sum(division.limits_bytes[m.name] for m in here)
         assert limits + sum(m.weight_bytes for m in here) <= g.capacity_bytes
         assert all(division.limits_bytes[m.name] >= m.kv_floor_bytes for m in here)

@@ -147,7 +147,7 @@ def evicted(
 
     built = setup(network_bytes_s)
     policy = dataclasses.replace(
-        registry.get("alpaserve"), search=lambda problem: HERE, plan=plan, calm=None
+        registry.get("alpaserve"), search=lambda problem: HERE, plan=plan, is_balanced=None
     )
     world = World(built, work(built, [request(0.5, "a", 500, 100)] * requests), policy)
     world.kernel.at(AT_S, world.apply, Evict("a", "gpu:0", "test", move_running=move_running))

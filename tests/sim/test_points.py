@@ -160,7 +160,7 @@ def never(point: Point) -> PointOutcome:
 @pytest.mark.parametrize(
     ("vary", "says"),
     [
-        ("policy=prism,foo", "policy: there is no 'foo'"),
+        ("policy=prism,foo", "policy: 'foo' is not a policy"),
         ("gpus=2,0", "gpus.count: 0 GPUs"),
         ("rate_scale=1,fast", "(at rate_scale=fast)"),
         ("slo_scale=1,-1", "slo_scale: -1 must be above 0"),

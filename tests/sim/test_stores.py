@@ -37,7 +37,7 @@ def setup(models: str = "ab", **changes: object) -> ClusterSetup:
 
 def up(built: ClusterSetup, *orders: tuple[float, Action]) -> tuple[Records, list[float]]:
     """How long each activation takes, when nothing but `orders` happens."""
-    policy = dataclasses.replace(registry.get("prism"), plan=lambda *_: (), calm=None)
+    policy = dataclasses.replace(registry.get("prism"), plan=lambda *_: (), is_balanced=None)
     trace = [request(200.0, m.name) for m in built.models]
     world = World(built, work(built, trace), policy)
     for at_s, order in orders:

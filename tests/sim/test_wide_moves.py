@@ -23,7 +23,7 @@ def test_all_ranks_go_and_no_request_is_lost() -> None:
         actions: tuple[Action, ...] = plain.plan(view, settings)
         return actions
 
-    records = World(setup, trace, dataclasses.replace(plain, plan=plan, calm=None)).run()
+    records = World(setup, trace, dataclasses.replace(plain, plan=plan, is_balanced=None)).run()
     assert not records.errors
     assert all(records.end_s)
     assert records.counts["migrate"] == 1

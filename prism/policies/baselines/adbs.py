@@ -1,8 +1,9 @@
-"""MuxServe's adaptive batch scheduling (MuxServe §3.3, Algorithm 3): prefills first, one at a time
-and in turn; the rest of the compute to decodes, in turn; token-block quotas that adapt.
+"""MuxServe's adaptive batch scheduling (ADBS, MuxServe §3.3, Algorithm 3).
 
-Quotas start at each model's fair part of the unit's KV space (rate x tokens x bytes per token, R of
-equation 2) and move, period by period, from models that leave theirs unused to those that fill it.
+Prefills run first, one at a time, round-robin over models. Decodes share the remaining compute,
+round-robin as well. Token-block quotas start at each model's fair part of the unit's KV space (rate
+x tokens x bytes per token, R of equation 2). Each period they move from models that leave them
+unused to models that fill them.
 """
 
 from __future__ import annotations
@@ -25,36 +26,36 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AdbsSettings:
-    """What the paper does not state."""
+    """Parameters that the paper does not specify."""
 
-    # A prefill waits until so much of the compute is free, and takes more if the models that decode
-    # leave it.
+    # Least fraction of the compute for a prefill, which waits until it is free. It takes more if
+    # decoding models leave it.
     prefill_sm_min: float = 0.5
-    # How often quotas are moved.
+    # Interval of quota changes.
     adapt_every_s: float = 5.0
-    # A model that used less than this part of its quota gives.
+    # Used fraction of its quota below which a model gives quota.
     low: float = 0.5
-    # One that used more than this part receives.
+    # Used fraction of its quota above which a model receives quota.
     high: float = 0.9
-    # The part of what is unused that is given at a time.
+    # Fraction of the unused quota that is given each time.
     given: float = 0.5
-    # Decodes take what is left of the compute. False: each keeps the share of its candidate, as
+    # True: decodes share all remaining compute. False: each keeps its candidate's share, as
     # SeaLLM §6.2 says of MuxServe.
     wider: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class AdbsState:
-    """Quotas and whose turn it is."""
+    """Quotas and positions of the two round-robins."""
 
-    # Bytes per device.
+    # Model -> bytes per device.
     quotas: Mapping[str, int]
-    # When they move next.
+    # Time of the next quota change.
     adapt_at_s: float
-    # The models served last.
+    # Models served last.
     last_prefill: str = ""
     last_decode: str = ""
-    # What the last prefill took of the compute.
+    # SM share of the last prefill.
     prefill_sm: float = 0.0
 
 
@@ -62,7 +63,7 @@ SHIPPED = AdbsSettings()
 
 
 def control(settings: AdbsSettings = SHIPPED) -> StepControl:
-    """Algorithm 3 as step control."""
+    """Returns Algorithm 3 as step control."""
     return StepControl(
         start=lambda view: start(view, settings),
         choose=lambda view, state: choose(view, state, settings),
@@ -77,10 +78,10 @@ def start(view: DeviceStepView, settings: AdbsSettings) -> AdbsState:
 def choose(
     view: DeviceStepView, state: AdbsState, settings: AdbsSettings
 ) -> tuple[StepChoice, AdbsState]:
-    """One pass of Algorithm 3's loop.
+    """Runs one pass of Algorithm 3's loop.
 
-    A prefill that lacks compute stops new decodes until it has it, as in the paper. One that lacks
-    KV memory does not, and another model's goes first: without decodes memory would never return.
+    A prefill that lacks compute blocks new decodes, as in the paper. A prefill that lacks KV memory
+    does not, and another model's prefill may start: without decodes no memory would be freed.
     """
     if view.now_s >= state.adapt_at_s - ROUNDING:
         quotas = adapted(view, state.quotas, settings)
@@ -105,12 +106,15 @@ def choose(
 
 
 def _ready(view: DeviceStepView) -> int:
-    """Models that could start a decode. If all of them do, no turn is over."""
+    """Returns the number of models that can start a decode.
+
+    If all of them start, the round-robin does not advance.
+    """
     return sum(bool(e.decode) and Phase.DECODE not in e.busy for e in view.engines)
 
 
-def _in_turn(engines: Sequence[EngineStepView], last: str) -> list[EngineStepView]:
-    """By name, those after `last` first."""
+def _round_robin(engines: Sequence[EngineStepView], last: str) -> list[EngineStepView]:
+    """Returns the engines by name, starting after `last`."""
     return sorted(engines, key=lambda e: (e.model <= last, e.model))
 
 
@@ -118,9 +122,9 @@ def _in_turn(engines: Sequence[EngineStepView], last: str) -> list[EngineStepVie
 
 
 def _next_prefill(view: DeviceStepView, state: AdbsState, settings: AdbsSettings) -> StepJob | None:
-    """The next model in turn whose first request fits its quota, with all that fit."""
+    """Returns a prefill of the next model whose first request fits, with all that fit."""
     share = _prefill_share(view, settings)
-    for engine in _in_turn(view.engines, state.last_prefill):
+    for engine in _round_robin(view.engines, state.last_prefill):
         requests = _admitted(engine, view, state.quotas)
         if requests:
             return StepJob(engine.model, Phase.PREFILL, requests, share)
@@ -128,7 +132,7 @@ def _next_prefill(view: DeviceStepView, state: AdbsState, settings: AdbsSettings
 
 
 def _prefill_share(view: DeviceStepView, settings: AdbsSettings) -> float:
-    """What models with decodes leave of the device, but at least the minimum."""
+    """Returns the SM share that decoding models leave, but at least the minimum."""
     decoding = [e for e in view.engines if e.decode or Phase.DECODE in e.busy]
     left = 1.0 - sum(e.decode_sm_share for e in decoding)
     return max(settings.prefill_sm_min, left)
@@ -137,8 +141,11 @@ def _prefill_share(view: DeviceStepView, settings: AdbsSettings) -> float:
 def _admitted(
     engine: EngineStepView, view: DeviceStepView, quotas: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Requests that fit the engine's quota and the space together. An engine that holds nothing may
-    exceed its quota by one request, since it could not start otherwise."""
+    """Returns the requests that together fit the engine's quota and the KV space.
+
+    An engine that holds no KV may exceed its quota by one request, since it could not start
+    otherwise.
+    """
     free = kv_free_bytes(view)
     running = len(engine.decode) + engine.executing
     waiting = engine.prefill[: max(0, engine.batch_max - running)]
@@ -149,22 +156,24 @@ def _admitted(
     return requests
 
 
-def _own(view: DeviceStepView) -> float:
-    """Shares of all models that decode."""
+def _decode_shares(view: DeviceStepView) -> float:
+    """Returns the sum of the SM shares of all decoding models."""
     return sum(e.decode_sm_share for e in view.engines if e.decode or Phase.DECODE in e.busy)
 
 
 def _wider(view: DeviceStepView, prefill_sm: float) -> float:
-    """What prefills and their own shares leave of the device is the decodes' too, in proportion:
-    shares are assigned step by step, and a job that is alone has all of it (§3.4, Figure 4)."""
-    own = _own(view)
-    return max(1.0, (1.0 - prefill_sm) / own) if own > 0 else 1.0
+    """Returns the factor by which decodes' shares grow to use the device fully.
+
+    Shares are assigned step by step, and a job alone on the device has all of it (§3.4, Figure 4).
+    """
+    shares = _decode_shares(view)
+    return max(1.0, (1.0 - prefill_sm) / shares) if shares > 0 else 1.0
 
 
 def _decodes(view: DeviceStepView, last: str, sm_free: float, wider: float) -> list[StepJob]:
-    """Decodes in turn while the compute lasts. wider: factor on their shares."""
+    """Returns decodes round-robin while compute is left. `wider` is a factor on their shares."""
     jobs: list[StepJob] = []
-    for engine in _in_turn(view.engines, last):
+    for engine in _round_robin(view.engines, last):
         if not engine.decode or Phase.DECODE in engine.busy:
             continue
         if min(engine.decode_sm_share, 1.0) > sm_free + ROUNDING:
@@ -179,11 +188,14 @@ def _decodes(view: DeviceStepView, last: str, sm_free: float, wider: float) -> l
 def _holds_s(
     view: DeviceStepView, state: AdbsState, decodes: Sequence[StepJob], wider: float
 ) -> float:
-    """Decodes that all fit side by side, each with its whole share, go on until the quotas move:
-    requests that wait for memory get some only when one ends."""
+    """Returns the time for which the decodes can be repeated.
+
+    If all fit concurrently with their whole shares, they continue until the next quota change.
+    Waiting requests get memory only when a running one ends.
+    """
     whole = {e.model: min(e.decode_sm_share * wider, 1.0) for e in view.engines}
-    squeezed = any(job.sm_share < whole[job.model] - ROUNDING for job in decodes)
-    if squeezed or len(decodes) < _ready(view) or _own(view) > 1.0 + ROUNDING:
+    reduced = any(job.sm_share < whole[job.model] - ROUNDING for job in decodes)
+    if reduced or len(decodes) < _ready(view) or _decode_shares(view) > 1.0 + ROUNDING:
         return 0.0
     return max(0.0, state.adapt_at_s - view.now_s)
 
@@ -192,7 +204,7 @@ def _holds_s(
 
 
 def fair_quotas(view: DeviceStepView) -> dict[str, int]:
-    """The KV space in proportion to the models' weights; equal parts if none has any."""
+    """Returns quotas proportional to the engines' `weight`; equal parts if all are zero."""
     total = sum(e.weight for e in view.engines)
     shares = {
         e.model: e.weight / total if total > 0 else 1 / len(view.engines) for e in view.engines
@@ -203,26 +215,28 @@ def fair_quotas(view: DeviceStepView) -> dict[str, int]:
 def adapted(
     view: DeviceStepView, quotas: Mapping[str, int], settings: AdbsSettings
 ) -> dict[str, int]:
-    """Blocks go from models that use little of their quota to those that use most of it, in
-    proportion to these models' weights. The sum stays, and no quota falls below what its model
-    used."""
+    """Moves quota from models that use little of it to models that use most of it.
+
+    Receivers share it in proportion to their weights. The sum of quotas is constant, and no quota
+    falls below its model's use.
+    """
     moved = dict(quotas)
     used = {e.model: max(e.kv_bytes, e.kv_peak_bytes) for e in view.engines}
-    takers = [e for e in view.engines if used[e.model] > settings.high * quotas[e.model]]
-    weight = sum(e.weight for e in takers)
-    if not takers:
+    receivers = [e for e in view.engines if used[e.model] > settings.high * quotas[e.model]]
+    weight = sum(e.weight for e in receivers)
+    if not receivers:
         return moved
-    pot = 0
+    given = 0
     for engine in view.engines:
         unused = quotas[engine.model] - used[engine.model]
         if used[engine.model] < settings.low * quotas[engine.model]:
             part = int(settings.given * unused)
             moved[engine.model] -= part
-            pot += part
-    left = pot
-    for engine in takers:
-        share = engine.weight / weight if weight > 0 else 1 / len(takers)
-        part = left if engine is takers[-1] else int(pot * share)
+            given += part
+    left = given
+    for engine in receivers:
+        share = engine.weight / weight if weight > 0 else 1 / len(receivers)
+        part = left if engine is receivers[-1] else int(given * share)
         moved[engine.model] += part
         left -= part
     return moved

@@ -1,9 +1,9 @@
 """Aegaeon (SOSP 2025): many models on few devices by switching models between tokens.
 
 Prompts of one model form groups, so that a switch serves several of them (§4.2, Algorithm 1).
-Decoding models take turns; a turn lasts until the batch is as many tokens ahead of its TPOT SLO as
-every other batch (§4.3, Algorithm 2). A reader sees a token when it is due, although it was
-computed in a burst before: so the paper's attainment counts tokens by their own deadlines.
+Decoding models take turns. A turn lasts until the batch is as many tokens ahead of its TPOT SLO as
+every other batch (§4.3, Algorithm 2). Tokens are computed in bursts and delivered when they are
+due, so the paper's attainment counts each token by its own deadline.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.turns import PrefillQueue, TurnBatch, TurnPolicy
 
 ALPHA_MIN = 0.5
-"""Below it turns grow longer instead: a round with time to spare is not cut into more switches."""
+"""Lower bound of alpha. With time to spare, turns grow longer instead of switching more often."""
 
 
 @dataclass(frozen=True, slots=True)
 class AegaeonSettings:
-    """The defaults are the paper's: 6 of its 16 devices prefill."""
+    """Parameters with the paper's defaults."""
 
-    prefill_part: float = 0.375
-    # MAX_GPSIZE: the most requests of a group, or those of other models would starve.
+    prefill_part: float = 0.375  # 6 of 16 devices
+    # MAX_GPSIZE: largest number of requests in a group, so that other models do not starve.
     group_requests_max: int = 8
-    # QMAX: the longest turn.
+    # QMAX: longest turn.
     quota_max_s: float = 4.0
 
 
@@ -34,12 +34,12 @@ SHIPPED = AegaeonSettings()
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """No model has a place that a cluster scheduler could choose."""
+    """Returns an empty plan, since models have no placement."""
     return ()
 
 
 def turns(settings: AegaeonSettings = SHIPPED) -> TurnPolicy:
-    """What `Policy.turns` takes."""
+    """Returns the value of `Policy.turns`."""
     return TurnPolicy(
         settings.prefill_part,
         partial(prefill_on, settings=settings),
@@ -51,17 +51,19 @@ def turns(settings: AegaeonSettings = SHIPPED) -> TurnPolicy:
 def prefill_on(
     model: str, queues: Sequence[PrefillQueue], settings: AegaeonSettings = SHIPPED
 ) -> tuple[int, int | None]:
-    """Algorithm 1: the first group of the model that is not full, else a new group where the least
-    is to be done."""
+    """Returns the queue and group of a request (Algorithm 1).
+
+    It is the model's first group that is not full, else a new group in the queue with least load.
+    """
     for number, queue in enumerate(queues):
-        for place, group in enumerate(queue.groups):
+        for position, group in enumerate(queue.groups):
             if group.model == model and group.size < settings.group_requests_max:
-                return number, place
+                return number, position
     return min(range(len(queues)), key=lambda number: queues[number].load_s), None
 
 
 def decode_on(model: str, models: Sequence[Sequence[str]]) -> int:
-    """Algorithm 2: where the model has a batch already, else where the fewest have one."""
+    """Returns the device that has a batch of the model, else the one with fewest (Algorithm 2)."""
     for number, names in enumerate(models):
         if model in names:
             return number
@@ -69,16 +71,18 @@ def decode_on(model: str, models: Sequence[Sequence[str]]) -> int:
 
 
 def quotas_s(batches: Sequence[TurnBatch], quota_max_s: float = 4.0) -> tuple[float, ...]:
-    """Equations 2 and 3. Batch k decodes n_k = SLO / step times as fast as it must, so a turn of
-    q_k is worth q_k x n_k of its readers' time. That is the same for all, and 1 / alpha of the
-    round, which takes all turns and all switches c:
+    """Returns the length of each batch's turn (equations 2 and 3).
+
+    Batch k decodes n_k = SLO / step times as fast as required, so a turn of q_k covers q_k x n_k of
+    delivery time. This is equal for all batches, and 1 / alpha of the round, which consists of all
+    turns and all switches c:
 
         q_k = c / (n_k (alpha - sum 1/n)),  alpha = max(c / (min n x QMAX) + sum 1/n, 0.5)
     """
     if not batches:
         return ()
     ahead = [batch.slo_tpot_s / batch.step_s for batch in batches]
-    most_s = quota_max_s * min(ahead)  # of readers' time, so that no turn is above QMAX
+    most_s = quota_max_s * min(ahead)  # delivery time, so that no turn exceeds QMAX
     switches_s = sum(batch.switch_s for batch in batches)
     if len(batches) == 1 or switches_s <= 0:
         return tuple(most_s / n for n in ahead)

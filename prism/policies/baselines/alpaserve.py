@@ -1,13 +1,12 @@
-"""AlpaServe (OSDI 2023): models placed on GPU groups by a simulator-guided search, temporal sharing
-first come, first served within a group.
+"""AlpaServe (OSDI 2023): placement on GPU groups by a simulator-guided search, FCFS in each group.
 
-§4.2: Algorithm 2 enumerates how models fall into buckets of like size, how many devices each
-bucket gets, and the groups of equal size these form; Algorithm 1 selects the replicas greedily by
-SLO attainment. With few models and groups every extension is simulated (Algorithm 1, beam size 1);
-with more, the faster variant of §4.2 is used: one simulation a round, then the model with most
-unserved requests goes to the least used group that has room. As in the papers that compare against
-it (MuxServe §4.1, SeaLLM §6.1), groups use tensor parallelism and requests are batched
-continuously, with KV memory shared.
+Algorithm 2 (§4.2) enumerates the division of models into buckets of similar size, the number of
+devices per bucket, and the size of the groups in each bucket. Algorithm 1 selects the replicas
+greedily by SLO attainment. With few models and groups it simulates every extension (beam size 1).
+With more, the faster variant of §4.2 simulates once per round and adds the model with the most
+unserved requests to the least used group that has room. As in the papers that compare against it
+(MuxServe §4.1, SeaLLM §6.1), groups use tensor parallelism, and requests are batched continuously
+with shared KV memory.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ from prism.policies.placement import (
 )
 
 SIZE_RATIO_MAX = 4.0
-"""Models in one bucket differ in size by no more, since a small one would wait too long behind a
-large one (§4.2, convoy effect)."""
+"""Largest ratio of model sizes in a bucket: small models would wait for large ones too long (§4.2,
+convoy effect)."""
 PAIRS_MAX = 24
 """Models x groups up to which every extension is simulated."""
 
 
 def search(problem: Problem) -> Placement:
-    """The placement with the highest simulated attainment. REQUIRES: `problem.simulate`.
+    """Returns the placement with the highest simulated attainment. REQUIRES: `problem.simulate`.
 
-    Equal attainments go by the more models that have a home, so that one whose requests would be
-    late is not left out, then by the lower normalised latency and the fewer devices per group.
+    Ties are decided by more placed models, so that a model with late requests is not left out, then
+    by lower normalised latency, then by fewer devices per group.
     """
     best: tuple[tuple[float, int, float], Placement] | None = None
     for made in _candidates(problem):
         for placement, outcome in made:
             attainment, latency = _rank(outcome)
-            rank = (attainment, _housed(placement), latency)
+            rank = (attainment, _placed(placement), latency)
             if best is None or rank > best[0]:
                 best = (rank, placement)
-    if best is None:  # no device, or none of the degrees fits into a node
+    if best is None:  # without devices, or if no degree fits into a node
         return groups.as_placement((), problem.models)
     return Placement(best[1].units, best[1].refused, best[0][0])
 
 
 def _candidates(problem: Problem) -> Iterator[Iterator[Step]]:
-    """Greedy selections for each division into buckets and each group size per bucket."""
+    """Yields the greedy selection for each division into buckets and group size per bucket."""
     sizes = groups.degrees(problem)
     for buckets in bucketings(problem.models):
         parts = split(buckets, problem.devices)
@@ -70,27 +69,27 @@ def _candidates(problem: Problem) -> Iterator[Iterator[Step]]:
 def _select(
     problem: Problem, made: Sequence[tuple[Sequence[ModelSpecView], list[Group]]]
 ) -> Iterator[Step]:
-    """Bucket after bucket, the groups of the others as they are."""
+    """Fills the groups of one bucket after another. Yields each step."""
     every = [group for _, meshes in made for group in meshes]
-    play = groups.player(every, problem)
+    simulate = groups.simulation(every, problem)
     for bucket, meshes in made:
         if len(problem.models) * len(every) <= PAIRS_MAX:
-            yield from _by_trying_each(bucket, meshes, play)
+            yield from _simulate_each(bucket, meshes, simulate)
         else:
-            yield from groups.allocate(meshes, bucket, play, _unserved)
+            yield from groups.allocate(meshes, bucket, simulate, _unserved)
 
 
-def _by_trying_each(
-    bucket: Sequence[ModelSpecView], meshes: Sequence[Group], play: Callable[[], Step]
+def _simulate_each(
+    bucket: Sequence[ModelSpecView], meshes: Sequence[Group], simulate: Callable[[], Step]
 ) -> Iterator[Step]:
-    """Algorithm 1: of all models that fit into any group, add the one that simulates best."""
-    yield play()
+    """Adds the model and group with the best simulation, until none fits (Algorithm 1)."""
+    yield simulate()
     while True:
         best: tuple[tuple[float, float], Step, Group, ModelSpecView] | None = None
         for group, model in product(meshes, bucket):
             if group.can_allocate(model, sys.maxsize):
                 group.models.append(model)
-                step = play()
+                step = simulate()
                 group.models.pop()
                 if best is None or _rank(step[1]) > best[0]:
                     best = (_rank(step[1]), step, group, model)
@@ -104,7 +103,7 @@ def _rank(outcome: PlacementOutcome) -> tuple[float, float]:
     return (outcome.attainment, -outcome.mean_normalized_latency)
 
 
-def _housed(placement: Placement) -> int:
+def _placed(placement: Placement) -> int:
     return len({hosted.model for unit in placement.units for hosted in unit.models})
 
 
@@ -116,8 +115,10 @@ def _unserved(outcome: PlacementOutcome, model: str) -> float:
 
 
 def bucketings(models: Sequence[ModelSpecView]) -> list[list[list[ModelSpecView]]]:
-    """Divisions into buckets of like size: one bucket if sizes allow it, and one bucket per run of
-    sizes that differ by at most SIZE_RATIO_MAX."""
+    """Returns divisions into buckets of similar size.
+
+    They are a single bucket, and one bucket per run of sizes within SIZE_RATIO_MAX.
+    """
     ordered = sorted(models, key=lambda m: (m.weight_bytes, m.name))
     runs: list[list[ModelSpecView]] = []
     for model in ordered:
@@ -131,8 +132,10 @@ def bucketings(models: Sequence[ModelSpecView]) -> list[list[list[ModelSpecView]
 def split(
     buckets: Sequence[Sequence[ModelSpecView]], devices: Sequence[DeviceSpecView]
 ) -> list[list[DeviceSpecView]] | None:
-    """Devices for each bucket in proportion to its computation, but enough for its weights; None if
-    there are too few for that. Whole nodes stay together as far as that goes."""
+    """Divides devices among buckets by computation, at least enough for each bucket's weights.
+
+    Returns None if there are too few devices. Nodes are split as little as possible.
+    """
     if len(buckets) == 1:
         return [sorted(devices, key=lambda d: (d.node, d.name))]
     capacity = min((d.capacity_bytes for d in devices), default=0)
@@ -152,7 +155,7 @@ def _least_devices(bucket: Sequence[ModelSpecView], capacity_bytes: int) -> int:
 
 
 def _shares(buckets: Sequence[Sequence[ModelSpecView]], spare: int) -> list[int]:
-    """`spare` in proportion to computation, largest remainders first."""
+    """Divides `spare` in proportion to computation, by largest remainders."""
     work = [sum(computation(m) for m in bucket) for bucket in buckets]
     total = sum(work)
     exact = [spare * w / total if total > 0 else spare / len(work) for w in work]

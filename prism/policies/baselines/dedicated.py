@@ -1,5 +1,7 @@
-"""Dedicated GPUs: every model alone on its devices, as most providers do today (Prism §1, table 1;
-MuxServe §4.1 "spatial partitioning"; SeaLLM §6.1 "vLLM"). Nothing is shared, evicted or moved."""
+"""Dedicated GPUs: every model is alone on its devices; no model is evicted or moved.
+
+Prism §1, table 1; MuxServe §4.1 ("spatial partitioning"); SeaLLM §6.1 ("vLLM").
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,28 @@ from prism.policies.placement import (
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """The searched placement, or without one: a free device for each model, those that requests
-    wait for first, then the largest, each on the smallest device that holds it."""
+    """Follows the searched placement, if there is one, else gives each model a free device.
+
+    Models with waiting requests are first, then the largest. Each is placed on the smallest device
+    that holds it.
+    """
     if view.target is not None:
         return target.plan(view, settings)
     taken = {device for m in view.models for device in devices_of(m)}
     free = [g for g in view.gpus if g.name not in taken and g.alive and g.engines_free > 0]
     first = sorted(asked_for(view), key=lambda m: (m.waiting == 0, -need_bytes(m), m.name))
-    return tuple(_seat(model, free) for model in first)
+    return tuple(_place(model, free) for model in first)
 
 
-def _seat(model: ModelView, free: list[GpuView]) -> Action:
-    """Takes the device out of `free`."""
+def _place(model: ModelView, free: list[GpuView]) -> Action:
+    """Returns the model's activation or refusal. Removes its device from `free`."""
     fitting = [g for g in free if _fits(model, g)]
     if not fitting:
         need = size_text(need_bytes(model))
         return Refuse(model.name, f"no free device has {need} for it alone; add devices")
-    home = min(fitting, key=lambda g: (g.capacity_bytes - g.fixed_bytes, g.name))
-    free.remove(home)
-    return Activate(model.name, home.name, "a device of its own")
+    device = min(fitting, key=lambda g: (g.capacity_bytes - g.fixed_bytes, g.name))
+    free.remove(device)
+    return Activate(model.name, device.name, "a dedicated device")
 
 
 def _fits(model: ModelView, gpu: GpuView) -> bool:
@@ -52,9 +57,12 @@ def _fits(model: ModelView, gpu: GpuView) -> bool:
 
 
 def search(problem: Problem) -> Placement:
-    """Each model gets the fewest devices that hold it; devices that are left go, by doubling, to
-    whichever model has most computation per device (even where loads are even, as SeaLLM's
-    evaluation has it). Models for which nothing is left, the least popular, are refused."""
+    """Gives each model the fewest devices that hold it, then doubles degrees with the rest.
+
+    The model with the most computation per device is doubled first. This happens with equal loads,
+    too, as in SeaLLM's evaluation. Models with the least computation are refused if no devices are
+    left.
+    """
     capacity = min((d.capacity_bytes for d in problem.devices), default=0)
     sizes: dict[str, int] = {}
     refused: dict[str, str] = {}
@@ -68,14 +76,14 @@ def search(problem: Problem) -> Placement:
         else:
             sizes[model.name] = least
     _grow(sizes, popular, problem.devices)
-    homes = pack(sizes, problem.devices)
-    assert homes is not None
-    units = tuple(Unit(homes[m.name], (Hosted(m.name),)) for m in popular if m.name in homes)
+    packed = pack(sizes, problem.devices)
+    assert packed is not None
+    units = tuple(Unit(packed[m.name], (Hosted(m.name),)) for m in popular if m.name in packed)
     return Placement(units, refused)
 
 
 def least_degree(model: ModelSpecView, capacity_bytes: int) -> int | None:
-    """The fewest devices that hold the model; None if none of its degrees do."""
+    """Returns the fewest devices that hold the model; None if no supported degree is enough."""
     floor_bytes = model.kv_floor_bytes
     fitting = (tp for tp in model.tp_degrees if model.part_bytes(tp, floor_bytes) <= capacity_bytes)
     return min(fitting, default=None)
@@ -98,13 +106,13 @@ def _grow(
 def pack(
     sizes: dict[str, int], devices: Sequence[DeviceSpecView]
 ) -> dict[str, tuple[str, ...]] | None:
-    """Devices of one node for each model, widest first; None if they do not all fit."""
+    """Assigns devices of one node to each model, widest first; None if they do not all fit."""
     free = [[device.name for device in node] for node in by_node(devices)]
-    homes: dict[str, tuple[str, ...]] = {}
+    packed: dict[str, tuple[str, ...]] = {}
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         node = next((names for names in free if len(names) >= size), None)
         if node is None:
             return None
-        homes[name] = tuple(node[:size])
+        packed[name] = tuple(node[:size])
         del node[:size]
-    return homes
+    return packed

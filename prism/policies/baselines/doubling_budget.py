@@ -1,10 +1,10 @@
-"""SeaLLM's scheduling of co-located services: doubling budgets, preemptive at every step
-(SeaLLM §4.2, Algorithm 2).
+"""SeaLLM's scheduling of co-located services: doubling budgets (SeaLLM §4.2, Algorithm 2).
 
-A request's budget is the mean plus the standard deviation of its service's execution time; each
-time it is used up, one twice as large follows. The request with the least (left budget x mean
-execution time of its service) goes first, with all requests of its service and phase that fit:
-shortest work first, by what is known of a service, and later the further a request exceeds that.
+A request's first budget is the mean plus the standard deviation of its service's execution time.
+When a budget is used up, one twice as large follows. The request with the least (left budget x mean
+execution time of its service) is next, with all requests of its service and phase that fit. This is
+shortest work first by the service's profile; requests that exceed it get lower priority. Preemptive
+at every step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ Rank = tuple[float, float, float, str]
 
 @dataclass(frozen=True, slots=True)
 class DbSettings:
-    """What the paper leaves open."""
+    """Parameters that the paper does not specify."""
 
-    # A request that has waited for so many initial budgets of its service goes before all others,
-    # the longest waiting first. The paper has such a threshold per service and gives no value; its
-    # SLO is five execution times.
+    # Waiting time, in initial budgets of its service, after which a request precedes all others,
+    # longest waiting first. The paper has such a threshold per service without a value; its SLO is
+    # five execution times.
     starvation_factor: float = 5.0
-    # The service that the best request selects prefills what waits before it decodes, as continuous
-    # batching does in the engine that SeaLLM extends (§5). False: Algorithm 2 to the letter, where
-    # a new request waits until those of its service that decode have ended or used up their
-    # budgets.
+    # True: the best request's service prefills waiting requests before it decodes, as continuous
+    # batching in the engine that SeaLLM extends (§5). False: Algorithm 2 literally, where a new
+    # request waits until its service's decoding requests have ended or used up their budgets.
     join: bool = True
 
 
@@ -46,19 +45,19 @@ SHIPPED = DbSettings()
 
 
 def control(settings: DbSettings = SHIPPED) -> StepControl:
-    """Algorithm 2 as step control; it keeps no state, since budgets follow from executed times."""
+    """Returns Algorithm 2 as step control. It is stateless: executed times define the budgets."""
     return StepControl(
         start=lambda view: None, choose=lambda view, state: (choose(view, settings), None)
     )
 
 
 def budget_s(engine: EngineStepView) -> float:
-    """The first budget Q of the service's requests."""
+    """Returns the first budget Q of the service's requests."""
     return engine.execution_s + engine.execution_std_s
 
 
 def left_s(executed_s: float, first_s: float) -> float:
-    """What is left of the present budget: of first_s, then of 2, 4, 8... times that."""
+    """Returns the rest of the current budget: first_s, then 2, 4, 8... times that."""
     end_s, size_s = first_s, first_s
     while executed_s >= end_s * (1 - 1e-12):
         size_s *= 2
@@ -67,7 +66,7 @@ def left_s(executed_s: float, first_s: float) -> float:
 
 
 def priority(request: StepRequest, engine: EngineStepView) -> float:
-    """O_r: smaller is served first (§4.2, equation 7 with the budget as remaining time)."""
+    """Returns O_r; the smallest is first (§4.2, equation 7 with the budget as remaining time)."""
     return left_s(request.executed_s, budget_s(engine)) * engine.execution_s
 
 
@@ -77,7 +76,7 @@ def starvation_s(engine: EngineStepView, settings: DbSettings) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A request as a candidate for the next step."""
+    """Request as a candidate for the next step."""
 
     rank: Rank
     engine: EngineStepView
@@ -86,7 +85,10 @@ class Head:
 
 
 def choose(view: DeviceStepView, settings: DbSettings) -> StepChoice:
-    """The best request that can run, and the batch around it. Preempted requests keep their KV."""
+    """Returns a step of the best request that can run, with its batch.
+
+    Preempted requests keep their KV.
+    """
     if not idle(view):
         return WAIT
     heads = ranked(view, lambda request, engine: _rank(request, engine, settings))
@@ -101,7 +103,10 @@ def choose(view: DeviceStepView, settings: DbSettings) -> StepChoice:
 
 
 def _phases(head: Head, settings: DbSettings) -> tuple[Phase, ...]:
-    """What the service of the best request may do, first what is preferred. A starved one steps."""
+    """Returns the phases of the best request's service to try, in order of preference.
+
+    A starved request always runs its own phase.
+    """
     starved = head.rank[0] == -math.inf
     if not settings.join or starved or head.phase is Phase.PREFILL:
         return (head.phase,)
@@ -109,7 +114,7 @@ def _phases(head: Head, settings: DbSettings) -> tuple[Phase, ...]:
 
 
 def ranked(view: DeviceStepView, rank: Callable[[StepRequest, EngineStepView], Rank]) -> list[Head]:
-    """All requests, the one to be served first first."""
+    """Returns all requests in the order in which they should be served."""
     found = [
         Head(rank(request, engine), engine, phase, request)
         for engine in view.engines
@@ -120,14 +125,14 @@ def ranked(view: DeviceStepView, rank: Callable[[StepRequest, EngineStepView], R
 
 
 def _rank(request: StepRequest, engine: EngineStepView, settings: DbSettings) -> Rank:
-    """Starved ones before all, longest waiting first; then by priority and age."""
+    """Returns the sort key: starved requests, longest waiting first, then priority and age."""
     if request.waiting_s >= starvation_s(engine, settings):
         return (-math.inf, -request.waiting_s, request.arrival_s, request.id)
     return (0.0, priority(request, engine), request.arrival_s, request.id)
 
 
 def batch_of(head: Head, phase: Phase, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
-    """The head, then requests of its service and phase in order of priority, while they fit."""
+    """Returns the head and the requests of its service and phase, by priority, that fit."""
     engine = head.engine
     same = [h.request for h in heads if h.engine.model == engine.model and h.phase is phase]
     same.sort(key=lambda r: r is not head.request)
@@ -140,9 +145,12 @@ def batch_of(head: Head, phase: Phase, heads: Sequence[Head], kv_free: int) -> t
 def _holds_s(
     head: Head, phase: Phase, batch: Sequence[str], heads: Sequence[Head], settings: DbSettings
 ) -> float:
-    """While it executes, the head's priority only rises: the choice holds until its budget is used
-    up or a waiting request starves. A prefill is one step, and so is the first of a head that
-    starved: it has not waited after it."""
+    """Returns the time for which the choice holds.
+
+    The head's priority only rises while it executes, so the choice holds until its budget is used
+    up or a waiting request starves. A prefill is a single step. So is a starved head's step, since
+    afterwards the head is not starved any more.
+    """
     if phase is Phase.PREFILL or head.rank[0] == -math.inf:
         return 0.0
     left = left_s(head.request.executed_s, budget_s(head.engine))

@@ -1,5 +1,7 @@
-"""Searches that allocate models to GPU groups one by one, guided by simulations: what AlpaServe's
-fast greedy selection (AlpaServe §4.2) and SeaLLM's service allocation (SeaLLM Algorithm 1) share.
+"""Allocation of models to GPU groups one by one, guided by simulations.
+
+Shared by AlpaServe's fast greedy selection (AlpaServe §4.2) and SeaLLM's service allocation
+(SeaLLM Algorithm 1).
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from prism.policies.placement import (
 
 @dataclass(slots=True)
 class Group:
-    """A mesh and the models allocated to it."""
+    """Mesh with the models allocated to it."""
 
     mesh: Mesh
     models: list[ModelSpecView] = field(default_factory=list)
 
     def can_allocate(self, model: ModelSpecView, models_max: int) -> bool:
-        """Is it not there yet, may the group hold one more, and do weights and KV floors fit."""
+        """Returns True if the model can be added: count, TP degree, weights and KV floors fit."""
         if model in self.models or len(self.models) >= min(models_max, self.mesh.models_max):
             return False
         if self.mesh.size not in model.tp_degrees:
@@ -39,7 +41,7 @@ class Group:
         return self._holds([*self.models, model], {})
 
     def has_room(self, model: ModelSpecView, kv_bytes: Mapping[str, int]) -> bool:
-        """Do all of them fit with the KV memory that they are expected to use."""
+        """Returns True if all models fit with the KV memory that they are expected to use."""
         return self._holds([*self.models, model], kv_bytes)
 
     def _holds(self, models: Sequence[ModelSpecView], kv_bytes: Mapping[str, int]) -> bool:
@@ -58,20 +60,23 @@ def as_placement(groups: Sequence[Group], models: Sequence[ModelSpecView]) -> Pl
 Step = tuple[Placement, PlacementOutcome]
 
 
-def player(groups: Sequence[Group], problem: Problem) -> Callable[[], Step]:
-    """Simulates the groups with what they hold when it is called. REQUIRES: `problem.simulate`."""
+def simulation(groups: Sequence[Group], problem: Problem) -> Callable[[], Step]:
+    """Returns a function that simulates the current allocation of the groups.
+
+    REQUIRES: `problem.simulate`.
+    """
     simulate = problem.simulate
     assert simulate is not None, "the search needs a simulator"
 
-    def play() -> Step:
+    def run() -> Step:
         placement = as_placement(groups, problem.models)
         return placement, simulate(placement)
 
-    return play
+    return run
 
 
 def rates(groups: Sequence[Group]) -> dict[int, float]:
-    """Requests per second of each group by its index, each model's divided among its replicas."""
+    """Returns the requests per second of each group by index, divided among replicas."""
     replicas = Counter(model.name for group in groups for model in group.models)
     return {
         index: sum(m.rate_rps / replicas[m.name] for m in group.models)
@@ -80,20 +85,20 @@ def rates(groups: Sequence[Group]) -> dict[int, float]:
 
 
 def by_rate(groups: Sequence[Group]) -> list[Group]:
-    """Least requested first; equal ones with the fewest models first, then in order."""
+    """Returns the groups sorted by request rate, then by number of models."""
     rate = rates(groups)
     order = sorted(range(len(groups)), key=lambda i: (rate[i], len(groups[i].models), i))
     return [groups[i] for i in order]
 
 
 def uniform_groups(devices: Sequence[DeviceSpecView], size: int) -> list[Group]:
-    """Every node cut into groups of `size`; what is left of a node stays unused."""
+    """Divides every node into groups of `size`. The rest of a node stays unused."""
     meshes = next(mesh_groups(devices, (size,)))
     return [Group(mesh) for mesh in meshes]
 
 
 def degrees(problem: Problem) -> list[int]:
-    """Powers of two up to the largest node's GPUs, that some model supports (SeaLLM §4.1)."""
+    """Returns the powers of two up to the largest node that some model supports (SeaLLM §4.1)."""
     most = max((len(node) for node in by_node(problem.devices)), default=0)
     supported = {tp for m in problem.models for tp in m.tp_degrees}
     return [tp for tp in sorted(supported) if tp <= most and tp & (tp - 1) == 0]
@@ -102,19 +107,24 @@ def degrees(problem: Problem) -> list[int]:
 def allocate(
     groups: Sequence[Group],
     models: Sequence[ModelSpecView],
-    play: Callable[[], Step],
+    simulate: Callable[[], Step],
     index: Callable[[PlacementOutcome, str], float],
     *,
     models_max: int = sys.maxsize,
     kv_bytes: Mapping[str, int] | None = None,
 ) -> Iterator[Step]:
-    """Yield the placement so far with its simulation (`play`), then add one model, until nothing
-    fits: to the least requested group that can take any, the one with the largest `index` of those,
-    replicas once every model has a home.
-    kv_bytes: what models are expected to use; a replica is added only where that is left for all.
+    """Yields the current placement with its simulation, then adds one model, until none fits.
+
+    The group is the one with the lowest request rate that can hold any model. The model is the one
+    with the largest `index` that fits there. Replicas are added once every model is placed.
+
+    Args:
+        simulate: Simulates the current allocation.
+        index: Returns the priority of a model after a simulation.
+        kv_bytes: Expected KV use of models. A replica is added only if all models' use fits.
     """
     while True:
-        placement, outcome = play()
+        placement, outcome = simulate()
         yield placement, outcome
         scores: Mapping[str, float] = {m.name: index(outcome, m.name) for m in models}
         ranked = sorted(models, key=lambda m: (-scores[m.name], m.name))
@@ -130,19 +140,21 @@ def _next(
     models_max: int,
     kv_bytes: Mapping[str, int],
 ) -> tuple[Group, ModelSpecView] | None:
-    """Models that have no home yet go before replicas; one that would take the last room of
-    another homeless one goes elsewhere, if it can."""
+    """Returns the next group and model, models that are not placed before replicas.
+
+    Prefers a group that leaves room for all other models that are not placed.
+    """
     placed = {m.name for group in groups for m in group.models}
-    homeless = [m for m in models if m.name not in placed]
+    unplaced = [m for m in models if m.name not in placed]
     fitting = [
         (group, model)
-        for group, model in product(groups, homeless)
+        for group, model in product(groups, unplaced)
         if group.can_allocate(model, models_max)
     ]
     for group, model in fitting:
-        rest = [m for m in homeless if m is not model]
+        rest = [m for m in unplaced if m is not model]
         trial = [Group(g.mesh, [*g.models, *([model] * (g is group))]) for g in groups]
-        if first_homeless(trial, rest) is None:
+        if first_unplaced(trial, rest) is None:
             return group, model
     if fitting:
         return fitting[0]
@@ -153,11 +165,11 @@ def _next(
     return None
 
 
-def first_homeless(trial: Sequence[Group], models: Sequence[ModelSpecView]) -> ModelSpecView | None:
-    """First fit by decreasing size, filling `trial`: the first model that finds no place."""
+def first_unplaced(trial: Sequence[Group], models: Sequence[ModelSpecView]) -> ModelSpecView | None:
+    """Fills `trial` by first fit, decreasing size. Returns the first model that does not fit."""
     for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
-        home = next((g for g in trial if g.can_allocate(model, sys.maxsize)), None)
-        if home is None:
+        group = next((g for g in trial if g.can_allocate(model, sys.maxsize)), None)
+        if group is None:
             return model
-        home.models.append(model)
+        group.models.append(model)
     return None

@@ -1,5 +1,7 @@
-"""MuxServe's placement: mesh groups by enumeration, models onto meshes greedily by the estimated
-gain in throughput (MuxServe §3.2, Algorithm 1)."""
+"""MuxServe's placement (MuxServe §3.2, Algorithm 1).
+
+Enumerates mesh groups, and places models on meshes greedily by estimated gain in throughput.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ T = TypeVar("T")
 Key = Callable[[ModelSpecView], float]
 
 GROUPS_MAX = 512
-"""Mesh groups tried at most; a larger cluster's are thinned out evenly (§3.2 prunes as well)."""
+"""Largest number of mesh groups to try. More are sampled evenly (§3.2 prunes as well)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,11 @@ class MeshUnit:
 
 
 def search(problem: Problem) -> Placement:
-    """The best of Algorithm 1 over all mesh groups. REQUIRES: `problem.times`.
+    """Returns the best placement of Algorithm 1 over all mesh groups. REQUIRES: `problem.times`.
 
-    The paper assumes that every model finds a mesh. Here a group where more of them do is better;
-    where the paper's order leaves one out in every group, the order by size is tried as well. Equal
-    throughput, as under light load, goes by least strain; the pseudocode takes the first.
+    The paper assumes that every model fits. Here groups with more placed models are better. If the
+    paper's order leaves a model out in every group, the order by size is tried as well. Equal
+    throughput, as under light load, is decided by least strain; the pseudocode takes the first.
     """
     assert problem.times is not None, "MuxServe's estimator needs step times"
     planner = Planner(problem.models, problem.devices, problem.times)
@@ -73,7 +75,7 @@ def search(problem: Problem) -> Placement:
 
 
 def best_of(planner: Planner, groups: Sequence[Sequence[Mesh]], key: Key) -> list[MeshUnit]:
-    """The units of the best mesh group, models placed in the order of `key`, largest first."""
+    """Returns the units of the best mesh group, with models placed by decreasing `key`."""
     return max((planner.place(group, key) for group in groups), key=_rank)
 
 
@@ -82,14 +84,14 @@ def _placed(units: Sequence[MeshUnit]) -> int:
 
 
 def _rank(units: Sequence[MeshUnit]) -> tuple[int, float, float]:
-    """Most models, then most throughput, then least strain; rounding must not decide."""
+    """Returns the rank: most models, most throughput, least strain. Ignores rounding errors."""
     throughput = sum(u.estimate.throughput_rps for u in units)
     strain = max((u.estimate.strain for u in units), default=0.0)
     return (_placed(units), round(throughput, 9), -round(strain, 9))
 
 
 class Planner:
-    """Algorithm 1 on one mesh group after another; estimates of equal units are kept."""
+    """Algorithm 1 on one mesh group after another, with cached estimates of equal units."""
 
     def __init__(
         self,
@@ -109,12 +111,14 @@ class Planner:
         return candidates(model, self._times, fitting)
 
     def degrees(self) -> tuple[int, ...]:
-        """Mesh sizes that some model can use."""
+        """Returns the mesh sizes that some model can use."""
         return tuple(sorted({tp for found in self.candidates.values() for tp in found}))
 
     def place(self, group: Sequence[Mesh], key: Key) -> list[MeshUnit]:
-        """The inner loops of Algorithm 1: each model, largest `key` first, goes where it adds the
-        most."""
+        """Places each model, largest `key` first, on the mesh where its gain is largest.
+
+        These are the inner loops of Algorithm 1.
+        """
         units = [MeshUnit(mesh) for mesh in group]
         for model in sorted(self._models, key=key, reverse=True):
             best = max(self._options(model, units), key=lambda o: o[0], default=None)
@@ -142,7 +146,7 @@ class Planner:
             yield (gain, -round(after.strain, 9)), index, MeshUnit(unit.mesh, grown, after)
 
     def estimate(self, mesh: Mesh, models: tuple[Candidate, ...]) -> Estimate:
-        """F of a unit; REQUIRES: the models fit."""
+        """Returns F of a unit. REQUIRES: the models fit."""
         key = self._key(mesh, models)
         if key not in self._known:
             left = kv_bytes(mesh, models)
@@ -155,7 +159,7 @@ class Planner:
         return mesh.size, mesh.capacity_bytes, frozenset(c.model.name for c in models)
 
     def placement(self, units: Sequence[MeshUnit]) -> Placement:
-        """As data; models in no unit are refused with what they need."""
+        """Returns the units as a placement. Models in no unit are refused with their need."""
         made = tuple(Unit(u.mesh.devices, _hosted(u)) for u in units)
         placed = {c.model.name for u in units for c in u.models}
         refused = {m.name: self._why(m) for m in self._models if m.name not in placed}
@@ -165,10 +169,10 @@ class Planner:
     def _why(self, model: ModelSpecView) -> str:
         if not self.candidates[model.name]:
             degrees = ", ".join(map(str, model.tp_degrees))
-            return f"{size_text(model.weight_bytes)} of weights fit at no TP degree of {degrees}"
+            return f"{size_text(model.weight_bytes)} of weights do not fit at TP degree {degrees}"
         least = min(self.candidates[model.name])
         need = model.held_bytes(least) + model.kv_floor_bytes
-        return f"no mesh has {size_text(need)} left beside the models placed before it"
+        return f"no mesh has {size_text(need)} left after the models placed before it"
 
 
 def _hosted(unit: MeshUnit) -> tuple[Hosted, ...]:
@@ -177,12 +181,12 @@ def _hosted(unit: MeshUnit) -> tuple[Hosted, ...]:
 
 
 def computation(model: ModelSpecView) -> float:
-    """FLOP/s up to a factor: scale times popularity (§3.2)."""
+    """Returns FLOP/s up to a constant factor: scale times popularity (§3.2)."""
     return model.weight_bytes * model.rate_rps * request_tokens(model)
 
 
 def kv_bytes(mesh: Mesh, models: Sequence[Candidate]) -> int | None:
-    """KV memory left on all devices of the mesh; None if weights and KV floors do not fit."""
+    """Returns the KV memory left on all devices of the mesh; None if the models do not fit."""
     total = mesh.size * mesh.capacity_bytes
     left = total - sum(c.model.held_bytes(mesh.size) for c in models)
     return left if left >= sum(c.model.kv_floor_bytes for c in models) else None
@@ -194,9 +198,10 @@ def kv_bytes(mesh: Mesh, models: Sequence[Candidate]) -> int | None:
 def mesh_groups(
     devices: Sequence[DeviceSpecView], sizes: Sequence[int]
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Every way to cut each node into meshes of the given sizes, up to the order of like nodes.
+    """Yields every division of nodes into meshes of the given sizes, at most GROUPS_MAX.
 
-    Intra-operator parallelism stays within a node (§3.2). At most GROUPS_MAX groups.
+    Divisions that differ only in the order of equal nodes are yielded once. Intra-operator
+    parallelism stays within a node (§3.2).
     """
     nodes = by_node(devices)
     for cuts in _cluster_cuts(nodes, tuple(sizes)):
@@ -221,7 +226,7 @@ def _cluster_cuts(
 
 
 def _cuts_of(gpus: int, nodes: int, sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
-    """Cuts of `nodes` like nodes of `gpus` each, one for each total number of meshes per size."""
+    """Returns divisions of `nodes` equal nodes of `gpus` each, one per total of mesh sizes."""
     found: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {(): ()}
     options = list(partitions(gpus, sizes))
     for _ in range(nodes):
@@ -234,8 +239,10 @@ def _cuts_of(gpus: int, nodes: int, sizes: tuple[int, ...]) -> list[tuple[tuple[
 
 
 def partitions(gpus: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to write `gpus` as a sum of sizes, largest first; what is left of a node that no
-    size divides stays unused."""
+    """Yields all ways to write `gpus` as a sum of sizes, largest first.
+
+    A remainder that is smaller than all sizes stays unused.
+    """
     usable = sorted({s for s in sizes if s <= gpus}, reverse=True)
     if usable:
         yield from _partitions(gpus, tuple(usable))
@@ -254,7 +261,7 @@ def _partitions(gpus: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def thinned(items: list[T], most: int) -> list[T]:
-    """At most `most` of them, evenly, the first and the last among them."""
+    """Returns an even sample of at most `most` items, including the first and the last."""
     if len(items) <= most:
         return items
     step = (len(items) - 1) / (most - 1)

@@ -1,8 +1,7 @@
-"""MuxServe's throughput estimator (MuxServe §3.3, equation 3) and its parallel candidates
-(Algorithm 2).
+"""MuxServe's throughput estimator (§3.3, equation 3) and parallel candidates (Algorithm 2).
 
-Prefills of a unit's models run one after another, decodes side by side, so that a batch of b
-requests of model m takes the prefills of all models plus m's decode steps:
+In a unit, prefills run one after another and decodes concurrently. A batch of b requests of model m
+therefore takes the prefills of all models plus m's decode steps:
     throughput(m) = min(b / (sum of prefill_s over the unit + decode_s x output tokens), rate).
 """
 
@@ -19,7 +18,7 @@ BATCH_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run one model: degree, share of the compute for its decodes, batch (Algorithm 2)."""
+    """Configuration of one model: TP degree, SM share of its decodes, batch (Algorithm 2)."""
 
     model: ModelSpecView
     tp: int
@@ -31,11 +30,12 @@ class Candidate:
 class Estimate:
     """F of equation 2 for one unit."""
 
-    # Of all models together.
+    # Sum over all models.
     throughput_rps: float = 0.0
-    # Of each model.
+    # Model -> batch size.
     batches: Mapping[str, int] | None = None
-    # The largest rate / what the model could sustain at its largest batch; below 1 all is served.
+    # Largest ratio of a model's rate to its throughput at its largest batch; below 1 all requests
+    # are served.
     strain: float = 0.0
 
 
@@ -44,13 +44,15 @@ def request_tokens(model: ModelSpecView) -> float:
 
 
 def demand(model: ModelSpecView) -> float:
-    """KV bytes per second: the part of a unit's token blocks that is the model's fair share is
-    proportional to this (R of equation 2, normalised by rates)."""
+    """Returns the KV bytes per second, to which the model's fair share of blocks is proportional.
+
+    This is R of equation 2, normalised by rates.
+    """
     return model.rate_rps * request_tokens(model) * model.token_bytes
 
 
 def decode_context(model: ModelSpecView) -> float:
-    """Mean context over a request's decode steps."""
+    """Returns the mean context length over a request's decode steps."""
     return model.prompt_tokens + model.output_tokens / 2
 
 
@@ -59,15 +61,20 @@ def _prefill_s(c: Candidate, batch: int, times: StepTimes) -> float:
 
 
 def _throughput_rps(c: Candidate, batch: int, prefills_s: float, times: StepTimes) -> float:
-    """Equation 3 before its minimum with the rate."""
+    """Returns equation 3 before its minimum with the rate."""
     model = c.model
     decode_s = times.decode_s(model.name, c.tp, batch, decode_context(model), c.sm_share)
     return batch / (prefills_s + decode_s * model.output_tokens)
 
 
 def smallest_batch(limit: Candidate, others_s: float, times: StepTimes) -> tuple[float, int]:
-    """(throughput before the minimum, batch): the smallest batch up to `limit.batch` that meets the
-    rate, by binary search, or `limit.batch`. others_s: the prefills of the unit's other models."""
+    """Returns (throughput before the minimum, batch) of the smallest batch that meets the rate.
+
+    The batch is `limit.batch` if none up to it meets the rate. Uses binary search.
+
+    Args:
+        others_s: Time of the prefills of the unit's other models.
+    """
 
     def at(batch: int) -> float:
         return _throughput_rps(limit, batch, others_s + _prefill_s(limit, batch, times), times)
@@ -85,11 +92,14 @@ def smallest_batch(limit: Candidate, others_s: float, times: StepTimes) -> tuple
 def candidates(
     model: ModelSpecView, times: StepTimes, kv_bytes: Mapping[int, int]
 ) -> dict[int, Candidate]:
-    """Algorithm 2: for each degree, the fewest SMs that meet the rate when the model is alone.
+    """Returns for each degree the fewest SMs that meet the rate of the model alone (Algorithm 2).
 
-    kv_bytes: degree -> KV memory of all its devices when the model is alone; degrees that are not
-    in it do not fit. Where no share meets the rate, all SMs and the largest batch are taken: the
-    paper leaves such a model out, which would leave its requests unserved.
+    If no share meets the rate, the result is all SMs and the largest batch. The paper leaves such a
+    model out, which would leave its requests unserved.
+
+    Args:
+        kv_bytes: Degree -> KV memory of all its devices when the model is alone. Degrees that are
+            not in it do not fit.
     """
     found: dict[int, Candidate] = {}
     for tp in model.tp_degrees:
@@ -108,30 +118,29 @@ def _candidate(model: ModelSpecView, tp: int, batch_max: int, times: StepTimes) 
 
 
 def batch_limit(model: ModelSpecView, kv_bytes: float) -> int:
-    """Requests of mean length whose KV fits."""
+    """Returns the number of requests of mean length whose KV fits."""
     each = max(1.0, request_tokens(model) * model.token_bytes)
     return max(1, min(BATCH_MAX, int(kv_bytes / each)))
 
 
 def fair_shares(models: Sequence[ModelSpecView]) -> list[float]:
-    """The parts of the KV memory that make usage / demand equal (the constraint of equation 2)."""
+    """Returns the fractions of KV memory that equalise usage / demand (equation 2's constraint)."""
     total = sum(demand(m) for m in models)
     return [demand(m) / total if total > 0 else 1.0 / len(models) for m in models]
 
 
 def estimate(unit: Sequence[Candidate], kv_bytes: int, times: StepTimes) -> Estimate:
-    """F(b, W_b) of a unit whose KV memory over all its devices is `kv_bytes`.
+    """Returns F(b, W_b) of a unit whose KV memory over all its devices is `kv_bytes`.
 
-    The batches are the smallest that meet all rates together: each is searched given the others'
-    prefills, which only grow with their batches, until none grows. No batch needs more than the
-    model's fair share of the KV memory. Decoding shares that add up to more than the device are
-    scaled down to it.
+    The batches are the smallest that meet all rates together. Each is searched given the others'
+    prefills, which only grow with their batches, until none grows. A batch is limited by the
+    model's fair share of the KV memory. Decode shares with a sum above 1 are scaled down.
     """
     if not unit:
         return Estimate()
     limits = _limits(unit, kv_bytes)
-    crowd = max(1.0, sum(c.sm_share for c in unit))
-    shares = [replace(c, sm_share=c.sm_share / crowd) for c in unit]
+    total = max(1.0, sum(c.sm_share for c in unit))
+    shares = [replace(c, sm_share=c.sm_share / total) for c in unit]
     batches = _grow(shares, limits, times)
     rates = _rates(shares, batches, times)
     full = _rates(shares, limits, times)
@@ -162,7 +171,7 @@ def _grow(unit: Sequence[Candidate], limits: Sequence[int], times: StepTimes) ->
 
 
 def _rates(unit: Sequence[Candidate], batches: Sequence[int], times: StepTimes) -> list[float]:
-    """Equation 3 before its minimum, for each model of the unit."""
+    """Returns equation 3 before its minimum, for each model of the unit."""
     prefills_s = sum(_prefill_s(c, b, times) for c, b in zip(unit, batches, strict=True))
     pairs = zip(unit, batches, strict=True)
     return [_throughput_rps(c, batch, prefills_s, times) for c, batch in pairs]

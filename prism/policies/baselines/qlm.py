@@ -1,11 +1,11 @@
 """QLM (SoCC 2024): requests in groups, groups in virtual queues, one model per GPU at a time.
 
-Requests of one model and one SLO form groups in order of arrival; a group goes into the virtual
-queue of a serving instance; groups in a queue are ordered so that fewest requests miss their SLO,
-by estimated waiting times: output tokens ahead / throughput, plus a swap wherever the model changes
-(QLM §5, §6). The model of the first group is swapped in when the instance has nothing left to run;
-a swap restarts the engine (Prism §7.5). As Prism §7.5 found it, groups are given to instances
-without regard to the models that these hold: to the first one whose queue is empty.
+Requests of one model and one SLO form groups in order of arrival. A group is added to the virtual
+queue of a serving instance. Groups in a queue are ordered so that the fewest requests miss their
+SLO, by estimated waiting times: output tokens ahead / throughput, plus a swap at each change of
+model (QLM §5, §6). The first group's model is swapped in when the instance has no running requests.
+A swap restarts the engine (Prism §7.5). As found in Prism §7.5, a group is assigned to the first
+instance with an empty queue, regardless of the instances' models.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from prism.policies.queues import (
 )
 
 REORDERED_MAX = 12
-"""Groups in a queue up to which it is ordered anew for a new one."""
+"""Length of a queue up to which all its groups are reordered for a new group."""
 
 
 @dataclass(frozen=True, slots=True)
 class QlmSettings:
-    """The defaults are as Prism ran it."""
+    """Parameters of QLM. The defaults are those of Prism's evaluation."""
 
-    # A group is as long as a few batches (QLM §5).
+    # Largest number of requests in a group, a few batches (QLM §5).
     group_requests_max: int = 64
-    # Choose the instance with the least estimated waiting time, swaps included, instead of the
-    # first idle one: an ablation of what Prism §7.5 blames.
+    # Choose the instance with the least estimated waiting time, including swaps, instead of the
+    # first idle one. An ablation of the weakness that Prism §7.5 describes.
     swap_aware: bool = False
-    # A queue in which some group must be late goes by deadline, as in QLM's published code, instead
-    # of in the order in which fewest requests are late: an ablation, since it swaps far more and
-    # serves far fewer in time.
+    # Order a queue with unavoidably late groups by deadline, as in QLM's published code, instead of
+    # by the fewest late requests. An ablation: it swaps far more and serves far fewer in time.
     by_deadline: bool = False
 
 
@@ -57,8 +56,10 @@ SHIPPED = QlmSettings()
 
 
 def assign(view: QueueView, settings: QlmSettings = SHIPPED) -> tuple[VirtualQueue, ...]:
-    """Requests join groups, new groups join queues where they cost least. Requests that no instance
-    serves are left out."""
+    """Assigns waiting requests to groups, and new groups to queues where they cost least.
+
+    Requests of models that no instance serves are left out.
+    """
     by_id = {r.id: r for r in view.waiting}
     queues: Queues = {d.name: [] for d in view.devices}
     queues |= _kept(view, by_id)
@@ -67,8 +68,8 @@ def assign(view: QueueView, settings: QlmSettings = SHIPPED) -> tuple[VirtualQue
     for group in _grouped(fresh, queues, settings.group_requests_max):
         device = _instance_for(group, view, queues, settings.swap_aware)
         if device is not None:
-            longer = _inserted(group, queues[device.name], device, view)
-            queues[device.name] = _ordered(longer, device, view, settings)
+            inserted = _inserted(group, queues[device.name], device, view)
+            queues[device.name] = _ordered(inserted, device, view, settings)
     return tuple(VirtualQueue(name, tuple(groups)) for name, groups in sorted(queues.items()))
 
 
@@ -80,7 +81,7 @@ def _by_arrival(request: QueuedRequest) -> tuple[float, str]:
 
 
 def _kept(view: QueueView, by_id: Mapping[str, QueuedRequest]) -> Queues:
-    """The queues without what has left them; those of instances that are gone are given up."""
+    """Returns the queues of existing instances, without requests that no longer wait."""
     names = {d.name for d in view.devices}
     kept: Queues = {}
     for queue in view.queues:
@@ -101,7 +102,7 @@ def _without(group: RequestGroup, by_id: Mapping[str, QueuedRequest]) -> Request
 
 
 def _grouped(fresh: Sequence[QueuedRequest], queues: Queues, most: int) -> list[RequestGroup]:
-    """New groups of the requests that found no room in a queued one, which are extended here."""
+    """Adds requests to queued groups with room. Returns new groups of the others."""
     open_: dict[tuple[str, float], list[QueuedRequest]] = {}
     done: list[RequestGroup] = []
     for request in fresh:
@@ -134,7 +135,7 @@ def _named(members: Sequence[QueuedRequest]) -> RequestGroup:
 
 
 def _join(request: QueuedRequest, queues: Queues, most: int) -> bool:
-    """The newest group of its kind takes the request, if it has room."""
+    """Adds the request to the newest group of its model and SLO with room. False: there is none."""
     kind = (request.model, _slo_s(request))
     for groups in queues.values():
         for i in range(len(groups) - 1, -1, -1):
@@ -171,7 +172,7 @@ def _work_s(groups: Iterable[RequestGroup], view: QueueView) -> float:
 
 
 def waiting_s(groups: Sequence[RequestGroup], device: QueueDevice, view: QueueView) -> list[float]:
-    """The estimated time until each group starts, in this order."""
+    """Returns the estimated time until each group starts, in this order."""
     found: list[float] = []
     ahead_s, model = 0.0, device.model
     for group in groups:
@@ -186,7 +187,7 @@ def waiting_s(groups: Sequence[RequestGroup], device: QueueDevice, view: QueueVi
 def _inserted(
     group: RequestGroup, groups: list[RequestGroup], device: QueueDevice, view: QueueView
 ) -> list[RequestGroup]:
-    """The queue with `group` where fewest requests become late, then least late in all."""
+    """Returns the queue with `group` inserted at the position with the least cost."""
     options = [[*groups[:i], group, *groups[i:]] for i in range(len(groups), -1, -1)]
     return min(options, key=_ranked(device, view))
 
@@ -194,7 +195,10 @@ def _inserted(
 def _ordered(
     groups: list[RequestGroup], device: QueueDevice, view: QueueView, settings: QlmSettings
 ) -> list[RequestGroup]:
-    """The order that meets all deadlines, if it is found; else as the settings say."""
+    """Returns the queue in the best order that was found.
+
+    If some group is late in it, the settings may ask for the order by deadline instead.
+    """
     best = _improved(groups, device, view)
     if settings.by_deadline and _cost(best, device, view)[0]:
         return sorted(best, key=lambda g: (g.deadline_s, g.id))
@@ -204,8 +208,10 @@ def _ordered(
 def _improved(
     groups: list[RequestGroup], device: QueueDevice, view: QueueView
 ) -> list[RequestGroup]:
-    """Each group once more where it is best, so that a new group can bring others of its model
-    along. Short queues only: the work grows with the cube."""
+    """Reinserts each group at its best position, so that groups of one model can come together.
+
+    Short queues only, since the work grows with the cube of the length.
+    """
     if len(groups) <= REORDERED_MAX:
         for group in tuple(groups):
             rest = [g for g in groups if g is not group]
@@ -222,7 +228,7 @@ def _ranked(
 def _cost(
     order: Sequence[RequestGroup], device: QueueDevice, view: QueueView
 ) -> tuple[int, float, float]:
-    """(requests of late groups, seconds of lateness, seconds of waiting)."""
+    """Returns (requests in late groups, total lateness, total waiting time) in seconds."""
     late, lateness_s, total_s = 0, 0.0, 0.0
     for group, wait_s in zip(order, waiting_s(order, device, view), strict=True):
         over_s = view.now_s + wait_s - group.deadline_s
@@ -237,8 +243,10 @@ def _cost(
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Bring up the model of each queue's first group, as soon as the instance has nothing running;
-    the model that is there goes first. `settings` has nothing for this."""
+    """Swaps in the model of each queue's first group when its instance has no running requests.
+
+    `settings` is not used.
+    """
     residents: dict[str, ModelView] = {}
     for model in view.models:
         residents.update(dict.fromkeys(devices_of(model), model))
@@ -252,12 +260,15 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
             ranks = (queue.device, *peers.get(queue.device, ()))
             actions.extend(_swap(model, ranks, residents))
     actions.extend(_first_models(view, residents))
-    actions.extend(_homeless(view))
+    actions.extend(_refusals(view))
     return tuple(actions)
 
 
 def _first_models(view: ClusterView, residents: Mapping[str, ModelView]) -> Iterator[Activate]:
-    """Before any request, instances start with the models that ask for most, one each."""
+    """Yields initial activations: on each free instance its first wanted model.
+
+    Yields nothing once requests are queued.
+    """
     if any(queue.groups for queue in view.queues) or view.target is None:
         return
     alive = {g.name for g in view.gpus if g.alive}
@@ -267,7 +278,7 @@ def _first_models(view: ClusterView, residents: Mapping[str, ModelView]) -> Iter
         name = next((h.model for h in unit.models if h.model in wanted), None)
         if free and name is not None:
             wanted.remove(name)
-            yield Activate(name, unit.devices[0], "first here", peers=unit.devices[1:])
+            yield Activate(name, unit.devices[0], "initial placement", peers=unit.devices[1:])
 
 
 def _swap(
@@ -279,14 +290,17 @@ def _swap(
     if any(m.running or m.state != "active" for m in there.values()):
         return []
     why = f"the queue of {ranks[0]} continues with {model.name}"
-    gone: list[Action] = [Evict(m.name, devices_of(m)[0], why) for m in there.values()]
+    evictions: list[Action] = [Evict(m.name, devices_of(m)[0], why) for m in there.values()]
     reason = "first in the queue; the engine restarts"
-    return [*gone, Activate(model.name, ranks[0], reason, peers=ranks[1:])]
+    return [*evictions, Activate(model.name, ranks[0], reason, peers=ranks[1:])]
 
 
-def _homeless(view: ClusterView) -> list[Action]:
-    """Models with requests that no instance serves. One whose requests are in no queue yet is not
-    among them: queues are a moment old."""
+def _refusals(view: ClusterView) -> list[Action]:
+    """Returns refusals of models with requests that no instance serves.
+
+    Queues may be out of date, so models that an instance can serve are not refused, even if their
+    requests are in no queue.
+    """
     units = view.target.units if view.target else ()
     served = {hosted.model for unit in units for hosted in unit.models}
     served |= {g.model for q in view.queues for g in q.groups}
@@ -299,11 +313,11 @@ def _homeless(view: ClusterView) -> list[Action]:
 
 
 def search(problem: Problem) -> Placement:
-    """The serving instances: units that may hold, one at a time, any of the models named there.
+    """Returns the serving instances as units, each with all models that it may hold in turn.
 
-    In each, those with most computation come first. Devices are divided among the TP degrees that
-    the models need by computation, at least one instance each; a degree for which none is left has
-    its models refused.
+    Models of a unit are sorted by decreasing computation. Devices are divided by computation among
+    the TP degrees that the models need, at least one instance per degree. The models of a degree
+    without devices are refused.
     """
     capacity = min((d.capacity_bytes for d in problem.devices), default=0)
     classes: dict[int, list[ModelSpecView]] = {}
@@ -314,11 +328,11 @@ def search(problem: Problem) -> Placement:
             refused[model.name] = "its weights fit at none of its TP degrees"
         else:
             classes.setdefault(degree, []).append(model)
-    homes = _instances(classes, problem)
+    instances = _instances(classes, problem)
     for models in classes.values():
         models.sort(key=computation, reverse=True)
     units = tuple(
-        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in homes
+        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in instances
     )
     served = {u.tp for u in units}
     for degree in classes.keys() - served:
@@ -329,8 +343,11 @@ def search(problem: Problem) -> Placement:
 def _instances(
     classes: Mapping[int, Sequence[ModelSpecView]], problem: Problem
 ) -> list[tuple[str, ...]]:
-    """One instance of each degree, widest first, then more for the degree with most computation per
-    device, while there are devices."""
+    """Returns the devices of each instance.
+
+    Each degree gets one instance, widest first. The remaining devices go to the degree with the
+    most computation per device.
+    """
     sizes: dict[str, int] = {}
     for degree in sorted(classes, reverse=True):
         if dedicated.pack({**sizes, f"{degree}/0": degree}, problem.devices) is not None:
@@ -345,6 +362,6 @@ def _instances(
             open_.remove(degree)
         else:
             sizes = grown
-    homes = dedicated.pack(sizes, problem.devices)
-    assert homes is not None
-    return sorted(homes.values())
+    packed = dedicated.pack(sizes, problem.devices)
+    assert packed is not None
+    return sorted(packed.values())

@@ -18,17 +18,17 @@ from prism.policies.placement import (
 )
 
 BATCH = 8
-"""Of the profiled steps, as in the paper's Figure 3."""
+"""Batch size of the profiled steps, as in the paper's Figure 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeallmSettings:
-    """The defaults are those of §6.1."""
+    """Parameters of the search. The defaults are those of §6.1."""
 
     # Weight of the normalised latency in the unserved index (equation 6).
     alpha: float = 0.0001
-    # Services per sharing group; more where a partition has too few groups for all services, since
-    # each must have a home (equation 3): §6.1 shares at most two because of its GPUs' memory.
+    # Services per sharing group. More are allowed if there are too few groups to place all services
+    # (equation 3). §6.1 shares at most two because of its GPUs' memory.
     services_max: int = 2
 
 
@@ -36,15 +36,17 @@ SHIPPED = SeallmSettings()
 
 
 def search(problem: Problem, settings: SeallmSettings = SHIPPED) -> Placement:
-    """Algorithm 1: for each parallel size, all groups of that size, services allocated by unserved
-    index; of all that was simulated the best (`_rank`). REQUIRES: `problem.simulate`, with the
-    doubling-budget scheduling."""
+    """Returns the best simulated placement (`_rank`) of Algorithm 1.
+
+    For each parallel size it allocates services to groups of that size by unserved index.
+    REQUIRES: `problem.simulate`, with doubling-budget scheduling.
+    """
     found: list[Step] = []
     for size in groups.degrees(problem):
         made = group_partition(problem, size)
         services_max = max(settings.services_max, -(-len(problem.models) // max(1, len(made))))
         steps = [*_allocated(problem, made, settings.alpha, services_max)]
-        found.append(max(reversed(steps), key=_rank))  # of equal ones that with most replicas
+        found.append(max(reversed(steps), key=_rank))  # of equal ones the one with most replicas
     if not found:
         return groups.as_placement((), problem.models)
     placement, outcome = max(found, key=_rank)
@@ -52,9 +54,11 @@ def search(problem: Problem, settings: SeallmSettings = SHIPPED) -> Placement:
 
 
 def _rank(simulated: Step) -> tuple[int, float, float]:
-    """Most services with a home (equation 3: all must have one), then the best attainment, then the
-    least normalised latency (lines 21-25). The paper compares what each size ends with; a last
-    replica may have made that worse than a step before it, which was simulated as well."""
+    """Returns the rank: most placed services (equation 3), attainment, least normalised latency.
+
+    Lines 21-25. The paper compares only the last step of each size. Here all steps are compared,
+    since the last replica may make the result worse.
+    """
     placement, outcome = simulated
     return -len(placement.refused), outcome.attainment, -outcome.mean_normalized_latency
 
@@ -62,21 +66,24 @@ def _rank(simulated: Step) -> tuple[int, float, float]:
 def _allocated(
     problem: Problem, made: Sequence[Group], alpha: float, services_max: int
 ) -> Iterator[Step]:
-    """The second stage, step by step, until no group can take another service (lines 8-18)."""
+    """Allocates services until no group can take another (second stage, lines 8-18)."""
 
     def index(outcome: PlacementOutcome, service: str) -> float:
         return unserved_index(outcome, service, alpha)
 
     kv_bytes = {m.name: expected_kv_bytes(m, problem.times) for m in problem.models}
-    play = groups.player(made, problem)
+    simulate = groups.simulation(made, problem)
     return groups.allocate(
-        made, problem.models, play, index, models_max=services_max, kv_bytes=kv_bytes
+        made, problem.models, simulate, index, models_max=services_max, kv_bytes=kv_bytes
     )
 
 
 def expected_kv_bytes(service: ModelSpecView, times: StepTimes | None) -> int:
-    """The profiled memory usage that an allocation is checked against (§4.1): the requests that are
-    in the system on average (rate x execution time in a batch of BATCH), each at full length."""
+    """Returns the expected KV memory of a service, which an allocation must fit (§4.1).
+
+    It is that of the mean number of running requests (rate x execution time in a batch of BATCH),
+    each at full length.
+    """
     if times is None:
         return 0
     tokens = service.prompt_tokens + service.output_tokens
@@ -88,7 +95,7 @@ def expected_kv_bytes(service: ModelSpecView, times: StepTimes | None) -> int:
 
 
 def unserved_index(outcome: PlacementOutcome, service: str, alpha: float) -> float:
-    """Equation 6: requests that miss their SLO, then the normalised latency."""
+    """Returns equation 6: requests that miss their SLO plus weighted normalised latency."""
     return outcome.unserved.get(service, 0) + alpha * outcome.normalized_latency.get(service, 0.0)
 
 
@@ -96,14 +103,17 @@ def unserved_index(outcome: PlacementOutcome, service: str, alpha: float) -> flo
 
 
 def group_partition(problem: Problem, size: int) -> list[Group]:
-    """Groups of one size; where that is too small for some services, two groups are merged, again
-    and again, until those find a place in a trial allocation (§4.1, the second heuristic)."""
+    """Returns groups of one size, some merged if services are too large for that size.
+
+    Two groups at a time are merged until a trial allocation places these services (§4.1, second
+    heuristic).
+    """
     made = groups.uniform_groups(problem.devices, size)
     large = [m for m in problem.models if not _fits_alone(made, m)]
     while True:
         smallest_first = sorted(made, key=lambda g: g.mesh.size)
-        homeless = groups.first_homeless([Group(g.mesh) for g in smallest_first], large)
-        if homeless is None or not _merge(made, homeless):
+        unplaced = groups.first_unplaced([Group(g.mesh) for g in smallest_first], large)
+        if unplaced is None or not _merge(made, unplaced):
             return made
 
 
@@ -112,7 +122,7 @@ def _fits_alone(made: Sequence[Group], model: ModelSpecView) -> bool:
 
 
 def _merge(made: list[Group], model: ModelSpecView) -> bool:
-    """Merge the two smallest neighbours that make a group of a size the model can use."""
+    """Merges the two smallest neighbours whose total size the model can use. False: none."""
     pairs = sorted(_neighbours(made), key=lambda pair: (made[pair].mesh.size, pair))
     for i in pairs:
         merged = Mesh(
@@ -128,7 +138,7 @@ def _merge(made: list[Group], model: ModelSpecView) -> bool:
 
 
 def _neighbours(made: Sequence[Group]) -> Iterator[int]:
-    """Indices of groups that are followed by one of the same size and node."""
+    """Yields the indices of groups that are followed by one of the same size and node."""
     for i, (left, right) in enumerate(pairwise(made)):
         if left.mesh.size == right.mesh.size and left.mesh.node == right.mesh.node:
             yield i
@@ -138,8 +148,11 @@ def _neighbours(made: Sequence[Group]) -> Iterator[int]:
 
 
 def next_interval(last_s: float, real: float, estimated: float, beta: float = 0.1) -> float:
-    """Equation 8: shorter where the estimate was off by more than `beta` of itself, else longer; an
-    error of exactly `beta` changes nothing."""
+    """Returns the next replacement interval (equation 8).
+
+    It is shorter if the estimate's relative error exceeds `beta`, longer if the error is below, and
+    the same if it is equal.
+    """
     error = abs(real - estimated)
     if error == beta * abs(estimated) and estimated != 0:
         return last_s

@@ -1,10 +1,10 @@
-"""ServerlessLLM (OSDI 2024): a model is loaded when requests come, where it starts soonest, and
-gives its GPU up when it is idle. GPUs are not shared: one instance each.
+"""ServerlessLLM (OSDI 2024): models are loaded on demand, on the GPU where they start soonest.
 
-§5 names three ways to start a model: load it on a free server; reclaim an instance that has been
-idle for its keep-alive; or, where its checkpoint is much closer to an occupied server, move the
-instance there away (live migration) and take its place. The least estimated start-up time wins.
-The Prism paper's published version compares against it.
+An idle model may lose its GPU. GPUs are not shared: one instance each. §5 has three ways to start a
+model: load it on a free server; reclaim an instance that has been idle for its keep-alive; or, if
+its checkpoint is much closer to an occupied server, move that server's instance away (live
+migration) and start there. The least estimated start-up time is chosen. The Prism paper's published
+version compares against it.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from prism.policies.data import (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A way to bring a model up."""
+    """Option to start a model."""
 
     startup_s: float
     devices: tuple[str, ...]
-    # What leaves these devices first.
+    # Models that leave these devices first.
     out: tuple[ModelView, ...] = ()
-    # Where it moves to; None: it is evicted.
-    refuge: str | None = None
+    # Device that the leaving model migrates to; None: models are evicted.
+    migrate_to: str | None = None
 
     @property
     def rank(self) -> tuple[float, int, tuple[str, ...], str]:
-        return (self.startup_s, len(self.out), self.devices, self.refuge or "")
+        return (self.startup_s, len(self.out), self.devices, self.migrate_to or "")
 
 
 @dataclass(slots=True)
 class StartPlan:
-    """A plan in the making."""
+    """Plan under construction."""
 
     view: ClusterView
     settings: Settings
-    # Device -> what is there, with what the actions so far change: one instance, or more that an
-    # operator has put there.
+    # Device -> its models after the actions so far: one instance, or more by an operator's command.
     held: dict[str, list[ModelView]]
     actions: list[Action] = field(default_factory=list)
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Start every model that requests wait for and that is nowhere, those with most waiting first;
-    wanted ones on free devices only; then, if the engines can serve replicas, give a second device
-    to models whose backlog is longer than what they run. Idle models stay until another one needs
-    their device."""
+    """Starts absent models with waiting requests, most waiting first.
+
+    Models that are only wanted are started on free devices only. If the engines can serve replicas,
+    models with more waiting than running requests get another device. Idle models stay until
+    another model needs their device.
+    """
     held: dict[str, list[ModelView]] = {}
     for model in view.models:
         for device in devices_of(model):
@@ -85,12 +86,12 @@ def _urgent(model: ModelView) -> bool:
 
 
 def _startup_s(model: ModelView, devices: tuple[str, ...]) -> float:
-    """The slowest rank decides; 0 where nothing is known."""
+    """Returns the start-up time of the slowest rank; 0 if unknown."""
     return max(model.startup_s.get(d, 0.0) for d in devices)
 
 
 def _groups(draft: StartPlan, model: ModelView) -> Iterator[tuple[str, ...]]:
-    """Devices that could hold the model: one of them, or `tp` in a row of one node."""
+    """Yields device groups that can hold the model: one device, or `tp` in a row of one node."""
     nodes: dict[str, list[GpuView]] = {}
     for gpu in sorted(draft.view.gpus, key=lambda g: g.name):
         nodes.setdefault(gpu.node if model.tp > 1 else gpu.name, []).append(gpu)
@@ -119,21 +120,21 @@ def _starts(draft: StartPlan, model: ModelView) -> Iterator[Start]:
         if all(_reclaimable(draft, m) for m in there.values()):
             yield Start(startup_s, devices, tuple(there.values()))
         elif len(there) == 1 and model.tp == 1:
-            yield from _displacing(draft, model, devices, next(iter(there.values())))
+            yield from _migrations(draft, model, devices, next(iter(there.values())))
 
 
 def _reclaimable(draft: StartPlan, model: ModelView) -> bool:
-    """Idle for its keep-alive, which is as long as it takes to load (§7.1)."""
+    """Returns True if the model has been idle for its keep-alive, which is its load time (§7.1)."""
     if model.state != "active" or model.never_evict or model.running or model.waiting:
         return False
     keep_alive_s = max(_startup_s(model, devices_of(model)), draft.settings.min_idle_s)
     return model.idle_s >= keep_alive_s
 
 
-def _displacing(
+def _migrations(
     draft: StartPlan, model: ModelView, devices: tuple[str, ...], other: ModelView
 ) -> Iterator[Start]:
-    """Live migration: `other` comes up on a free device first, then `model` takes its place."""
+    """Yields live migrations of `other` to a free device, after which `model` replaces it."""
     if other.state != "active" or other.tp > 1 or other.pinned_device is not None:
         return
     for gpu in draft.view.gpus:
@@ -144,14 +145,14 @@ def _displacing(
 
 
 def _begin(draft: StartPlan, model: ModelView, start: Start) -> None:
-    if start.refuge is not None:
+    if start.migrate_to is not None:
         (other,) = start.out
-        why = f"{model.name} starts sooner where it is: {start.startup_s:.2f} s"
-        draft.actions.append(Migrate(other.name, start.devices[0], start.refuge, why))
-        draft.held[start.refuge] = [other]
+        why = f"{model.name} starts sooner on its device: {start.startup_s:.2f} s"
+        draft.actions.append(Migrate(other.name, start.devices[0], start.migrate_to, why))
+        draft.held[start.migrate_to] = [other]
         return  # a later plan activates the model, once its device is free
     for other in start.out:
-        why = f"idle for {other.idle_s:.1f} s, its device is wanted for {model.name}"
+        why = f"idle for {other.idle_s:.1f} s, its device is needed for {model.name}"
         draft.actions.append(Evict(other.name, devices_of(other)[0], why))
     why = "requests wait" if model.waiting else "never_evict" if model.never_evict else "wanted"
     reason = f"{why}; starts soonest here: {start.startup_s:.2f} s"
@@ -161,7 +162,7 @@ def _begin(draft: StartPlan, model: ModelView, start: Start) -> None:
 
 
 def _scale_out(draft: StartPlan) -> None:
-    """One more instance for a model whose backlog exceeds what it runs, on free devices only."""
+    """Starts one more instance, on free devices, of each model with more waiting than running."""
     by_name: dict[str, list[ModelView]] = {}
     for model in draft.view.models:
         by_name.setdefault(model.name, []).append(model)

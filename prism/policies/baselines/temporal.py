@@ -1,8 +1,8 @@
 """Temporal sharing: one engine's step at a time, with the whole device.
 
-`fcfs` is what AlpaServe does for models in a group (AlpaServe §4.3; MuxServe §4.1 and SeaLLM §6.1
-run it so: "schedule LLMs with FCFS in a temporal manner, and batch each LLM with continuous
-batching").
+`fcfs` is AlpaServe's scheduling of models in a group (AlpaServe §4.3). MuxServe §4.1 and SeaLLM
+§6.1 evaluate it as: "schedule LLMs with FCFS in a temporal manner, and batch each LLM with
+continuous batching".
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from prism.policies.steps import (
 )
 
 WAIT = StepChoice((), math.inf)
-"""Nothing can run; asked again when something changes."""
+"""Choice if no step can run. The caller asks again when something changes."""
 
 
 def idle(view: DeviceStepView) -> bool:
-    """No engine executes anything, so that one may have the whole device."""
+    """Returns True if no engine is executing a step."""
     return not any(engine.busy for engine in view.engines)
 
 
 def next_job(engine: EngineStepView, kv_free_bytes: int) -> StepJob | None:
-    """The engine's next step under continuous batching: a prefill of what waits and has room,
-    oldest first, else a decode of all that run; None without either."""
+    """Returns the engine's next step under continuous batching, or None.
+
+    It is a prefill of waiting requests that fit, oldest first, else a decode of all running ones.
+    """
     room = engine.batch_max - len(engine.decode)
     admitted = fitting(engine.prefill[: max(0, room)], engine, kv_free_bytes)
     if admitted:
@@ -44,7 +46,7 @@ def next_job(engine: EngineStepView, kv_free_bytes: int) -> StepJob | None:
 def fitting(
     requests: Sequence[StepRequest], engine: EngineStepView, kv_free_bytes: int
 ) -> tuple[str, ...]:
-    """The first requests whose KV fits together."""
+    """Returns the ids of the first requests whose KV fits together."""
     chosen: list[str] = []
     for request in requests:
         kv_free_bytes -= request.kv_tokens * engine.token_bytes
@@ -59,14 +61,16 @@ def kv_free_bytes(view: DeviceStepView) -> int:
 
 
 def oldest_s(engine: EngineStepView) -> float:
-    """Arrival of the engine's oldest unfinished request; inf without any."""
+    """Returns the arrival of the engine's oldest unfinished request; infinity without any."""
     requests = (*engine.prefill, *engine.decode)
     return min((r.arrival_s for r in requests), default=math.inf)
 
 
 def fcfs(view: DeviceStepView, state: None) -> tuple[StepChoice, None]:
-    """The engine whose unfinished request is oldest runs until that one has ended; its other
-    requests are batched with it, those of other engines wait behind it."""
+    """Chooses the engine with the oldest unfinished request, until that request has ended.
+
+    The engine's other requests are batched with it. Other engines wait.
+    """
     if not idle(view):
         return WAIT, None
     free = kv_free_bytes(view)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from prism.policies.patience import A_MOMENT_S, patience_s
 
 from prism.policies.data import ClusterView
+from prism.policies.next_plan import MARGIN_S, next_plan_in_s
 from prism.policies.prism import plan
-from prism.policies.replicas import RATE_LOOK_S
+from prism.policies.replicas import RATE_INTERVAL_S
 from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summary, view
 
 
@@ -58,7 +58,7 @@ def quiet(draw: st.DrawFn) -> ClusterView:
 @settings(max_examples=400, deadline=None)
 @given(quiet(), st.floats(0.0, 0.99))
 def test_a_plan_holds_for_as_long_as_it_says(now: ClusterView, part: float) -> None:
-    patience = patience_s(now, SETTINGS)
+    patience = next_plan_in_s(now, SETTINGS)
     assert patience > 0
     seconds = 100.0 if math.isinf(patience) else patience
     assert plans(later(now, part * seconds)) == plans(now)
@@ -73,21 +73,23 @@ def test_who_waits_for_a_place_is_seated_when_one_may_leave(
 ) -> None:
     busy = active("busy", "g0", weight=60, idle_s=idle_s, owes_s=owes_s)
     now = view([busy, model("a", 60, waiting=1)], [gpu("g0", free_bytes=40)], rebalance=False)
-    assert patience_s(now, SETTINGS) == pytest.approx(seconds)
+    assert next_plan_in_s(now, SETTINGS) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("early_s", [1e-12, -1e-12])
 def test_a_look_that_comes_early_by_rounding_is_not_repeated_at_once(early_s: float) -> None:
     """Or times that differ in their last digit alone would have looks at other times."""
-    idle_s = SETTINGS.min_idle_s + A_MOMENT_S - early_s
+    idle_s = SETTINGS.min_idle_s + MARGIN_S - early_s
     models = [active("a", "g0", weight=60, idle_s=idle_s), model("b", 60, waiting=1)]
     now = view(models, [gpu("g0", free_bytes=40)], rebalance=False)
-    assert patience_s(now, SETTINGS) == pytest.approx(SETTINGS.idle_threshold_s - idle_s, abs=0.01)
+    assert next_plan_in_s(now, SETTINGS) == pytest.approx(
+        SETTINGS.idle_threshold_s - idle_s, abs=0.01
+    )
 
 
 def test_without_anybody_who_waits_there_is_no_hurry() -> None:
     now = view([active("a", "g0", idle_s=0.5), model("b")], [gpu("g0")], rebalance=False)
-    assert patience_s(now, SETTINGS) == math.inf
+    assert next_plan_in_s(now, SETTINGS) == math.inf
 
 
 def test_a_queue_gets_its_copy_when_it_has_lasted() -> None:
@@ -103,7 +105,7 @@ def test_a_queue_gets_its_copy_when_it_has_lasted() -> None:
         load_s=2.0,
     )
     now = view([hot], [gpu("g0"), gpu("g1")], rebalance=False)
-    assert patience_s(now, SETTINGS) == 1.75
+    assert next_plan_in_s(now, SETTINGS) == 1.75
     assert not plans(later(now, 1.7))
     assert plans(later(now, 1.75)) == [("activate", "a", "g1")]
 
@@ -114,6 +116,6 @@ def test_a_copy_without_room_is_tried_again_as_rates_come() -> None:
     hot = active("a", "g0", token_rate=9.0, waiting=5, oldest_wait_s=3.0, replicas_max=2)
     now = view([hot], [gpu("g0")], rebalance=False)
     assert not plans(now)
-    assert patience_s(now, SETTINGS) == RATE_LOOK_S
+    assert next_plan_in_s(now, SETTINGS) == RATE_INTERVAL_S
     alone = view([structs.replace(hot, replicas_max=1)], now.gpus, rebalance=False)
-    assert patience_s(alone, SETTINGS) == math.inf
+    assert next_plan_in_s(alone, SETTINGS) == math.inf
