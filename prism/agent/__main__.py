@@ -1,4 +1,4 @@
-"""`python -m prism.agent`."""
+"""Entry point of `python -m prism.agent`."""
 
 import sys
 

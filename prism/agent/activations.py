@@ -1,4 +1,4 @@
-"""What each activation took, stage by stage, and what a model answers when it is right."""
+"""Duration of each activation by stage, the trace of them, and fingerprints of models."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ TRACE_BYTES_MAX = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class ActivationRecord:
-    """`stages_s` in order, "total" last; `activated`: what the engine said."""
+    """Activation that succeeded."""
 
     model: str
     engine_id: str
-    stages_s: dict[str, float]
-    activated: Activated | None = None
+    stages_s: dict[str, float]  # in order, "total" last
+    activated: Activated | None = None  # the engine's message
 
 
 def stages_of(hosted: HostedModel, activated: Activated, now_s: float) -> dict[str, float]:
-    """The engine's own stages between the agent's: "engine" (until one was free), "shrink" (until
-    others had made room; tries that failed included), and "ready" (messages between the two)."""
+    """Returns the duration of each stage, those of the engine between those of the agent.
+
+    The agent's are "engine" (until an engine was free), "shrink" (until other engines had freed
+    memory, failed tries included) and "ready" (messages between agent and engine).
+    """
     inside_s = {name: s for name, s in activated.stages_s.items() if name != "total"}
     engine_s = activated.stages_s.get("total", 0.0)
     shrink_s = hosted.sent_s - hosted.asked_s + inside_s.pop("shrink", 0.0)
@@ -45,13 +48,13 @@ def stages_of(hosted: HostedModel, activated: Activated, now_s: float) -> dict[s
 
 
 class Fingerprints:
-    """What each model answered in its warm-up on an engine that had served nothing before."""
+    """Warm-up output of each model on a fresh engine, one that had served no model before."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def expected(self, model: str, is_fresh: bool) -> tuple[int, ...]:
-        """What to demand of an engine. A fresh one is the reference, so nothing is expected."""
+        """Returns the output that an engine must reproduce; () for a fresh one, the reference."""
         return () if is_fresh else self._known.get(model, ())
 
     def learn(self, model: str, fingerprint: tuple[int, ...], is_fresh: bool) -> None:
@@ -60,10 +63,11 @@ class Fingerprints:
 
 
 class TraceFile:
-    """Activations as Chrome trace events (chrome://tracing, ui.perfetto.dev).
+    """File of activations as Chrome trace events (chrome://tracing, ui.perfetto.dev).
 
-    The file stays a valid trace after every event: the format allows the closing bracket to be
-    missing. At TRACE_BYTES_MAX it starts again; the one before is kept beside it as `.1`.
+    The file is a valid trace after every event: the format does not require the closing bracket. At
+    TRACE_BYTES_MAX the file is renamed to `*.1` and a new one begins. Errors of the file are logged
+    and not raised.
     """
 
     def __init__(self, path: Path, device: str) -> None:
@@ -71,11 +75,11 @@ class TraceFile:
         self._device = device
 
     def add(self, record: ActivationRecord) -> None:
-        """Append; a file that cannot be written is logged and is no reason to fail."""
+        """Appends the stages of an activation."""
         self._append(_events(record, self._device, time.time() * 1e6))
 
     def note(self, name: str, engine_id: str, arguments: Mapping[str, object]) -> None:
-        """An event of one moment."""
+        """Appends an instant event."""
         event = {
             "name": name,
             "cat": "engine",
@@ -89,7 +93,7 @@ class TraceFile:
         self._append([event])
 
     def captured(self, engine_id: str, model: str, seconds: Sequence[float]) -> None:
-        """CUDA graphs that the engine captured since it last said so."""
+        """Appends an event for each CUDA graph that the engine captured, with its duration."""
         for duration_s in seconds:
             arguments = {"model": model, "seconds": round(duration_s, 3)}
             self.note("graph captured", engine_id, arguments)
@@ -108,7 +112,7 @@ class TraceFile:
 
 
 def trace_path(config: ClusterConfig, device: str) -> Path:
-    """Beside the logs, so that it is kept where they are."""
+    """Returns the path of a device's trace, in the folder of the logs."""
     return Path(config.run_dir) / "logs" / f"activations-{device.replace(':', '')}.trace.json"
 
 

@@ -283,7 +283,7 @@ class Agent:
             await asyncio.sleep(self._timing.tick_s)
 
     async def _sweep(self) -> None:
-        """Removes KV files that no engine fetched, from the folder that a machine's agents share."""
+        """Removes KV files that no engine fetched. All agents of a machine share the folder."""
         while True:
             remove_abandoned(Path(self._local.moves_dir))
             await asyncio.sleep(self._timing.sweep_s)

@@ -1,4 +1,4 @@
-"""What the state machine of models and engines does to the world."""
+"""Effects of the state machine of models and engines, on the agent's other parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentEffects:
-    """See `prism.agent.lifecycle.Effects`."""
+    """Implementation of `prism.agent.lifecycle.Effects`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class AgentEffects:
             try:
                 os.kill(engine.pid, signal.SIGKILL)
             except ProcessLookupError:
-                log.debug("%s had ended already", engine.id)
+                log.debug("%s has ended already", engine.id)
         self._device.reap()
 
     def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:

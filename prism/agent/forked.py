@@ -1,4 +1,4 @@
-"""A fork server that a process with ready imports forks for this agent (`engines/preloaded.py`)."""
+"""Fork server that was forked for this agent from preloaded imports (`engines/preloaded.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _RETRY_S = 0.1
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """As much of `asyncio.subprocess.Process` as is needed. It is killed when `link` is closed, so
-    it dies with this process."""
+    """Process that is not a child of this one, with a part of `asyncio.subprocess.Process`.
+
+    The process is killed when `link` is closed, so it ends with this process.
+    """
 
     pid: int
     stdin: asyncio.WriteTransport
@@ -27,16 +29,19 @@ class ForkedProcess:
 
     @classmethod
     async def start(cls, path: Path) -> ForkedProcess:
-        """Waits while nobody listens at `path`, or the imports take their time. Each try has pipes
-        of its own: those of a fork server that nobody heard of are closed, and it ends."""
+        """Requests a fork at the socket `path` until that succeeds.
+
+        Waits while no process listens there or its imports are not finished. Each try has its own
+        pipes. If a try fails after the fork, its pipes are closed, so that fork server ends.
+        """
         while True:
             try:
-                return await cls._asked(path)
+                return await cls._try_start(path)
             except (OSError, ValueError):
                 await asyncio.sleep(_RETRY_S)
 
     @classmethod
-    async def _asked(cls, path: Path) -> ForkedProcess:
+    async def _try_start(cls, path: Path) -> ForkedProcess:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             theirs_in, ours_in = os.pipe()
@@ -47,7 +52,7 @@ class ForkedProcess:
             with ExitStack() as unless_forked:
                 unless_forked.enter_context(reading)
                 unless_forked.enter_context(writing)
-                pid, pidfd, link = await _ask(path, [theirs_in, theirs_out, 2])
+                pid, pidfd, link = await _request_fork(path, [theirs_in, theirs_out, 2])
                 unless_forked.pop_all()
             stdout = asyncio.StreamReader()
             protocol = asyncio.StreamReaderProtocol(stdout)
@@ -56,13 +61,13 @@ class ForkedProcess:
             return cls(pid, stdin, stdout, link, pidfd)
 
     def kill(self) -> None:
-        """Raises ProcessLookupError when it has ended."""
+        """Sends SIGKILL. Raises ProcessLookupError if the process has ended."""
         if self.ended:
             raise ProcessLookupError
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Until it has ended. How, only its parent knows: 0."""
+        """Waits for the end of the process. Returns 0: only its parent gets the exit status."""
         if not self.ended:
             await _readable(self.pidfd)
             self.ended = True
@@ -71,8 +76,11 @@ class ForkedProcess:
         return 0
 
 
-async def _ask(path: Path, descriptors: list[int]) -> tuple[int, int, socket.socket]:
-    """(pid, pidfd, link) of the fork server. Raises OSError or ValueError if who is asked dies."""
+async def _request_fork(path: Path, descriptors: list[int]) -> tuple[int, int, socket.socket]:
+    """Returns (pid, pidfd, link) of the fork server.
+
+    Raises OSError or ValueError if the process at `path` ends before it answers.
+    """
     loop = asyncio.get_running_loop()
     with ExitStack() as unless_forked:
         link = unless_forked.enter_context(socket.socket(socket.AF_UNIX))
@@ -80,9 +88,9 @@ async def _ask(path: Path, descriptors: list[int]) -> tuple[int, int, socket.soc
         await loop.sock_connect(link, str(path))
         socket.send_fds(link, [b"."], descriptors)
         await _readable(link.fileno())
-        said, (pidfd,), _, _ = socket.recv_fds(link, 64, 1)
+        pid, (pidfd,), _, _ = socket.recv_fds(link, 64, 1)
         unless_forked.pop_all()
-        return int(said), pidfd, link
+        return int(pid), pidfd, link
 
 
 async def _readable(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the fork server, a child process, running and the engine pool at its size."""
+"""Supervisor of a fork server process, which starts engines until the pool has its size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STARTS_MAX = 3
 
 
 class ForkServerClient:
-    """One fork server process. It ends with its stdin, and its engines with it."""
+    """Client of one fork server process, which ends with its stdin, as do its engines."""
 
     def __init__(self, process: Process | ForkedProcess) -> None:
         self._process = process
@@ -53,8 +53,16 @@ class ForkServerClient:
         preloaded: Path | None = None,
         python: str = sys.executable,
     ) -> ForkServerClient:
-        """`ForkServerReady` is its first event. `preloaded`: the socket of what forks it, which is
-        waited for; None: it imports by itself, in `python`."""
+        """Starts a fork server, whose first event is `ForkServerReady`.
+
+        Args:
+            adapter: the engine adapter to import.
+            config_path: the resolved cluster.json.
+            device: the device's local name.
+            preloaded: socket of the process to fork the server from. None starts a new interpreter,
+                which does the imports itself.
+            python: the interpreter for that.
+        """
         if preloaded is not None:
             return cls(await ForkedProcess.start(preloaded))
         process = await asyncio.create_subprocess_exec(
@@ -79,13 +87,13 @@ class ForkServerClient:
         return self._process.pid
 
     def fork(self, order: ForkEngine) -> None:
-        """Order one more engine. A fork server that has just died shows in `event`."""
+        """Orders one more engine. If the fork server has ended, only `event` reports that."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
     async def event(self) -> FromForkServer | None:
-        """The next event; None when the fork server has ended."""
+        """Returns the next event, or None if the fork server has ended."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -93,7 +101,7 @@ class ForkServerClient:
                 if not line:
                     return None
                 event: FromForkServer = self._decoder.decode(line)
-            # ValueError: the line is longer than asyncio's bound
+            # ValueError: the line exceeds asyncio's limit.
             except (*MALFORMED_ERRORS, ValueError) as error:
                 count_malformed()
                 log.warning("dropped a malformed line of the fork server: %s", error)
@@ -101,12 +109,15 @@ class ForkServerClient:
                 return event
 
     def kill(self) -> None:
-        """And its engines with it; `event` shows the end."""
+        """Kills the fork server and its engines. `event` then returns None."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def stop(self, timeout_s: float) -> int:
-        """End it and its engines, after `timeout_s` with SIGKILL. Returns its status."""
+        """Ends the fork server and its engines, after `timeout_s` with SIGKILL.
+
+        Returns its exit status.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -121,10 +132,10 @@ Start = Callable[[], Coroutine[Any, Any, ForkServerClient]]
 
 
 class ForkServerSupervisor:
-    """One adapter's fork server. One that ends is started again; engines that end are replaced. One
-    that hangs is ended when it is needed: the engines that it has forked do without it.
+    """Supervisor of one adapter's fork server.
 
-    Raises EngineError from `run` when it ends STARTS_MAX times in a row before it is ready.
+    A fork server that ends is started again, and engines that end are replaced. A fork server that
+    hangs is killed only if it does not fork in time, because its engines do not need it.
     """
 
     def __init__(
@@ -139,11 +150,15 @@ class ForkServerSupervisor:
         self._client: ForkServerClient | None = None
         self._hung: ForkServerClient | None = None
         self._ready = False
-        self._stillborn = 0
+        self._failed_starts = 0  # engines in a row that ended before they were ready
         self._fork_at_s = float("-inf")
         self._started_s = 0.0
 
     async def run(self) -> None:
+        """Raises EngineError if the fork server ends STARTS_MAX times in a row before it is ready.
+
+        Does not return otherwise.
+        """
         failures = 0
         while failures < STARTS_MAX:
             self._client, self._started_s = await self._start(), self._now_s()
@@ -154,10 +169,10 @@ class ForkServerSupervisor:
                 engine.ended = True  # engines die with their fork server
                 self._lifecycle.engine_died(engine.id, "the fork server ended", by_request=False)
             await asyncio.sleep(self._timing.fork_retry_s)
-        raise EngineError("the fork server ends before it is ready; its messages are above")
+        raise EngineError("the fork server ends before it is ready; see its messages above")
 
     async def _follow(self, client: ForkServerClient) -> bool:
-        """Its events until it ends; whether it ever was ready."""
+        """Handles events until the fork server ends. Returns whether it was ever ready."""
         was_ready = False
         while (event := await client.event()) is not None:
             was_ready = was_ready or isinstance(event, ForkServerReady)
@@ -183,8 +198,8 @@ class ForkServerSupervisor:
         if engine is not None:
             engine.pid = pid
             return
-        # It was given up, and perhaps replaced, before it had a process that could be killed.
-        log.warning("%s (pid %d) comes too late", engine_id, pid)
+        # The engine was removed, and perhaps replaced, before its pid was known.
+        log.warning("%s (pid %d) was forked too late and is killed", engine_id, pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -193,31 +208,33 @@ class ForkServerSupervisor:
         if engine is not None and engine.state is EngineState.STARTING:
             self._pause_forks()
         else:
-            self._stillborn = 0
+            self._failed_starts = 0
         if engine is not None:
             engine.ended = True
         self._lifecycle.engine_died(engine_id, f"it ended with status {status}")
         self.tick()
 
     def _pause_forks(self) -> None:
-        """Its successor would most likely end as it did: not at once, and ever later."""
-        pause_s = self._timing.fork_retry_s * 2.0**self._stillborn
+        """Delays the next fork, exponentially: a successor would probably end the same way."""
+        pause_s = self._timing.fork_retry_s * 2.0**self._failed_starts
         self._fork_at_s = self._now_s() + min(pause_s, self._timing.fork_retry_max_s)
-        self._stillborn += 1
+        self._failed_starts += 1
 
     def tick(self) -> None:
-        """Order the engines that are missing. REQUIRES: the agent's own absence is forgiven."""
-        self._end_if_hung()
+        """Orders missing engines. REQUIRES: `Lifecycle.tick` has discounted own suspensions."""
+        self._kill_if_hung()
         if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
             return
-        while self._pool.is_short and (kind := self._lifecycle.wanted(self._adapter)) is not None:
+        while self._pool.is_short:
+            if (kind := self._lifecycle.next_kind(self._adapter)) is None:
+                break
             engine = self._pool.create(self._now_s(), kind)
             self._client.fork(ForkEngine(engine.id, engine.sm_percent, kind.peers))
 
     def _engines(self) -> list[EngineProcess]:
         return [engine for engine in self._pool if engine.kind.adapter == self._adapter]
 
-    def _end_if_hung(self) -> None:
+    def _kill_if_hung(self) -> None:
         now_s = self._now_s()
         unforked = [now_s - engine.seen_s for engine in self._engines() if not engine.pid]
         too_late = max(unforked, default=0.0) > self._timing.fork_answer_s

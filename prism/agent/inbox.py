@@ -1,4 +1,4 @@
-"""Messages from engines, the scheduler and frontends, each to the part that handles it."""
+"""Receivers of messages from engines, the scheduler, frontends and other agents."""
 
 from __future__ import annotations
 
@@ -48,8 +48,12 @@ log = logging.getLogger(__name__)
 
 
 class EngineInbox:
-    """What engines say. Messages of engines that are dead to us are dropped. `on_evicted`: memory
-    has just come free."""
+    """Receiver of engines' messages. Messages of engines that were removed are dropped.
+
+    Args:
+        on_evicted: called when a model was evicted, so memory is free.
+        trace: receives captured CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -109,14 +113,18 @@ class EngineInbox:
                 known = len(engine.status.captures_s) if engine.status is not None else 0
                 self._trace.captured(engine.id, engine.model, status.captures_s[known:])
             engine.status = status
-            self._state.requests.status_came(engine.id)
+            self._state.requests.mark_usage_reported(engine.id)
             self._state.models.totals(engine.model).observe(status)
             if self._state.requests.has_waiting:
                 self._serving.wake()
 
 
 class OrderInbox:
-    """What the scheduler orders. on_drain: (timeout in seconds, action to answer)."""
+    """Receiver of the cluster scheduler's orders.
+
+    Args:
+        on_drain: called with (timeout in seconds, id of the action to answer).
+    """
 
     def __init__(
         self,
@@ -157,7 +165,7 @@ class OrderInbox:
                 self._on_drain(timeout_s, action_id)
 
     def _trim(self, order: TrimModel) -> None:
-        """The engine of one model, or of all active ones."""
+        """Flushes the engine of one model, or of all active models."""
         hosted = self._models.hosted.values()
         names = [order.model] if order.model else [each.name for each in hosted]
         active = [found for name in names if (found := self._models.active(name)) is not None]
@@ -175,8 +183,12 @@ class OrderInbox:
 
 
 class CancelInbox:
-    """What frontends cancel, which of them the launcher saw end (`on_gone(frontend id)`), and KV
-    from other machines (`on_kv`)."""
+    """Receiver of messages from frontends, launchers and agents of other machines.
+
+    Args:
+        on_gone: called with the id of a frontend whose end the launcher reports.
+        on_kv: called with messages about KV from other machines.
+    """
 
     def __init__(
         self,
@@ -195,7 +207,7 @@ class CancelInbox:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def bind(self) -> None:
-        """Take the addresses, from a predecessor as well."""
+        """Binds the addresses, taking them from a predecessor if necessary."""
         for endpoint in self._endpoints:
             self._channel.bind(endpoint)
 
@@ -210,14 +222,14 @@ class CancelInbox:
                 task.add_done_callback(self._tasks.discard)
             else:
                 self._on_kv(message)
-                await asyncio.sleep(0)  # a part keeps the loop for a while
+                await asyncio.sleep(0)  # a part takes long enough to delay other tasks
 
     def close(self) -> None:
         self._channel.close()
 
 
 def _local(order: AgentCommand) -> AgentCommand:
-    """Ranks of a model are on this machine, and have its own names."""
+    """Returns the order with its peers' local names: all ranks are on this machine."""
     if isinstance(order, ActivateModel):
         return msgspec.structs.replace(order, peers=tuple(map(local_name, order.peers)))
     return order

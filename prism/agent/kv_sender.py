@@ -1,7 +1,7 @@
-"""KV of running requests to the agent of another machine, part by part.
+"""Sender of running requests' KV to the agent of another machine, part by part.
 
-The target acknowledges each part, and at last says where the file lies there. Nothing depends on
-it: KV that is not there in time is computed again.
+The target acknowledges each part, and after the last one names the file's path there. Nothing
+depends on a transfer: KV that does not arrive in time is computed again.
 """
 
 from __future__ import annotations
@@ -22,68 +22,78 @@ from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
 from prism.tasks import cancel_all
 
-PART_BYTES = 256 << 10  # copied in a turn of the loop, and encrypted in about half a millisecond
+PART_BYTES = 256 << 10  # read without a pause of the loop; encrypted in about half a millisecond
 UNACKNOWLEDGED_BYTES_MAX = 16 * PART_BYTES
-# A file has to be there after LEAST_S and SLACK times as long as the network takes for it.
+# Time limit of a transfer: LEAST_S + SLACK * (time that the network needs for the file).
 LEAST_S, SLACK = 2.0, 4.0
 
 log = logging.getLogger(__name__)
 
-GoOn = Callable[[Request], None]
+OnMoved = Callable[[Request], None]
 
 
 class _Transfer:
     def __init__(self) -> None:
         self.answer = KvTaken("")
-        self.news = asyncio.Event()
+        self.answered = asyncio.Event()
 
 
 class KvSender:
-    """One file at a time, so that each has the network to itself. For one event loop. device: whose
-    agent this is. wanted: whether a request has not ended meanwhile."""
+    """Sender of one file at a time, so that each has the full network rate. For one event loop.
 
-    def __init__(self, peers: PeerLinks, device: str, wanted: Callable[[Request], bool]) -> None:
+    Args:
+        is_wanted: returns False for a request that has ended meanwhile.
+    """
+
+    def __init__(self, peers: PeerLinks, device: str, is_wanted: Callable[[Request], bool]) -> None:
         self._peers = peers
         self._device = device
-        self._wanted = wanted
-        self._turn = asyncio.Lock()
+        self._is_wanted = is_wanted
+        self._network = asyncio.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, requests: Sequence[Request], target: str, go_on: GoOn) -> None:
-        """Requests with KV in files. Each goes on as soon as that is on the machine of `target`, or
-        without KV: if it does not come in time, so do all behind it. The files here go."""
-        task = asyncio.create_task(self._send_all(list(requests), target, go_on))
+    def begin(self, requests: Sequence[Request], target: str, on_moved: OnMoved) -> None:
+        """Starts to send the KV files of requests to the machine of `target`.
+
+        `on_moved` is called with each request as soon as its file is there. After an error or a
+        timeout it is called with this request and all following ones without KV. The local files
+        are removed.
+        """
+        task = asyncio.create_task(self._send_all(list(requests), target, on_moved))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def answered(self, answer: KvTaken) -> None:
-        """Answers about files that are not on their way any more are ignored."""
+        """Handles an answer. Answers about files that are not being sent are ignored."""
         if (transfer := self._transfers.get(answer.name)) is not None:
             transfer.answer = answer
-            transfer.news.set()
+            transfer.answered.set()
 
     async def close(self) -> None:
-        """What has not come goes on without KV."""
+        """Stops all transfers. Their requests move without KV."""
         await cancel_all(self._tasks)
 
-    async def _send_all(self, left: list[Request], target: str, go_on: GoOn) -> None:
+    async def _send_all(self, left: list[Request], target: str, on_moved: OnMoved) -> None:
         try:
             while left:
-                async with self._turn:
+                async with self._network:
                     path = await self._send(left[0], target)
-                go_on(_with_kv(left.pop(0), path, target))
+                on_moved(_with_kv(left.pop(0), path, target))
         except (OSError, TimeoutError) as error:
-            why = str(error) or "it did not come in time"
+            why = str(error) or "it did not arrive in time"
             log.warning("KV of %d requests is computed again on %s: %s", len(left), target, why)
             self._peers.drop(target)
         finally:
             for request in left:
                 _remove(_path_of(request))
-                go_on(_with_kv(request, "", target))
+                on_moved(_with_kv(request, "", target))
 
     async def _send(self, request: Request, target: str) -> str:
-        """Where it lies there; "" where it is not wanted any more. Raises OSError, TimeoutError."""
+        """Sends one file and returns its path on the target, or "" if the request has ended.
+
+        Raises OSError or TimeoutError.
+        """
         path = _path_of(request)
         try:
             with path.open("rb", buffering=0) as file:
@@ -98,7 +108,7 @@ class KvSender:
         name, sent_bytes, began_s = _path_of(request).name, 0, time.monotonic()
         transfer = self._transfers[name] = _Transfer()
         try:
-            while not transfer.answer.path and self._wanted(request):
+            while not transfer.answer.path and self._is_wanted(request):
                 open_bytes = sent_bytes - transfer.answer.taken_bytes
                 if sent_bytes < size_bytes and open_bytes < UNACKNOWLEDGED_BYTES_MAX:
                     part = KvPart(self._device, name, size_bytes, sent_bytes, file.read(PART_BYTES))
@@ -106,8 +116,8 @@ class KvSender:
                     sent_bytes += len(part.data)
                     await asyncio.sleep(0)
                 else:
-                    await transfer.news.wait()
-                transfer.news.clear()
+                    await transfer.answered.wait()
+                transfer.answered.clear()
                 if transfer.answer.problem:
                     raise ConnectionError(transfer.answer.problem)
             return transfer.answer.path
@@ -123,7 +133,7 @@ def _path_of(request: Request) -> Path:
 
 
 def _with_kv(request: Request, path: str, device: str) -> Request:
-    """path: on the machine of `device`; empty: it is computed again."""
+    """Returns the request with the path of its KV on `device`'s machine; "" removes its KV."""
     resume = request.resume
     assert resume is not None
     if path:

@@ -1,6 +1,6 @@
-"""Models come and go, engines start and die: the state machine behind the scheduler's orders.
+"""State machine of the device's models and engines, which carries out the scheduler's orders.
 
-Step-driven: messages and `tick` move it; it owns no task, and its effects are `Effects`.
+Step-driven: its inputs are messages and `tick`, its outputs are calls of `Effects`. Owns no task.
 """
 
 from __future__ import annotations
@@ -27,38 +27,47 @@ log = logging.getLogger(__name__)
 
 
 class Effects(Protocol):
-    """What the state machine does to the world. None of it blocks."""
+    """Effects of the state machine. None of them blocks."""
 
     def send(self, engine_id: str, message: ToEngine) -> bool: ...
 
-    def move_running(self, hosted: HostedModel, targets: tuple[str, ...]) -> None: ...
+    def move_running(self, hosted: HostedModel, targets: tuple[str, ...]) -> None:
+        """Stops the model's running requests, which resume on one of the target devices."""
 
     def kill(self, engine: EngineProcess) -> None:
-        """SIGKILL its process, and free what the ledger holds for dead ones."""
+        """Kills the process with SIGKILL and frees the memory of dead processes in the ledger."""
 
     def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:
-        """Its requests fail. `by_request`: one of them may be to blame. Whether one is."""
+        """Fails the engine's requests. Returns whether one of them caused its death.
+
+        Args:
+            by_request: whether one of the requests may be the cause.
+        """
 
     def engine_load(self, engine_id: str) -> int:
-        """Requests that run on it."""
+        """Returns the number of requests that run on the engine."""
 
     def reclaim(self, need_bytes: int, for_engine: str) -> None: ...
 
     def answer(self, result: ActionResult) -> None: ...
 
     def record(self, activation: ActivationRecord) -> None:
-        """A model became active."""
+        """Records that a model became active."""
 
     def replaced(self, engine: EngineProcess, model: str, why: str) -> None:
-        """It is about to make way for a fresh one."""
+        """Records that an engine is being replaced by a fresh one."""
 
     def changed(self) -> None:
-        """A model's or an engine's state is another one."""
+        """Handles a change of a model's or an engine's state."""
 
 
 class Lifecycle:
-    """Not thread-safe. max_running: requests an engine may run at once. import_s: how long its
-    fork server's imports took, which an engine in a fresh process does again."""
+    """State machine. Not thread-safe.
+
+    Args:
+        max_running: requests that an engine may run at once.
+        drain_timeout_s: time for requests to end before their model is evicted.
+    """
 
     def __init__(
         self,
@@ -77,11 +86,15 @@ class Lifecycle:
         self._fingerprints = Fingerprints()
         self._ticked_s = self._now_s()
         self.import_s = 0.0
+        """Duration of the fork servers' imports, which an engine in a new process does again."""
 
     # --- the scheduler's orders -------------------------------------------------------------
 
     def activate(self, order: ActivateModel) -> None:
-        """Answered when it is active or has failed. Active already: only its limit is set."""
+        """Activates a model, or only sets its limit if it is active already.
+
+        The order is answered when the model is active or has failed.
+        """
         hosted = self._models.hosted.get(order.model.name)
         if hosted is None or hosted.state is ModelState.FAILED:
             limit_bytes = order.kv_limit_bytes
@@ -97,14 +110,14 @@ class Lifecycle:
             self._set_limit(hosted, order)
 
     def evict(self, order: EvictModel) -> None:
-        """Answered when the model is gone. A model that is not here is gone already."""
+        """Evicts a model. The order is answered when the model is not here any more."""
         hosted = self._models.hosted.get(order.model)
         if hosted is None or hosted.state is ModelState.FAILED:
             self._models.hosted.pop(order.model, None)
             self._effects.changed()
             self._answer(order.action_id)
         elif hosted.state is ModelState.ACTIVATING:
-            self._answer(order.action_id, f"{hosted.name} is being activated: evict it afterwards")
+            self._answer(order.action_id, f"{hosted.name} is being activated: evict it after that")
         else:
             hosted.actions.append(order.action_id)
             if order.move_running and hosted.state is ModelState.ACTIVE:
@@ -129,13 +142,13 @@ class Lifecycle:
             self._effects.changed()
         self._deactivate_when_idle(hosted)
 
-    # --- what engines say -------------------------------------------------------------------
+    # --- messages of engines ----------------------------------------------------------------
 
     def engine_ready(self, engine: EngineProcess) -> None:
-        """It said hello: it can serve any model."""
+        """Handles an engine's hello: it is free."""
         engine.become(EngineState.FREE, self._now_s())
         self._effects.changed()
-        self._place_those_waiting()
+        self._place_waiting()
 
     def activated(self, engine: EngineProcess, message: Activated) -> None:
         hosted = self._models.on_engine(engine.id)
@@ -146,16 +159,16 @@ class Lifecycle:
         now_s = self._now_s()
         hosted.activation_s = now_s - engine.since_s
         hosted.state, hosted.error, hosted.memory_tries = ModelState.ACTIVE, "", 0
-        self._note_activation(hosted, engine, message)
+        self._record_activation(hosted, engine, message)
         engine.become(EngineState.ACTIVE, now_s, hosted.name)
         engine.activated = message
         if hosted.kv_limit_bytes != hosted.sent_limit_bytes:
             self._effects.send(engine.id, SetLimit(hosted.kv_limit_bytes))
         log.info("%s serves %s after %.3f s", engine.id, hosted.name, hosted.activation_s)
         self._effects.changed()
-        self._settle(hosted)
+        self._answer_actions(hosted)
 
-    def _note_activation(
+    def _record_activation(
         self, hosted: HostedModel, engine: EngineProcess, message: Activated
     ) -> None:
         hosted.stages_s = stages_of(hosted, message, self._now_s())
@@ -167,8 +180,12 @@ class Lifecycle:
         self._effects.record(ActivationRecord(hosted.name, engine.id, hosted.stages_s, message))
 
     def activation_failed(self, engine: EngineProcess, message: ActivationFailed) -> None:
-        """For lack of memory: others give their idle memory back, and it is tried again. For a
-        failed self-check on a reused engine: that one is replaced, and a fresh one is tried."""
+        """Handles a failed activation.
+
+        After a lack of memory, idle memory is reclaimed from other engines and the activation is
+        tried again. After a failed self-check on a used engine, that engine is replaced and the
+        activation is tried on a fresh one.
+        """
         hosted = self._models.on_engine(engine.id)
         if message.needs_fresh_engine and hosted is not None and not engine.is_fresh:
             hosted.needs_fresh = True
@@ -186,26 +203,31 @@ class Lifecycle:
         else:
             hosted.broken = message.missing_bytes == 0
             self._fail(hosted, message.message)
-        self._place_those_waiting()
+        self._place_waiting()
 
     def deactivated(self, engine: EngineProcess, message: Deactivated) -> None:
         hosted = self._models.on_engine(engine.id)
         if hosted is not None and hosted.state is ModelState.DRAINING:
             del self._models.hosted[hosted.name]
-            log.info("%s gave %s up in %.3f s", engine.id, hosted.name, message.seconds)
+            log.info("%s evicted %s in %.3f s", engine.id, hosted.name, message.seconds)
         engine.become(EngineState.FREE, self._now_s())
         self._effects.changed()
         if hosted is not None:
-            self._settle(hosted)
-        self._place_those_waiting()
+            self._answer_actions(hosted)
+        self._place_waiting()
 
     # --- deaths -----------------------------------------------------------------------------
 
     def engine_died(self, engine_id: str, why: str, by_request: bool = True) -> None:
-        """Its requests fail, its model goes to another engine, at most `revives_max` times in
-        `revive_window_s`. Unknown ids (killed by us before) are ignored. `by_request`: one of its
-        requests may be to blame; if one is, then neither this death nor the one that made it a
-        suspect counts."""
+        """Removes a dead engine, fails its requests and activates its model on another engine.
+
+        A model whose engines died more than `revives_max` times in `revive_window_s` fails instead.
+        If one of the requests caused the death, neither this death nor the one that made the
+        request a suspect counts. Unknown ids (engines that this agent removed) are ignored.
+
+        Args:
+            by_request: whether one of its requests may be the cause.
+        """
         engine = self._pool.remove(engine_id)
         if engine is None:
             return
@@ -217,7 +239,7 @@ class Lifecycle:
         explained = self._effects.engine_lost(engine.id, why, by_request)
         if hosted is not None:
             self._count_death(hosted, explained, made_suspects)
-            self._leave_dead(hosted)
+            self._recover_model(hosted)
         self._effects.changed()
 
     def _count_death(self, hosted: HostedModel, explained: bool, made_suspects: bool) -> None:
@@ -232,12 +254,12 @@ class Lifecycle:
             hosted.deaths_s.remove(hosted.suspects_s)
         hosted.suspects_s = None
 
-    def _leave_dead(self, hosted: HostedModel) -> None:
+    def _recover_model(self, hosted: HostedModel) -> None:
         hosted.engine_id = ""
         now_s = self._now_s()
         if hosted.state is ModelState.DRAINING:
             del self._models.hosted[hosted.name]
-            self._settle(hosted)
+            self._answer_actions(hosted)
             return
         if len(hosted.deaths_s) > self._timing.revives_max:
             self._fail(hosted, f"its engines died {len(hosted.deaths_s)} times in a row")
@@ -246,43 +268,48 @@ class Lifecycle:
         self._place(hosted)
 
     def replace(self, engine: EngineProcess, why: str) -> None:
-        """It makes way for a fresh one. Its model stays: requests that run leave the engine with
-        what they have, at most `export_s` long, and go on where it comes up again."""
-        if engine.condemned:
+        """Replaces an engine by a fresh one and activates its model again.
+
+        Running requests leave the engine with their output, for `export_s` at most, and resume
+        where the model becomes active.
+        """
+        if engine.replace_reason:
             return
         log.warning("%s (pid %d) is replaced: %s", engine.id, engine.pid, why)
-        engine.condemned, engine.condemned_s = why, self._now_s()
+        engine.replace_reason, engine.replace_since_s = why, self._now_s()
         hosted = self._models.on_engine(engine.id)
         self._effects.replaced(engine, hosted.name if hosted else "", why)
         if hosted is not None and hosted.state is ModelState.ACTIVE:
             hosted.state, hosted.since_s = ModelState.ACTIVATING, self._now_s()
             self._effects.send(engine.id, Export())
             self._effects.changed()
-        self._end_condemned()
+        self._end_replaced()
 
-    def _end_condemned(self) -> None:
+    def _end_replaced(self) -> None:
         for engine in self._pool:
-            overdue = self._now_s() - engine.condemned_s > self._timing.export_s
-            if engine.condemned and (overdue or not self._effects.engine_load(engine.id)):
-                self.engine_died(engine.id, engine.condemned, by_request=False)
+            overdue = self._now_s() - engine.replace_since_s > self._timing.export_s
+            if engine.replace_reason and (overdue or not self._effects.engine_load(engine.id)):
+                self.engine_died(engine.id, engine.replace_reason, by_request=False)
 
     # --- time -------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Looks at time limits; call it every `tick_s`."""
-        self._forgive_own_absence()
+        """Checks time limits. Call it every `tick_s`."""
+        self._discount_own_suspension()
         self._kill_silent_engines()
-        self._end_condemned()
+        self._end_replaced()
         for hosted in list(self._models.hosted.values()):
             if hosted.state is ModelState.DRAINING:
                 self._deactivate_when_idle(hosted)
             elif hosted.state is ModelState.FAILED:
                 self._forget_when_old(hosted)
-        self._place_those_waiting()
+        self._place_waiting()
 
-    def _forgive_own_absence(self) -> None:
-        """If ticks are far apart, the agent itself was suspended (SIGSTOP, the machine): engines'
-        silence during the gap does not count."""
+    def _discount_own_suspension(self) -> None:
+        """Excludes a gap between ticks from the silence of engines.
+
+        A gap means that this process was suspended (SIGSTOP, or the whole machine).
+        """
         now_s = self._now_s()
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         if away_s > self._timing.away_s:
@@ -315,7 +342,7 @@ class Lifecycle:
 
     # --- engines for models -----------------------------------------------------------------
 
-    def _place_those_waiting(self) -> None:
+    def _place_waiting(self) -> None:
         for hosted in list(self._models.hosted.values()):
             if not hosted.needs_engine:
                 continue
@@ -325,7 +352,7 @@ class Lifecycle:
                 self._place(hosted)
 
     def _place(self, hosted: HostedModel) -> None:
-        """On a free engine; without one, as soon as one that starts is ready."""
+        """Starts the activation on a free engine, or lets the model wait for one that starts."""
         engine = self._pool.free(self._kind_for(hosted), hosted.needs_fresh)
         if engine is None:
             self._wait_or_fail(hosted)
@@ -335,7 +362,7 @@ class Lifecycle:
         hosted.asked_s = hosted.asked_s or hosted.sent_s
         engine.become(EngineState.ACTIVATING, hosted.sent_s, hosted.name)
         self._models.totals(hosted.name).begin(engine.id, engine.counters)
-        log.info("%s shall serve %s", engine.id, hosted.name)
+        log.info("%s activates %s", engine.id, hosted.name)
         expected = self._fingerprints.expected(hosted.name, engine.is_fresh)
         self._effects.send(
             engine.id,
@@ -344,25 +371,30 @@ class Lifecycle:
         self._effects.changed()
 
     def _wait_or_fail(self, hosted: HostedModel) -> None:
-        # Fewer engines than configured: one has died and another one is about to start.
+        # A pool below its size: an engine died and its successor is about to start.
         if self._pool.count(EngineState.STARTING) or self._pool.is_short:
             return
         if unsuitable := self._pool.unsuitable():
-            self._replace(unsuitable, hosted)
+            self._end_unsuitable(unsuitable, hosted)
             return
         busy = ", ".join(sorted(f"{e.model or e.state.value}" for e in self._pool))
         self._fail(hosted, f"no engine is free ({busy})")
 
-    def _replace(self, engine: EngineProcess, hosted: HostedModel) -> None:
-        """A free engine goes: its successor is forked as `hosted` needs it."""
-        log.info("%s makes way for an engine that suits %s", engine.id, hosted.name)
+    def _end_unsuitable(self, engine: EngineProcess, hosted: HostedModel) -> None:
+        """Ends a free engine, so that one of the kind that `hosted` needs is forked."""
+        log.info("%s is replaced by an engine that suits %s", engine.id, hosted.name)
         self._pool.remove(engine.id)
         self._effects.kill(engine)
         self._effects.changed()
 
-    def wanted(self, adapter: str = "") -> EngineKind | None:
-        """The next engine to fork of this adapter (empty: the first one); None: the pool's next one
-        is another's. First come those that a model waits for, and none on its way suits."""
+    def next_kind(self, adapter: str = "") -> EngineKind | None:
+        """Returns the kind of the next engine to fork if it is of this adapter, else None.
+
+        Kinds for which a model waits come first, unless an engine of the kind is starting.
+
+        Args:
+            adapter: "" means the first one.
+        """
         plain = self._pool.kind(adapter)
         missing = self._missing()
         if missing:
@@ -390,9 +422,9 @@ class Lifecycle:
         hosted.state, hosted.error, hosted.since_s = ModelState.FAILED, message, self._now_s()
         hosted.engine_id = ""
         self._effects.changed()
-        self._settle(hosted, message)
+        self._answer_actions(hosted, message)
 
-    def _settle(self, hosted: HostedModel, problem: str = "") -> None:
+    def _answer_actions(self, hosted: HostedModel, problem: str = "") -> None:
         actions, hosted.actions = hosted.actions, []
         for action_id in actions:
             self._answer(action_id, problem, self._now_s() - hosted.since_s)

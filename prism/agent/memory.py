@@ -1,7 +1,7 @@
-"""Memory that one engine needs and another holds for nothing: prefix cache, spare pages.
+"""Reclaiming of idle memory (prefix cache, spare pages) from engines for one that needs it.
 
-Engines are asked through the device's ledger (`kvcached.Device.request_room`), which wakes them
-and knows what is on its way. The agent only says when, and never waits.
+Requests go through the device's ledger (`kvcached.Device.request_room`), which wakes the engines
+and counts what was requested before. The agent only decides when, and never waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class PeerLedgers:
-    """Kept open while the engine lives: as long, no agent replaces the ledger. For one loop."""
+    """Ledgers of the devices of engines' other ranks. For one event loop.
+
+    A ledger is kept open while its engine lives, so that no agent replaces it.
+    """
 
     def __init__(self, namespace: str, pool: EnginePool) -> None:
         self._namespace = namespace
@@ -28,8 +31,10 @@ class PeerLedgers:
         self._open: dict[str, tuple[Device, ...]] = {}
 
     def of(self, engine: EngineProcess) -> Sequence[Device]:
-        """By rank, from 1 on; empty for an engine on one device. Raises what
-        `kvcached.Device.open` raises. REQUIRES: the engine's ranks have started."""
+        """Returns the engine's other devices by rank, from 1 on; none for an engine on one device.
+
+        Raises what `kvcached.Device.open` raises. REQUIRES: the engine's ranks have started.
+        """
         if not engine.kind.peers:
             return ()
         for gone in [name for name in self._open if self._pool.get(name) is None]:
@@ -40,20 +45,23 @@ class PeerLedgers:
         return self._open[engine.id]
 
     def free_bytes(self, engine: EngineProcess) -> int | None:
-        """The least that is free for it on any of them; None for an engine on one device."""
+        """Returns the least free memory on the other devices, None for an engine on one device."""
         return min((device.usage().free_bytes for device in self.of(engine)), default=None)
 
 
 @dataclass(slots=True)
 class Flush:
-    """An order to give everything back: calls `on_done(bytes)` once all have answered."""
+    """Orders to several engines to return all idle memory."""
 
-    orders: list[ShrinkOrder]
-    on_done: Callable[[int], None]
+    orders: list[ShrinkOrder]  # unanswered ones
+    on_done: Callable[[int], None]  # called with the returned bytes after the last answer
     returned_bytes: int = 0
 
     def poll(self) -> bool:
-        """Whether this is over. One that is killed or too slow has given what it had given."""
+        """Collects answers and returns whether all have come.
+
+        For an engine that died or is too slow, the memory returned until then counts.
+        """
         for order in list(self.orders):
             answers = order.poll()
             if answers is not None:
@@ -65,7 +73,7 @@ class Flush:
 
 
 class Reclaimer:
-    """Asks engines to give idle memory back, so that no model starves on another's cache."""
+    """Requests idle memory from engines, so that caches of one model do not starve another."""
 
     def __init__(self, state: DeviceState, device: Device, peers: PeerLedgers) -> None:
         self._state = state
@@ -74,18 +82,21 @@ class Reclaimer:
         self._flushes: list[Flush] = []
 
     def flush(self, engine_ids: Collection[str], on_done: Callable[[int], None]) -> None:
-        """All idle memory of these engines; `on_done` gets the bytes that came back, in `tick`."""
+        """Requests all idle memory of these engines. `tick` calls `on_done(returned bytes)`."""
         orders = (self._order(engine_id) for engine_id in engine_ids)
         self._flushes.append(Flush([order for order in orders if order], on_done))
 
     def tick(self) -> None:
-        """Looks for answers; never waits."""
+        """Checks for answers without waiting."""
         self._flushes = [flush for flush in self._flushes if not flush.poll()]
 
     def reclaim(self, need_bytes: int, for_engine: str) -> None:
-        """Ask others for `need_bytes`, by kvcached's default policy: spare pages first, then the
-        caches of idle engines. What was asked for before and not answered is on its way. For an
-        engine of several ranks, on each of their devices what is missing there."""
+        """Requests `need_bytes` from other engines for this one.
+
+        kvcached's default policy takes spare pages first, then caches of idle engines, and counts
+        requests that are not answered yet. For an engine of several ranks, the memory missing on
+        each of their devices is requested there.
+        """
         if need_bytes <= 0:
             return
         engine = self._state.pool.get(for_engine)
@@ -98,7 +109,7 @@ class Reclaimer:
             self._ask(device, need_bytes - device.usage().free_bytes, name)
 
     def reclaim_tokens(self, tokens: int, model: str) -> None:
-        """Room for so much KV, which the model's first waiting request lacks."""
+        """Requests memory for KV tokens that the model's first waiting request lacks."""
         hosted = self._state.models.active(model)
         engine = self._state.pool.get(hosted.engine_id) if hosted else None
         if engine is not None and engine.activated is not None:
@@ -114,5 +125,5 @@ class Reclaimer:
         try:
             return self._device.order_shrink(engine_id, wait_s=self._state.timing.flush_s)
         except UnknownClientError:
-            log.debug("%s ended before it could be asked", engine_id)
+            log.debug("%s ended before its memory could be requested", engine_id)
             return None

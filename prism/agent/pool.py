@@ -1,4 +1,4 @@
-"""The device's engine processes and what each is doing (Prism §5.2: the engine pool)."""
+"""Engine processes of a device and their states (the engine pool of Prism §5.2)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Counters = tuple[int, int, int]
 
 
 def counters_of(status: EngineStatus) -> Counters:
-    """What an engine counts: maps, unmaps, retractions."""
+    """Returns the engine's counters: maps, unmaps, retractions."""
     return status.maps_total, status.unmaps_total, status.retractions_total
 
 
 class EngineKind(NamedTuple):
-    """What an engine is from its fork on: it serves models that want just this."""
+    """Fixed properties of an engine. It serves only models that need exactly these."""
 
     adapter: str = ""
     peers: tuple[str, ...] = ()  # devices of its other ranks
@@ -39,25 +39,25 @@ class EngineState(Enum):
 
 @dataclass(slots=True)
 class EngineProcess:
-    """Times are monotonic."""
+    """Engine process. Times are monotonic."""
 
     id: str
-    since_s: float  # when its state began
-    seen_s: float  # its last message
+    since_s: float  # start of its state
+    seen_s: float  # time of its last message
     state: EngineState = EngineState.STARTING
     pid: int = 0
-    ended: bool = False  # it was reaped: its pid may be another process's by now
+    ended: bool = False  # True if it was reaped: another process may have its pid
     model: str | None = None
     activated: Activated | None = None
     status: EngineStatus | None = None  # the last one about `model`
     counters: Counters = (0, 0, 0)  # of the last status about any model
-    malformed_total: int = 0  # likewise
-    is_fresh: bool = True  # it has served no model
-    sm_percent: int = 100  # the part of the GPU's SMs that it may use
+    malformed_total: int = 0  # of the last status about any model
+    is_fresh: bool = True  # True if it has served no model
+    sm_percent: int = 100  # share of the GPU's SMs that it may use
     kind: EngineKind = _PLAIN
-    outside: OutsideMemory | None = None  # what it said last of its GPU's memory
-    condemned: str = ""  # why it is being replaced
-    condemned_s: float = 0.0  # since when
+    outside: OutsideMemory | None = None  # its last figures of the GPU's memory
+    replace_reason: str = ""  # why it is being replaced; empty if it is not
+    replace_since_s: float = 0.0
 
     def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
         self.state, self.since_s, self.seen_s = state, now_s, now_s
@@ -74,9 +74,14 @@ class EngineProcess:
 
 
 class EnginePool:
-    """The engines that are alive or starting. An engine that died is removed at once.
-    `sm_percent`: one for each of `size` engines; a successor gets that of the one that died.
-    `adapters`: of which it has about equally many while no model asks for another one."""
+    """Engines that are alive or starting. An engine that died is removed at once.
+
+    Args:
+        device: the device's local name, the prefix of engine ids.
+        size: number of engines.
+        sm_percent: one for each engine; a successor gets that of the engine that died.
+        adapters: adapters with about equally many engines, unless models need others.
+    """
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class EnginePool:
         self.restarts_total = 0
 
     def create(self, now_s: float, kind: EngineKind | None = None) -> EngineProcess:
-        """A new record with a fresh id; its process is still to be started."""
+        """Adds an engine with a new id. The caller starts its process."""
         name = f"{self._prefix}-e{self._count}"
         share, kind = self._free_share(), kind or self.kind()
         engine = EngineProcess(name, now_s, now_s, sm_percent=share, kind=kind)
@@ -103,7 +108,7 @@ class EnginePool:
         return engine
 
     def _free_share(self) -> int:
-        """The largest that no engine has."""
+        """Returns the largest SM share that no engine has."""
         left = self._shares - Counter(engine.sm_percent for engine in self)
         return max(left, default=100)
 
@@ -114,34 +119,41 @@ class EnginePool:
         return self._engines.pop(engine_id, None)
 
     def kind(self, adapter: str = "", peers: tuple[str, ...] = ()) -> EngineKind:
-        """`adapter`: empty for the first one."""
+        """Returns a kind. An empty `adapter` means the pool's first one."""
         return EngineKind(adapter or self.adapters[0], peers)
 
     def free(
         self, kind: EngineKind | None = None, fresh_only: bool = False
     ) -> EngineProcess | None:
-        """Of this kind (None: the plain one), the one that has been free for the longest time."""
+        """Returns the engine of this kind that has been free the longest.
+
+        Args:
+            kind: None means the first adapter on one device.
+            fresh_only: whether the engine must not have served a model.
+        """
         kind = kind or self.kind()
         suitable = (e for e in self._idle() if e.kind == kind and (e.is_fresh or not fresh_only))
         return min(suitable, key=lambda engine: engine.since_s, default=None)
 
     def unsuitable(self) -> EngineProcess | None:
-        """The engine to replace for a model that no free one suits: free the longest, one that has
-        served rather than a fresh one."""
+        """Returns the free engine to replace for a model that needs another kind.
+
+        Prefers engines that have served a model, then the one that has been free the longest.
+        """
         return min(self._idle(), key=lambda engine: (engine.is_fresh, engine.since_s), default=None)
 
     def _idle(self) -> Iterator[EngineProcess]:
         return (engine for engine in self if engine.state is EngineState.FREE)
 
     def is_short_of(self, adapter: str) -> bool:
-        """Whether the next engine without a model that waits for it would be one of these."""
+        """Returns whether the pool needs another engine of this adapter for its even split."""
         have = sum(engine.kind.adapter == adapter for engine in self)
         place = self.adapters.index(adapter)
         return self.is_short and have < len(range(place, self.size, len(self.adapters)))
 
     @property
     def is_short(self) -> bool:
-        """An engine died and its replacement has not been started yet."""
+        """True if an engine died and its successor has not been started yet."""
         return len(self) < self.size
 
     def count(self, state: EngineState) -> int:

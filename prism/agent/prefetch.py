@@ -1,5 +1,7 @@
-"""Models that the scheduler expects to need: brought into the machine's weight store, from disk or
-from another machine's, before an activation asks for them."""
+"""Prefetch of models into the machine's weight store, from disk or from another machine's store.
+
+The scheduler orders it for models that it expects to activate soon.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ class _Hint:
 
 
 class Prefetcher:
-    """One model at a time, in the order of the hints; agents of one machine share its store, so
-    what another one reads is waited for and not read again. Step-driven: `tick` never waits.
+    """Prefetches one model at a time, in the order of the hints. Every hint is answered.
 
-    weight_key: under what this machine's engines keep a model (see `prism.engines.core`); what is
-    there already, for rank 0, is not read. Every hint is answered.
+    Agents of one machine share its store: a model that another agent reads is waited for and not
+    read again. Step-driven: `tick` never waits.
+
+    Args:
+        store: the machine's weight store.
+        weight_key: returns the key under which this machine's engines store a model (see
+            `prism.engines.core`). A model whose key for rank 0 is stored is not read.
+        answer: receives the answers.
+        peers: weight stores of other machines.
     """
 
     def __init__(
@@ -49,9 +57,9 @@ class Prefetcher:
         self._now: tuple[_Hint, Prefetch] | None = None
 
     def hint(self, order: PrefetchModel) -> None:
-        """Begin, or join the line. A model that is in it already stays where it is."""
+        """Queues a model. One that is queued already keeps its place."""
         if self._store is None:
-            self._refuse(order, "there is no weight store: set engine.weight_store")
+            self._refuse(order, "the machine does not have a weight store; set engine.weight_store")
             return
         known = [*self._waiting, *([self._now[0]] if self._now else [])]
         for hint in known:
@@ -59,13 +67,13 @@ class Prefetcher:
                 hint.actions.append(order.action_id)
                 return
         if len(known) >= WAITING_MAX:
-            self._refuse(order, f"{len(known)} models are in line already")
+            self._refuse(order, f"{len(known)} models are queued already")
             return
         self._waiting.append(_Hint(order.model, [order.action_id]))
         self.tick()
 
     def tick(self) -> None:
-        """Answer what is done, begin the next."""
+        """Answers a finished prefetch and starts the next one."""
         if self._now is not None and self._now[1].done:
             self._settle(*self._now)
             self._now = None
@@ -73,7 +81,7 @@ class Prefetcher:
             self._begin(self._waiting.popleft())
 
     def stop(self) -> None:
-        """Give up what is under way and what waits, unanswered."""
+        """Cancels all prefetches without an answer."""
         self._waiting.clear()
         if self._now is not None:
             (hint, prefetch), self._now = self._now, None
@@ -97,7 +105,7 @@ class Prefetcher:
         self._now = (hint, prefetch)
 
     def _keys(self, content: str, spec: ModelSpec) -> list[WeightKey]:
-        """Of all ranks."""
+        """Returns the keys of all ranks."""
         ranks = range(spec.tp)
         return [self._weight_key(content, spec, rank=rank, ranks=spec.tp) for rank in ranks]
 
@@ -106,7 +114,7 @@ class Prefetcher:
         try:
             prefetch.wait(0)
         except (KvcachedError, OSError) as error:
-            problem = f"{name} was not read ahead: {error}"
+            problem = f"{name} was not prefetched: {error}"
             log.warning("%s", problem)
         for action_id in hint.actions:
             done = f"{name} is in the weight store"

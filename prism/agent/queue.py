@@ -1,4 +1,4 @@
-"""The agent's hold on its device's queue, and the loops that read it and admit from it."""
+"""Lease of the device's queue, and the loops that read the queue and admit from it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from prism.queueing import RequestQueue
 log = logging.getLogger(__name__)
 
 
-BLOCK_S = 1.0  # a read of the queue waits so long for the next request
-# The order is computed at most this often. What arrives meanwhile is ordered together.
+BLOCK_S = 1.0  # time that a read of the queue waits for the next request
+# Pause between two steps. Requests that arrive during it are ordered together.
 PAUSE_S = 0.002
-# Without news a turn follows after this time: deadlines pass, and memory may have come free.
+# Time to the next step without a wake-up, for expired deadlines and memory that became free.
 WAITING_S = 0.05
-IDLE_S = 1.0  # while no request waits
+IDLE_S = 1.0  # the same while no request waits
 
 
 class Lease:
-    """`epoch` is the token for the queue's calls; it changes when the lease had to be retaken.
-    `owner` names this process.
+    """Lease of the device's queue.
 
-    held: ids of the requests that this agent runs. retakes: also after another one had the queue,
-    and sent on what ran here. on_retaken: the queue may have changed meanwhile, or Redis may have
-    lost its data: what it knows no more is told again.
+    Args:
+        held: returns the ids of the requests that this agent runs.
+        retakes: whether to retake the queue also after another agent held it, which has requeued
+            the requests that run here.
+        on_retaken: called after the queue was retaken. It may have changed, and Redis may have lost
+            its data, so the agent must read it again and register its requests.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class Lease:
         on_retaken: Callable[[], None],
     ) -> None:
         self.epoch = 0
-        # Whoever admits requests holds it: what came to run while the queue is taken again would be
-        # taken for what an earlier holder left.
-        self.steady = asyncio.Lock()
+        """Fencing token for the queue's calls. Changes when the lease is retaken."""
+        # Held during admission: a request admitted while the queue is retaken would be missing in
+        # `held` and would be requeued.
+        self.lock = asyncio.Lock()
         self.owner = f"{os.getpid()}-{uuid4().hex}"
+        """Name of this process."""
         self._retakes = retakes
         self._queue = queue
         self._device = device
@@ -58,7 +62,7 @@ class Lease:
         self._on_retaken = on_retaken
 
     async def acquire(self) -> None:
-        """Wait for an earlier holder's lease to run out, and for Redis, up to `lease_wait_s`.
+        """Acquires the lease. Waits up to `lease_wait_s` for Redis and for an earlier lease's end.
 
         Raises LeaseLostError or QueueUnavailableError after that.
         """
@@ -75,7 +79,7 @@ class Lease:
                 return
 
     async def run(self) -> None:
-        """Renew for ever. Raises LeaseLostError when another agent has the queue."""
+        """Renews the lease periodically. Raises LeaseLostError if another agent has the queue."""
         while True:
             await asyncio.sleep(self._timing.lease_ttl_s / 3)
             epoch = self.epoch
@@ -87,16 +91,16 @@ class Lease:
                 log.warning("the lease is not renewed: %s", error)
 
     async def retake(self, lost_epoch: int) -> None:
-        """After `lost_epoch` was refused: Redis lost its data, or another one has the queue, or had
-        it meanwhile.
+        """Acquires the lease again after Redis rejected `lost_epoch`.
 
-        Raises LeaseLostError in the second case, and in the third one unless it `retakes`. Does
-        nothing if it was retaken meanwhile.
+        Redis lost its data, or another agent has or had the queue. Does nothing if the lease was
+        retaken already. Raises LeaseLostError if another agent has the queue, or, unless `retakes`,
+        had it.
         """
-        async with self.steady:
+        async with self.lock:
             if self.epoch != lost_epoch:
                 return
-            log.warning("the queue of %s has to be taken again", self._device)
+            log.warning("acquiring the queue of %s again", self._device)
             try:
                 await self._take(0 if self._retakes else lost_epoch)
             except QueueUnavailableError as error:
@@ -108,7 +112,7 @@ class Lease:
         try:
             await self._queue.release(self._device, self.owner, self.epoch)
         except QueueUnavailableError as error:
-            log.warning("the lease is left to run out: %s", error)
+            log.warning("the lease is not released and will expire: %s", error)
 
     async def _take(self, since_epoch: int = 0) -> None:
         self.epoch = await self._queue.acquire(
@@ -117,8 +121,13 @@ class Lease:
 
 
 class QueueReader:
-    """on_entry: a waiting request, perhaps seen before. on_replayed: all entry ids that wait.
-    set_aside: takes entries that are no requests (id -> request id, attempt) out of the queue."""
+    """Queue reader of one device.
+
+    Args:
+        on_entry: called with each waiting request, perhaps not for the first time.
+        on_replayed: called after a full read with the ids of all waiting entries.
+        set_aside: removes malformed entries, entry id -> (request id, attempt), from the queue.
+    """
 
     def __init__(
         self,
@@ -140,7 +149,7 @@ class QueueReader:
         self._cursor = self._left = "0"
 
     def replay(self) -> None:
-        """Read everything that waits again: the queue may have changed unseen."""
+        """Makes the next read a full one, because the queue may have changed unnoticed."""
         self._replay = True
 
     async def run(self) -> None:
@@ -159,7 +168,7 @@ class QueueReader:
                 await asyncio.sleep(self._timing.retry_s)
 
     async def _take_out(self, malformed: Mapping[str, tuple[str, int]]) -> None:
-        """The rest is read again: this read may have been the middle of a replay."""
+        """Sets malformed entries aside, and reads again: a full read may have been in progress."""
         self._replay = True
         try:
             await self._set_aside(malformed)
@@ -180,7 +189,7 @@ class QueueReader:
         self._take(entries)
         self._replay, self._left = self._replay or left != self._left, left
         if entries:
-            await asyncio.sleep(0)  # their admission goes first: the next read takes a while to ask
+            await asyncio.sleep(0)  # lets their admission start before the next read is sent
 
     def _take(self, entries: Sequence[tuple[str, Request]]) -> None:
         for entry_id, request in entries:
@@ -189,35 +198,35 @@ class QueueReader:
 
 
 class AdmissionLoop:
-    """A turn follows every `wake`. While nothing happens, the table of requests is checked."""
+    """Loop that runs a serving step after each `wake`, and checks the request table when idle."""
 
     def __init__(self, lease: Lease, state: DeviceState) -> None:
         self._lease = lease
         self._state = state
-        self._news = asyncio.Event()
+        self._woken = asyncio.Event()
         self._known_problems: set[str] = set()
         self._down = False
 
     def wake(self) -> None:
-        self._news.set()
+        self._woken.set()
 
     async def run(self, serving: Serving) -> None:
-        """Raises LeaseLostError when another agent has the queue."""
+        """Runs until cancelled. Raises LeaseLostError if another agent has the queue."""
         while True:
             if self._state.requests.has_waiting:
-                await self._news_within(WAITING_S)
-            elif not await self._news_within(IDLE_S):
+                await self._woken_within(WAITING_S)
+            elif not await self._woken_within(IDLE_S):
                 self._check()
-            self._news.clear()
-            await self.turn(serving)
+            self._woken.clear()
+            await self.step(serving)
             await asyncio.sleep(PAUSE_S)
 
-    async def turn(self, serving: Serving) -> None:
+    async def step(self, serving: Serving) -> None:
         epoch = self._lease.epoch
         try:
-            async with self._lease.steady:
+            async with self._lease.lock:
                 epoch = self._lease.epoch
-                await serving.turn(epoch)
+                await serving.step(epoch)
             self._down = False
         except QueueUnavailableError as error:
             log.log(logging.DEBUG if self._down else logging.WARNING, "%s", error)
@@ -228,24 +237,29 @@ class AdmissionLoop:
             await self._lease.retake(epoch)
             self.wake()
 
-    async def _news_within(self, patience_s: float) -> bool:
+    async def _woken_within(self, timeout_s: float) -> bool:
         try:
-            async with asyncio.timeout(patience_s):
-                return await self._news.wait()
+            async with asyncio.timeout(timeout_s):
+                return await self._woken.wait()
         except TimeoutError:
             return False
 
     def _check(self) -> None:
-        """A contradiction is a bug; it is logged once, and ends nothing."""
+        """Logs each inconsistency of the request table, which is a bug, once."""
         engine_ids = {engine.id for engine in self._state.pool}
         problems = set(self._state.requests.check_integrity(engine_ids))
         for problem in problems - self._known_problems:
-            log.error("the table of requests contradicts itself: %s", problem)
+            log.error("the table of requests is inconsistent: %s", problem)
         self._known_problems = problems
 
 
 class FrontendWatch:
-    """known: ids that matter here. on_dead: called once per frontend that is gone."""
+    """Watch of frontends' heartbeats.
+
+    Args:
+        known: returns the ids of frontends with requests or sockets here.
+        on_dead: called once for each frontend without a heartbeat.
+    """
 
     def __init__(
         self,
@@ -261,8 +275,8 @@ class FrontendWatch:
         self._on_dead = on_dead
         self._missing_since_s: dict[str, float] = {}
 
-    def forgive(self) -> None:
-        """Redis lost the heartbeats: what is missing counts anew."""
+    def reset(self) -> None:
+        """Restarts the time limits of missing heartbeats, for example after a loss of data."""
         self._missing_since_s.clear()
 
     async def run(self) -> None:
@@ -271,8 +285,7 @@ class FrontendWatch:
             try:
                 await self._check()
             except QueueUnavailableError:
-                # Heartbeats cannot arrive either, so what is missing afterwards counts anew.
-                self.forgive()
+                self.reset()  # heartbeats cannot arrive either
 
     async def _check(self) -> None:
         known = sorted(self._known())
@@ -282,15 +295,16 @@ class FrontendWatch:
         self._missing_since_s = {n: since for n, since in missing.items() if n not in alive}
         for name, since_s in list(self._missing_since_s.items()):
             if now_s - since_s >= self._timing.frontend_missing_s:
-                log.warning("frontend %s is gone: its requests are cancelled", name)
+                log.warning("frontend %s has no heartbeat: its requests are cancelled", name)
                 del self._missing_since_s[name]
                 self._on_dead(name)
 
 
 class OrphanedRequests:
-    """Decides when they go back to the unplaced ones, where they ask for an activation anew.
+    """Decides when requests of models that are not here are unplaced, to be placed again.
 
-    Requests are often routed here before the order to activate arrives, so they get a while.
+    Requests are often routed here before the order to activate arrives, so they wait for a grace
+    period.
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -300,7 +314,7 @@ class OrphanedRequests:
         self._since_s: dict[str, float] = {}
 
     def given_up(self, waiting_models: Collection[str]) -> set[str]:
-        """The models among `waiting_models` whose requests should not wait here any longer."""
+        """Returns those of `waiting_models` whose requests should not wait here any longer."""
         now_s = self._now_s()
         absent = {model for model in waiting_models if not self._is_here(model)}
         self._since_s = {model: self._since_s.get(model, now_s) for model in absent}

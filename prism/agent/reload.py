@@ -1,5 +1,7 @@
-"""A configuration that was changed while the cluster runs, as an agent takes it over: machines that
-came or went. What else a reload changes is not its own concern."""
+"""Reload of an agent: takes over the machines of a configuration that changed.
+
+Nothing else that a reload changes concerns agents.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from prism.config.resolved import LOOK_S, ConfigFile
 async def watch(
     file: ConfigFile, scheduler: SchedulerLink, tokens: TokenSender, peers: PeerLinks
 ) -> None:
-    """Until cancelled."""
+    """Applies changes of the configuration file until cancelled."""
     while True:
         if (config := file.newer()) is not None:
             scheduler.connect(config)

@@ -1,4 +1,4 @@
-"""What the cluster scheduler learns about this device, and when."""
+"""Reports about this device to the cluster scheduler."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from prism.messages.engine import EngineStatus
 from prism.messages.gpu import GpuMemory
 from prism.transport import malformed_total
 
-# Changes that come together are reported together.
-SETTLE_S = 0.01
+SETTLE_S = 0.01  # changes within this time are reported together
 
 
 def build_report(
@@ -30,8 +29,14 @@ def build_report(
     time_unix_s: float,
     gpu: GpuMemory | None = None,
 ) -> AgentReport:
-    """An engine that died and is not replaced yet counts as starting. `name`: the device's in the
-    cluster."""
+    """Returns a report of the present state.
+
+    Engines that died and have no successor yet count as starting.
+
+    Args:
+        name: the device's name in the cluster.
+        gpu: the driver's figures.
+    """
     usage = device.usage()
     pool, models = state.pool, state.models
     waiting, runs = state.requests.waiting_counts(), state.requests.running_counts()
@@ -102,7 +107,7 @@ def _model_report(
 
 
 class Reporter:
-    """`build` makes a report of the present state."""
+    """Sender of reports and answers. `build` returns a report of the present state."""
 
     def __init__(
         self, link: SchedulerLink, build: Callable[[], AgentReport], interval_s: float
@@ -116,7 +121,7 @@ class Reporter:
         self._changed.set()
 
     def answer(self, result: ActionResult) -> None:
-        """The report goes first: plans are made on reports, so it must not lag behind."""
+        """Sends a report, then the answer, so that the scheduler plans with the action's result."""
         self._link.send(self._build())
         self._link.send(result)
 

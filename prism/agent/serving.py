@@ -1,7 +1,7 @@
-"""A request's way through the agent: waiting, admitted, running, ended.
+"""Path of a request through the agent: waiting, admitted, running, ended.
 
-Everything here runs in one event loop. Only `turn` changes Redis on behalf of requests, so
-acknowledgements and admissions cannot overtake each other.
+Everything here runs in one event loop. Only `step` changes requests in Redis, so acknowledgements
+and admissions cannot overtake each other.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ from prism.queueing import RequestQueue
 
 log = logging.getLogger(__name__)
 
-GONE_MAX = 256  # ids of frontends that are remembered
+GONE_MAX = 256  # ended frontends to remember
 
 
 class Serving:
-    """`wake`: something happened after which requests may start, or queue updates are pending.
-    headroom_tokens: as the scheduler's limits have it. send_kv: see `KvSender.begin`. now_unix_s:
-    the cluster's clock."""
+    """Handler of all events of requests.
+
+    Args:
+        wake: called when requests may start or queue updates are pending.
+        headroom_tokens: as in the scheduler's `Limits`.
+        send_kv: see `KvSender.begin`.
+        now_unix_s: the cluster's clock.
+    """
 
     def __init__(
         self,
@@ -72,13 +77,13 @@ class Serving:
     # --- arrivals ---------------------------------------------------------------------------
 
     def arrived(self, entry_id: str, request: Request) -> None:
-        """An entry of the queue, perhaps seen before."""
+        """Handles an entry of the queue, perhaps not for the first time."""
         known = self._requests.get(request.id)
         entry = TrackedRequest(request, entry_id)
         if request.frontend_id in self._gone:
             self._requests.outbox.add(Update.FORGET, request.id, request)
         elif self._requests.has_ended(request):
-            self._end_again(entry)
+            self._fail_ended(entry)
         elif known is None or known.state is RequestState.WAITING:
             self._requests.wait(entry)
         elif known.state is RequestState.ADMITTING:
@@ -91,9 +96,12 @@ class Serving:
             self._requests.outbox.add(Update.REGISTER, request.id, known.request)
         self.wake()
 
-    def _end_again(self, entry: TrackedRequest) -> None:
-        """Redis lost its data, and the frontend, which had not seen this attempt's end, sent it
-        again. The end has gone out before this failure: if it is not there by now, it is lost."""
+    def _fail_ended(self, entry: TrackedRequest) -> None:
+        """Fails an attempt that ended here before.
+
+        Redis lost its data, and the frontend sent the request again because it had not seen the
+        end. The end was sent before this failure: if the frontend gets this first, the end is lost.
+        """
         self._requests.outbox.add(Update.DISCARD, entry.entry_id)
         text = "the request ended, and its output did not arrive"
         batch = OutputBatch()
@@ -101,8 +109,14 @@ class Serving:
         self._tokens.send(batch)
 
     def malformed(self, entries: Mapping[str, tuple[str, int]], frontends: Collection[str]) -> None:
-        """Entries of the queue that are no requests have left it. Whoever of `frontends` sent them
-        has the whole request and may send it again."""
+        """Fails the requests of malformed entries that were set aside.
+
+        The frontend that sent one of them still has the request and may send it again.
+
+        Args:
+            entries: entry id -> (request id, attempt).
+            frontends: the live frontends, one of which sent them.
+        """
         self._requests.malformed_total += len(entries)
         batch = OutputBatch()
         for request_id, attempt in entries.values():
@@ -114,13 +128,13 @@ class Serving:
         self._tokens.send(batch)
 
     def replayed(self, entry_ids: Collection[str]) -> None:
-        """These and no others wait in the queue: the rest has left it without our doing."""
+        """Drops waiting requests whose entries are not among those that wait in the queue."""
         for tracked in self._requests.waiting():
             if tracked.entry_id not in entry_ids:
                 self._requests.drop(tracked)
 
-    def hand_back(self, models: Collection[str]) -> None:
-        """Waiting requests of these models go to the unplaced ones."""
+    def unplace(self, models: Collection[str]) -> None:
+        """Moves waiting requests of these models to the unplaced queue."""
         for tracked in self._requests.waiting():
             if tracked.request.model in models:
                 self._requests.outbox.add(Update.UNPLACE, tracked.entry_id)
@@ -129,10 +143,10 @@ class Serving:
 
     # --- admission --------------------------------------------------------------------------
 
-    async def turn(self, epoch: int) -> None:
-        """Tell Redis what happened, then admit and submit what starts at once.
+    async def step(self, epoch: int) -> None:
+        """Sends queue updates to Redis, then admits and submits the requests that start now.
 
-        Raises QueueUnavailableError, LeaseLostError; nothing is lost then.
+        Raises QueueUnavailableError or LeaseLostError; the next step then does the rest.
         """
         await self._requests.outbox.flush(self._queue, self._device, epoch)
         if self.paused or not self._requests.has_waiting:
@@ -141,18 +155,18 @@ class Serving:
         for model, tokens in plan.lacking.items():
             self._reclaimer.reclaim_tokens(tokens, model)
         for model in plan.preempt:
-            self._make_way(model)
+            self._preempt(model)
         if admitting:
             await self._admit(admitting, epoch)
 
-    def _make_way(self, model: str) -> None:
-        """A suspect waits: the model's engine hands back what it runs, which goes on afterwards."""
+    def _preempt(self, model: str) -> None:
+        """Orders the model's engine to export its requests, which resume after a suspect."""
         hosted = self._state.models.active(model)
         runs = self._requests.on_engine(hosted.engine_id) if hosted else []
-        asked = [run for run in runs if run.state is RequestState.RUNNING and not run.makes_way]
-        for run in asked:
-            run.makes_way = True
-        if hosted and asked:
+        new = [run for run in runs if run.state is RequestState.RUNNING and not run.preempted]
+        for run in new:
+            run.preempted = True
+        if hosted and new:
             self._engines.send(hosted.engine_id, Export())
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
@@ -174,8 +188,11 @@ class Serving:
             self._submit(model, chosen)
 
     def _put_back(self, tracked: TrackedRequest) -> None:
-        """Redis may have admitted it all the same: then it has left its queue, where a replay or a
-        cancellation would look for it."""
+        """Lets a request wait again after a failed admission.
+
+        Redis may have admitted it nevertheless. So it is requeued, since a full read or a
+        cancellation would not find it otherwise.
+        """
         self._requests.outbox.add(Update.REQUEUE, tracked.id)
         if tracked.cancelled:
             self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
@@ -185,7 +202,7 @@ class Serving:
             self._requests.wait(tracked)
 
     def _submit(self, model: str, admitted: list[TrackedRequest]) -> None:
-        """To the model's engine, if it is still there after the wait for Redis."""
+        """Submits requests to the model's engine, if it is still there after the call to Redis."""
         hosted = self._state.models.active(model)
         started = []
         for tracked in admitted:
@@ -195,7 +212,7 @@ class Serving:
                 self._requests.outbox.add(Update.REQUEUE, tracked.id)
                 self._requests.drop(tracked)
             else:
-                self._note_start(tracked, hosted.engine_id)
+                self._start(tracked, hosted.engine_id)
                 started.append(tracked)
         if hosted is not None and started:
             self._engines.send(hosted.engine_id, Submit([each.request for each in started]))
@@ -203,7 +220,7 @@ class Serving:
             self._choose_attempt(tracked)
 
     def _choose_attempt(self, started: TrackedRequest) -> None:
-        """Between it and an entry that was read while it was being admitted."""
+        """Chooses between a request and an entry of it that was read during its admission."""
         if started.newer is None:
             return
         if started.newer.request.attempt > started.request.attempt:
@@ -212,7 +229,7 @@ class Serving:
             started.newer = None
             self._requests.outbox.add(Update.REGISTER, started.id, started.request)
 
-    def _note_start(self, tracked: TrackedRequest, engine_id: str) -> None:
+    def _start(self, tracked: TrackedRequest, engine_id: str) -> None:
         request, engine = tracked.request, self._state.pool.get(engine_id)
         block = engine.activated.block_tokens if engine and engine.activated else 1
         headroom = min(request.sampling.max_tokens, self._headroom_tokens)
@@ -225,7 +242,7 @@ class Serving:
     # --- output -----------------------------------------------------------------------------
 
     def output(self, engine_id: str, output: EngineOutput) -> None:
-        """Forward what an engine produced. Output of attempts that do not run here is dropped."""
+        """Forwards an engine's output. Output of attempts that do not run here is dropped."""
         batch = OutputBatch()
         for chunk in output.chunks:
             if run := self._running(engine_id, chunk.request_id, chunk.attempt):
@@ -236,8 +253,10 @@ class Serving:
         self._tokens.send(batch)
 
     def moved(self, engine_id: str, requests: Sequence[Request]) -> None:
-        """The engine has stopped these; they go where their model is placed now, and KV for another
-        machine goes ahead."""
+        """Moves requests that an engine has stopped to their model's present placement.
+
+        KV for another machine is sent before its request moves.
+        """
         hosted = self._state.models.on_engine(engine_id)
         leaving = []
         for request in requests:
@@ -250,22 +269,28 @@ class Serving:
                 self._requests.leave(run)
                 leaving.append(request)
             else:
-                self._go_on(request)
+                self._move(request)
         if hosted and leaving:
-            self._send_kv(leaving, hosted.kv_target, self._go_on)
+            self._send_kv(leaving, hosted.kv_target, self._move)
 
-    def _go_on(self, request: Request) -> None:
-        self._requests.go_on(request, self._now_unix_s())
+    def _move(self, request: Request) -> None:
+        self._requests.move(request, self._now_unix_s())
         self.wake()
 
     def engine_lost(self, engine_id: str, why: str, by_request: bool = True) -> bool:
-        """Every request on this engine fails; its frontend may send it again, unless it is to
-        blame (see `RequestTable`). Whether one is. `by_request`: one of them may be."""
+        """Fails all requests of a dead engine.
+
+        Frontends may send them again, except one that caused the death (see `RequestTable`).
+        Returns whether there is one.
+
+        Args:
+            by_request: whether one of the requests may be the cause.
+        """
         batch, runs = OutputBatch(), self._requests.on_engine(engine_id)
-        guilty = by_request and len(runs) == 1 and runs[0].is_on_trial
+        caused_by_request = by_request and len(runs) == 1 and runs[0].is_on_trial
         for run in runs:
-            if guilty:
-                self._convict(run, why, batch)
+            if caused_by_request:
+                self._fail_poison(run, why, batch)
                 continue
             text = f"the engine process that served {run.request.model} died: {why}"
             failure = retryable(run.request, "engine_died", text)
@@ -274,12 +299,12 @@ class Serving:
                 failure = msgspec.structs.replace(failure, **changes)
             self._take_failure(run, failure, batch)
         self._tokens.send(batch)
-        return guilty
+        return caused_by_request
 
-    def _convict(self, run: TrackedRequest, why: str, batch: OutputBatch) -> None:
-        """It ends for good, and so does a newer attempt that waits for its end."""
+    def _fail_poison(self, run: TrackedRequest, why: str, batch: OutputBatch) -> None:
+        """Fails a request permanently, and a newer attempt that waits for its end."""
         text = f"this request killed two engines; the last one: {why}"
-        log.error("%s ends: %s", run.id, text)
+        log.error("%s fails: %s", run.id, text)
         failure = Failure(run.id, run.request.attempt, "request_killed_engines", text)
         if (newer := run.newer) is not None:
             run.newer = None
@@ -288,15 +313,15 @@ class Serving:
             batch.failure(newer.request, again)
         self._take_failure(run, failure, batch)
 
-    def end_all(self, why: str) -> None:
-        """This agent ends: what still runs fails, and may be sent again."""
+    def fail_all(self, why: str) -> None:
+        """Fails all running requests at the agent's end. They may be sent again."""
         batch = OutputBatch()
         for run in self._requests.on_engines():
             self._take_failure(run, retryable(run.request, "agent_stopped", why), batch)
         self._tokens.send(batch)
 
     def _running(self, engine_id: str, request_id: str, attempt: int) -> TrackedRequest | None:
-        """This attempt, if it runs on this engine."""
+        """Returns the attempt if it runs on this engine."""
         run = self._requests.running(request_id)
         here = run is not None and run.engine_id == engine_id and run.request.attempt == attempt
         return run if here else None
@@ -305,14 +330,14 @@ class Serving:
         totals = self._state.models.totals(run.request.model)
         totals.output_tokens += len(chunk.token_ids)
         was_on_trial, run.produced = run.is_on_trial, chunk.first_index + len(chunk.token_ids)
-        shows = run.state is RequestState.RUNNING
-        if shows and not run.prefilled:
+        is_forwarded = run.state is RequestState.RUNNING
+        if is_forwarded and not run.prefilled:
             started = Started(run.id, run.request.attempt, self._device, run.started_unix_s)
             batch.started(run.request, started)
         if not run.prefilled or was_on_trial:
             run.prefilled = True
             self.wake()
-        if shows:
+        if is_forwarded:
             batch.chunk(run.request, chunk)
         if chunk.finish_reason is not None:
             if chunk.finish_reason == "cancelled":
@@ -335,8 +360,10 @@ class Serving:
     # --- cancellations ----------------------------------------------------------------------
 
     def cancel(self, request_ids: Collection[str]) -> None:
-        """Their frontend asks to stop these. Ids that are not here are ignored: a cancellation
-        goes to all agents."""
+        """Cancels requests for their frontend.
+
+        Unknown ids are ignored, because a cancellation is sent to all agents.
+        """
         batch = OutputBatch()
         for request_id in request_ids:
             if (tracked := self._requests.get(request_id)) is None:
@@ -344,11 +371,11 @@ class Serving:
             if not tracked.is_on_engine:
                 attempt = tracked.request.attempt
                 batch.chunk(tracked.request, Chunk(request_id, attempt, 0, [], "cancelled"))
-            self._withdraw(tracked)
+            self._cancel(tracked)
         self._tokens.send(batch)
         self.wake()
 
-    def _withdraw(self, tracked: TrackedRequest) -> None:
+    def _cancel(self, tracked: TrackedRequest) -> None:
         if tracked.newer is not None:
             self._requests.outbox.add(Update.FORGET, tracked.id, tracked.newer.request)
             tracked.newer = None
@@ -362,18 +389,19 @@ class Serving:
             self._forget(tracked)
 
     def frontend_gone(self, frontend_id: str) -> None:
-        """Its process has ended: nobody waits for its requests, those included that the queue has
-        not shown yet."""
+        """Cancels all requests of a frontend that ended, including those not read yet."""
         self._gone.append(frontend_id)
         for tracked in self._requests.of_frontend(frontend_id):
-            self._withdraw(tracked)
+            self._cancel(tracked)
             if tracked.is_on_engine:
                 tracked.state = RequestState.ENDING
         self.wake()
 
     def frontend_died(self, frontend_id: str) -> None:
-        """Its requests are stopped; those that wait are dropped. It is told so for each: where it
-        was suspended for a while, it would wait for their output."""
+        """Stops and drops all requests of a silent frontend.
+
+        A failure is sent for each: a frontend that was only suspended would wait for their output.
+        """
         batch = OutputBatch()
         for run in self._requests.on_engines():
             if run.request.frontend_id == frontend_id and run.state is not RequestState.ENDING:
@@ -391,7 +419,7 @@ class Serving:
         self._requests.outbox.add(Update.FORGET, waiting.id, waiting.request)
 
     def _stop(self, run: TrackedRequest) -> None:
-        """Its output is dropped from now on."""
+        """Orders the engine to stop a request, whose output is dropped from now on."""
         if run.state is RequestState.LEAVING:
             self._ended(run)
             return

@@ -1,5 +1,4 @@
-"""The agent's ends of its sockets: to engines, the cluster scheduler, frontends and agents of other
-machines."""
+"""Sockets of the agent to engines, the cluster scheduler, frontends and other machines' agents."""
 
 from __future__ import annotations
 
@@ -34,20 +33,20 @@ REPORTS_HIGH_WATER = 100
 OUTPUT_HIGH_WATER = 10_000
 LINGER_MS = 1000
 MEASURED_BYTES_MIN = 16 << 20
-MEASURED_S = 600.0  # for so long what was measured holds
+MEASURED_S = 600.0  # validity of a measured network rate
 
 
 def remove_files(endpoints: Sequence[str]) -> None:
-    """libzmq leaves the files of its ipc sockets behind."""
+    """Removes the files of ipc sockets, which libzmq does not."""
     for endpoint in endpoints:
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class EngineLink:
-    """A ROUTER that engines connect to with their id as identity. For one event loop."""
+    """ROUTER to which engines connect with their id as identity. For one event loop."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        # Mandatory: a send to an engine that is not connected, or takes nothing, is an error.
+        # Mandatory: a send to an engine that is not connected, or whose queue is full, fails.
         options: dict[str, Any] = {
             "router_mandatory": 1,
             "router_handover": 1,
@@ -57,20 +56,23 @@ class EngineLink:
         self._endpoint = endpoint
 
     def bind(self) -> None:
-        """Take the address, from a predecessor as well."""
+        """Binds the address, taking it from a predecessor if necessary."""
         self._channel.bind(self._endpoint)
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
-        """Never blocks. False: the engine is gone or hangs; its end is noticed elsewhere."""
+        """Sends a message without blocking.
+
+        Returns False if the engine is gone or hangs, which other parts detect.
+        """
         try:
             self._channel.send(message, to=engine_id.encode())
         except zmq.ZMQError as error:
-            log.warning("%s did not take %s: %s", engine_id, type(message).__name__, error)
+            log.warning("cannot send %s to %s: %s", type(message).__name__, engine_id, error)
             return False
         return True
 
     async def receive(self) -> tuple[str, FromEngine]:
-        """The next message and its sender."""
+        """Returns the sender of the next message, and the message."""
         identity, message = await self._channel.receive()
         return identity.decode(errors="replace"), message
 
@@ -79,9 +81,11 @@ class EngineLink:
 
 
 class SchedulerLink:
-    """A DEALER whose identity is the device's name. It finds the one place of several where the
-    scheduler is, and reconnects by itself. What is sent while no scheduler is there is dropped,
-    since the next report says it again."""
+    """DEALER whose identity is the device's name.
+
+    It connects to all places where the scheduler may run, and reconnects by itself. Messages are
+    dropped while no scheduler is connected: the next report has the same facts.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, config: ClusterConfig, device: str) -> None:
         self._channel = Channel[FromScheduler](
@@ -98,14 +102,16 @@ class SchedulerLink:
         self.connect(config)
 
     def connect(self, config: ClusterConfig) -> None:
-        """Look for the scheduler at new places, too. An old one where nobody answers any more costs
-        nothing."""
+        """Connects to the configuration's new places of the scheduler.
+
+        Old places stay connected, which costs nothing if no process answers there.
+        """
         for endpoint in set(config.scheduler_endpoints) - self._endpoints:
             self._channel.connect(endpoint)
             self._endpoints.add(endpoint)
 
     def send(self, message: AgentReport | ActionResult) -> bool:
-        """Never blocks. False: no scheduler is there."""
+        """Sends a message without blocking. Returns False if no scheduler is connected."""
         try:
             self._channel.send(message)
         except zmq.ZMQError:
@@ -113,7 +119,7 @@ class SchedulerLink:
         return True
 
     async def receive(self) -> AgentCommand:
-        """The next command."""
+        """Returns the next command."""
         while True:
             _, message = await self._channel.receive()
             if not isinstance(message, ActionResult):
@@ -124,7 +130,7 @@ class SchedulerLink:
 
 
 class OutputBatch:
-    """Output of one event, grouped by the frontend it goes to."""
+    """Output of one event, grouped by frontend."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, EngineOutput] = {}  # by the frontend's id
@@ -139,7 +145,7 @@ class OutputBatch:
         self.output(request.frontend_id).failures.append(failure)
 
     def output(self, frontend_id: str) -> EngineOutput:
-        """What goes to this frontend."""
+        """Returns the output for this frontend."""
         output = self.outputs.get(frontend_id)
         if output is None:
             output = EngineOutput(chunks=[], failures=[], started=[])
@@ -157,12 +163,16 @@ def silent_frontend(request: Request) -> Failure:
 
 
 class TokenSender:
-    """A PUSH socket per frontend, opened at its first output. Never blocks. A frontend that does
-    not take its output (OUTPUT_HIGH_WATER messages behind) counts as dead: `on_dead(its id)`.
+    """PUSH socket for each frontend, opened at its first output. Never blocks.
 
-    `endpoint_of(id)` is its address: one that came with a request could name a stranger's. It
-    raises ValueError for what is no id; nobody takes that output either. `agent`: what names this
-    process in its output.
+    A frontend with OUTPUT_HIGH_WATER unread messages counts as dead.
+
+    Args:
+        endpoint_of: returns the address of a frontend's id, or raises ValueError if the id is not
+            valid. Addresses never come from requests, which could name a foreign process.
+        on_dead: called with the id of a frontend that is dead or has no valid id.
+        secret: the cluster's key.
+        agent: name of this process in its output.
     """
 
     def __init__(
@@ -184,12 +194,12 @@ class TokenSender:
                 channel = self._channels.get(frontend_id) or self._open(frontend_id)
                 channel.send(structs.replace(output, agent=self._agent), block=False)
             except (zmq.ZMQError, ValueError) as error:
-                log.warning("frontend %.100r takes nothing: %s", frontend_id, error)
+                log.warning("cannot send output to frontend %.100r: %s", frontend_id, error)
                 self.drop(frontend_id)
                 self._on_dead(frontend_id)
 
     def drop(self, frontend_id: str) -> None:
-        """Close its socket; what it holds is lost, unless it is taken within LINGER_MS."""
+        """Closes the frontend's socket. Messages that it does not read in LINGER_MS are lost."""
         if (channel := self._channels.pop(frontend_id, None)) is not None:
             channel.close(LINGER_MS)
 
@@ -197,7 +207,7 @@ class TokenSender:
         return set(self._channels)
 
     def close(self) -> None:
-        """What was sent still goes out, for LINGER_MS at most."""
+        """Closes all sockets after at most LINGER_MS for messages that were sent."""
         for channel in self._channels.values():
             channel.close(LINGER_MS)
         self._channels.clear()
@@ -214,49 +224,55 @@ class TokenSender:
 
 
 class PeerLinks:
-    """A PUSH socket per agent of another machine, opened at the first message to it. Their context
-    is their own: large parts are encrypted in its thread, not in that of engines' messages.
+    """PUSH socket for each agent of another machine, opened at the first message to it.
 
-    `config`: where they are; a reload sets another one.
+    The sockets have their own context, so that large parts are encrypted in a separate thread from
+    engines' messages.
     """
 
     def __init__(self, config: ClusterConfig, now_s: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        """Configuration with the agents' addresses. A reload sets a new one."""
         self._now_s = now_s
-        self._measured: dict[str, tuple[float, float]] = {}  # node -> bytes per second, and when
+        self._measured: dict[str, tuple[float, float]] = {}  # node -> (bytes per second, time)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channels: dict[str, BlockingChannel[None]] = {}
 
     def send(self, device: str, message: KvPart | KvTaken) -> None:
-        """Never blocks. Raises ConnectionError for what is no device of another machine, and where
-        its agent takes nothing."""
+        """Sends a message without blocking.
+
+        Raises ConnectionError if `device` is not on another machine, or its agent reads nothing.
+        """
         try:
             channel = self._channels.get(device) or self._open(device)
             channel.send(message, block=False)
         except (zmq.ZMQError, ValueError) as error:
-            raise ConnectionError(f"the agent of {device!r:.100} takes nothing: {error}") from error
+            raise ConnectionError(f"cannot reach the agent of {device!r:.100}: {error}") from error
 
     def knows(self, device: str) -> bool:
-        """Whether it is a device of another machine of the cluster."""
+        """Returns whether `device` is on another machine of the cluster."""
         names = {each.name for each in self.config.devices}
         return device in names and node_of(device) != self.config.node
 
     def network_bytes_s(self, device: str) -> float:
-        """What goes to its machine: as the configuration says, or less if that was measured a while
-        ago at most. Raises ConnectionError for what is no device of another machine."""
+        """Returns the network rate to the device's machine.
+
+        It is the configured rate, or the measured one if that is lower and at most MEASURED_S old.
+        Raises ConnectionError if `device` is not on another machine.
+        """
         if not self.knows(device):
-            raise ConnectionError(f"{device!r:.100} is on no other machine of the cluster")
+            raise ConnectionError(f"{device!r:.100} is not on another machine of the cluster")
         configured = self.config.links_bytes_s()[node_of(device)]
         bytes_s, measured_s = self._measured.get(node_of(device), (configured, 0.0))
         return min(configured, bytes_s) if self._now_s() - measured_s < MEASURED_S else configured
 
     def measured(self, device: str, size_bytes: int, seconds: float) -> None:
-        """So much went to its machine. Less than MEASURED_BYTES_MIN says little."""
+        """Records a transfer to the device's machine. Small transfers are ignored."""
         if size_bytes >= MEASURED_BYTES_MIN:
             self._measured[node_of(device)] = (size_bytes / seconds, self._now_s())
 
     def drop(self, device: str) -> None:
-        """What its agent has not taken yet is not sent any more."""
+        """Closes the socket to a device's agent and drops messages that it has not read."""
         if (channel := self._channels.pop(device, None)) is not None:
             channel.close(0)
 
@@ -267,7 +283,7 @@ class PeerLinks:
 
     def _open(self, device: str) -> BlockingChannel[None]:
         if not self.knows(device):
-            raise ValueError("it is on no other machine of the cluster")
+            raise ValueError("it is not on another machine of the cluster")
         endpoint = self.config.agent_cancel_endpoint(device)
         channel = BlockingChannel[None](self._context, zmq.PUSH, secret=self.config.cluster_key)
         self._channels[device] = channel

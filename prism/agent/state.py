@@ -1,4 +1,4 @@
-"""What the agent knows of its device: time limits, models, requests. One event loop, no locks."""
+"""State of the agent: time limits, engines, models and requests. For one event loop, no locks."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from prism.scheduler.local import LocalScheduler
 class AgentTiming:
     """Time limits, in seconds."""
 
-    lease_ttl_s: float = 5.0  # after the agent's death the queue is free for another this late
-    lease_wait_s: float = 30.0  # for an earlier agent's lease to run out
-    tick_s: float = 0.1  # between two looks at time limits
-    retry_s: float = 0.2  # after Redis did not answer
-    silent_s: float = 20.0  # an engine that sends nothing for so long is killed
-    hello_s: float = 60.0  # the same while it starts, beside the time that imports take
+    lease_ttl_s: float = 5.0  # time until another agent can have the queue of a dead one
+    lease_wait_s: float = 30.0  # wait for the expiry of an earlier agent's lease
+    tick_s: float = 0.1  # interval of checks of time limits
+    retry_s: float = 0.2  # pause after an error of Redis
+    silent_s: float = 20.0  # an engine that sends nothing for this long is killed
+    hello_s: float = 60.0  # the same while it starts, in addition to the time of its imports
     # The same while it loads a model and cannot send.
     activation_s: float = float(EngineConfig().activation_timeout_s)
-    # If ticks are this far apart, the agent itself was suspended: engines' silence during the gap
-    # does not count.
+    # A gap of this length between ticks means that the agent was suspended: the silence of engines
+    # during the gap does not count.
     away_s: float = 2.0
-    # Requests wait so long for a model that is not here: the queue is often faster than the
-    # scheduler's order to activate.
+    # Time that requests wait for a model that is not here: they often arrive before the
+    # scheduler's order to activate it.
     absent_grace_s: float = 3.0
     failed_grace_s: float = 0.5  # the same for a model that failed
-    failed_keep_s: float = 60.0  # so long its failure is reported
-    frontend_check_s: float = 1.0
-    frontend_missing_s: float = 3.0  # a frontend without a heartbeat for so long is dead
-    reclaim_s: float = 1.0  # an engine that answers later is not counted on for memory
-    flush_s: float = 5.0  # for an engine to give everything back
-    memory_retry_s: float = 0.3  # before an activation that lacked memory is tried again
-    memory_tries: int = 3
+    failed_keep_s: float = 60.0  # time for which a model's failure is reported
+    frontend_check_s: float = 1.0  # interval of checks of heartbeats
+    frontend_missing_s: float = 3.0  # a frontend without a heartbeat for this long is dead
+    reclaim_s: float = 1.0  # time for engines to return requested memory
+    flush_s: float = 5.0  # time for an engine to return all idle memory
+    memory_retry_s: float = 0.3  # pause before an activation that lacked memory is tried again
+    memory_tries: int = 3  # number of such retries
     # A model whose engines die more than revives_max times in this window has failed.
     revive_window_s: float = 60.0
     revives_max: int = 3
-    fork_retry_s: float = 0.5  # after an engine died before it was ready; doubles
+    fork_retry_s: float = 0.5  # pause after an engine died before it was ready; doubles
     fork_retry_max_s: float = 30.0
-    fork_server_stop_s: float = 15.0
-    fork_answer_s: float = 10.0  # a fork server that has not forked by then hangs
-    fork_ready_s: float = 300.0  # the same while it imports
-    sweep_s: float = 30.0  # between two looks for KV files that no engine fetched
-    drift_s: float = 2.0  # between two questions to the driver about a GPU's memory
-    overdraft_s: float = 10.0  # an engine beyond its lease for so long is replaced
-    overdraft_pause_s: float = 60.0  # between two such replacements; doubles
+    fork_server_stop_s: float = 15.0  # time for a fork server to end
+    fork_answer_s: float = 10.0  # a fork server that takes longer for a fork hangs
+    fork_ready_s: float = 300.0  # the same for its imports
+    sweep_s: float = 30.0  # interval of checks for KV files that no engine fetched
+    drift_s: float = 2.0  # interval of checks of the driver's figures of a GPU's memory
+    overdraft_s: float = 10.0  # an engine that exceeds its lease for this long is replaced
+    overdraft_pause_s: float = 60.0  # pause between two such replacements; doubles
     overdraft_pause_max_s: float = 1800.0
-    export_s: float = 5.0  # for requests to leave an engine that is replaced
+    export_s: float = 5.0  # time for requests to leave an engine that is replaced
 
 
 class ModelState(Enum):
-    """Values are those of `ModelReport.state`."""
+    """State of a model on the device. Values are those of `ModelReport.state`."""
 
     ACTIVATING = "activating"
     ACTIVE = "active"
@@ -69,27 +69,27 @@ class ModelState(Enum):
 
 @dataclass(slots=True)
 class HostedModel:
-    """One model that is here, coming, going or failed. Times are monotonic."""
+    """Model on the device, in any state. Times are monotonic."""
 
     spec: ModelSpec
-    since_s: float
+    since_s: float  # start of its state
     state: ModelState = ModelState.ACTIVATING
     kv_limit_bytes: int | None = None
-    sent_limit_bytes: int | None = None
+    sent_limit_bytes: int | None = None  # limit that its engine has
     engine_id: str = ""  # empty while it waits for an engine
-    not_before_s: float = 0.0  # the next try
-    memory_tries: int = 0
-    actions: list[int] = field(default_factory=list)  # answered when the present state ends
-    deaths_s: list[float] = field(default_factory=list)
-    suspects_s: float | None = None  # the last death that made suspects
-    activation_s: float = 0.0
-    asked_s: float = 0.0  # when an engine was asked to activate it for the first time
-    sent_s: float = 0.0  # and for the last time
-    needs_fresh: bool = False  # only an engine that has served nothing yet may have it
-    peers: tuple[str, ...] = ()  # only an engine whose other ranks run on these devices may
-    stages_s: dict[str, float] = field(default_factory=dict)
-    deactivating: bool = False
-    kv_target: str = ""  # a device of another machine, where its requests go on with their KV
+    not_before_s: float = 0.0  # earliest time of the next try
+    memory_tries: int = 0  # tries that lacked memory, of this activation
+    actions: list[int] = field(default_factory=list)  # ids to answer at the end of the state
+    deaths_s: list[float] = field(default_factory=list)  # recent deaths of its engines
+    suspects_s: float | None = None  # last of these that made requests suspects
+    activation_s: float = 0.0  # duration of its last activation
+    asked_s: float = 0.0  # when an engine was first ordered to activate it
+    sent_s: float = 0.0  # when an engine was last ordered to activate it
+    needs_fresh: bool = False  # True if it needs an engine that has served no model
+    peers: tuple[str, ...] = ()  # devices of its other ranks
+    stages_s: dict[str, float] = field(default_factory=dict)  # of its last activation
+    deactivating: bool = False  # True if its engine was ordered to evict it
+    kv_target: str = ""  # device of another machine to which its requests' KV is sent
     error: str = ""
     broken: bool = False  # as in ModelReport
 
@@ -108,9 +108,9 @@ class HostedModel:
 
 @dataclass(slots=True)
 class ModelTotals:
-    """Counts of one model since the agent started; they only grow.
+    """Counters of one model since the agent started.
 
-    maps, unmaps and retractions are sums over the engines that served it: an engine's own
+    maps, unmaps and retractions are sums over the engines that served it, since an engine's
     counters start at zero with its process.
     """
 
@@ -129,11 +129,11 @@ class ModelTotals:
     _seen: dict[str, Counters] = field(default_factory=dict)
 
     def begin(self, engine_id: str, counters: Counters) -> None:
-        """This engine starts to serve the model; `counters` are what it has counted so far."""
+        """Sets the baseline of an engine that starts to serve the model: its present counters."""
         self._seen = {engine_id: counters}
 
     def observe(self, status: EngineStatus) -> None:
-        """Take over what grew since this engine's last status about this model."""
+        """Adds the growth of the counters since this engine's last status about this model."""
         now = counters_of(status)
         before = self._seen.get(status.engine_id, now)
         self._seen[status.engine_id] = now
@@ -146,7 +146,7 @@ class ModelTotals:
 
 
 class Models:
-    """name -> HostedModel, and name -> ModelTotals of every model ever seen here."""
+    """Models by name: those on the device, and the totals of all that ever were."""
 
     def __init__(self) -> None:
         self.hosted: dict[str, HostedModel] = {}
@@ -167,10 +167,10 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """now_s: monotonic clock."""
+    """State shared by the agent's parts."""
 
     pool: EnginePool
     timing: AgentTiming = field(default_factory=AgentTiming)
-    now_s: Callable[[], float] = time.monotonic
+    now_s: Callable[[], float] = time.monotonic  # monotonic clock
     models: Models = field(default_factory=Models)
     requests: RequestTable = field(default_factory=lambda: RequestTable(LocalScheduler()))

@@ -1,8 +1,8 @@
-"""Weights for other machines: what this one's store has, and the bytes of tensors.
+"""Server of this machine's stored weights for other machines.
 
-One agent of each machine serves, in a thread with an event loop of its own: it reads parts of at
-most a mebibyte, one at a time and no faster than the machine's `network_rate`, and keeps nothing
-about who takes them. What may stop half-way is the taker's concern; it has its disk.
+One agent of each machine runs it, in a thread with its own event loop. It reads parts of at most a
+mebibyte, one at a time and no faster than the machine's `network_rate`, and keeps no state about
+receivers. A receiver whose transfer stops reads the weights from its disk.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ from prism.messages.weights import (
 from prism.transport import Channel
 
 STOP_S = 5.0
-_BURST_S = 0.02  # of its rate; sleeps are too long by a millisecond
-_AGAIN_S = 1.0  # until a port that a predecessor has is tried again
+_BURST_S = 0.02  # burst allowed by the rate limit; sleeps are a millisecond too long
+_AGAIN_S = 1.0  # pause before a port that a predecessor still has is tried again
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def serving_weights(config: ClusterConfig, device: str) -> Iterator[None]:
-    """While the block runs, if it is the agent of `device` that serves its machine's store."""
+    """Serves weights during the block if `device` is the first one of its machine.
+
+    Does nothing without a store, or in a cluster of one machine.
+    """
     here = [each.name for each in config.devices if node_of(each.name) == config.node]
     store = open_store(config.local()) if config.node and here[0] == device else None
     if store is None:
@@ -61,7 +64,7 @@ def serving_weights(config: ClusterConfig, device: str) -> Iterator[None]:
 
 
 class WeightServer:
-    """`start` and `stop` from any thread, once each."""
+    """Server of weights. Call `start` and `stop` once each, from any thread."""
 
     def __init__(self, config: ClusterConfig, exchange: Exchange) -> None:
         self._config = config
@@ -76,8 +79,8 @@ class WeightServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Who takes weights at present gets no more."""
-        with suppress(RuntimeError):  # it has ended by itself
+        """Stops the server and all transfers."""
+        with suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(STOP_S)
 
@@ -90,7 +93,7 @@ class WeightServer:
             try:
                 runner.run(self._serve())
             except asyncio.CancelledError:
-                log.debug("weights are served no more")
+                log.debug("weights are not served any more")
 
     async def _serve(self) -> None:
         self._task = asyncio.current_task()
@@ -110,7 +113,7 @@ class WeightServer:
                 channel.bind(endpoint)
                 return
             except zmq.ZMQError as error:
-                log.warning("no weights for other machines yet: %s: %s", endpoint, error)
+                log.warning("cannot serve weights to other machines yet: %s: %s", endpoint, error)
                 await asyncio.sleep(_AGAIN_S)
 
     async def _answer_all(self, channel: Channel[FromTaker]) -> None:
@@ -121,7 +124,7 @@ class WeightServer:
             try:
                 channel.send(answer, to=sender)
             except zmq.ZMQError as error:
-                log.debug("weights are not taken: %s", error)
+                log.debug("cannot send weights: %s", error)
             if isinstance(answer, Part):
                 now_s = time.monotonic()
                 free_s = max(free_s, now_s - _BURST_S) + len(answer.data) / self._bytes_s
@@ -138,7 +141,7 @@ class WeightServer:
             return HeldWeights()
 
     def _held(self, message: AskWeights) -> HeldWeights:
-        """Raises StopIteration for what is no model."""
+        """Returns the stored forms of a model. Raises StopIteration if the model is unknown."""
         checkpoint = Checkpoint.open(self._config.model(message.model).path)
         hashes = self._exchange.known_hashes(checkpoint)
         if hashes is None:
@@ -150,7 +153,7 @@ class WeightServer:
         return HeldWeights(list(hashes), list(map(_wire, forms)))
 
     def _forms(self, content: str, wanted: list[Form]) -> list[StoredForm]:
-        """All that are wanted, or else what the model's files have."""
+        """Returns all wanted forms if stored, or else the form of the model's files, if any."""
         keys = [WeightKey(content, f.engine, f.dtype, f.rank, f.ranks) for f in wanted]
         for choice in (keys, [checkpoint_key(content)]):
             found = [form for key in choice if (form := self._exchange.form(key)) is not None]

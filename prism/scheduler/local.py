@@ -104,9 +104,7 @@ class LocalScheduler:
     A request leaves the scheduler only by being started or by `remove`.
 
     Args:
-        limits: parameters.
         order: the policy's order: (jobs, now_s, submitted prefill work in s) -> AdmissionOrder.
-        observer: called for every change and step.
     """
 
     def __init__(
@@ -181,7 +179,6 @@ class LocalScheduler:
         A request that cannot start blocks the later ones of its model only.
 
         Args:
-            now_s: the present time.
             views: the engines that serve or activate a model on this device.
         """
         if not self._waiting:
@@ -199,8 +196,6 @@ class LocalScheduler:
 
         Args:
             view: the present view of its model's engine.
-            prompt_tokens: of the request.
-            max_tokens: of the request.
         """
         limits = self._limits
         headroom = 1 if view.running == 0 else min(max_tokens, limits.headroom_tokens)
@@ -367,8 +362,6 @@ class LocalScheduler:
         other model can take.
 
         Args:
-            budget: the step's budget.
-            request: the request to start.
             reserved: memory that other models can take is reserved for another request.
         """
         headroom = self._headroom_tokens(budget, request)

@@ -53,10 +53,7 @@ class _EngineBudget:
         """Returns whether a request that needs `need_tokens` starts.
 
         Args:
-            need_tokens: KV tokens that must be free.
             shared_tokens: rest of the shared tokens, within the engine's limit.
-            horizon_s: see `StepBudget`.
-            chunk_tokens: see `StepBudget`.
         """
         view = self.view
         if view.ready_in_s > 0:
@@ -95,7 +92,6 @@ class StepBudget:
     """Budget of one step.
 
     Args:
-        views: the device's engines.
         prefill_horizon_s: an engine with more prefill work than this takes no requests. They would
             wait inside the engine, where a request with an earlier deadline cannot overtake them.
         prefill_chunk_tokens: an engine with less prefill work than this takes requests in any case,

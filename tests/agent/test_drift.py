@@ -103,7 +103,7 @@ def test_numbers_of_another_namespace_make_nobody_foreign() -> None:
         usage(client(1, 20, 30)),
         driver(60, (77001, 50)),
         ledger_pids={},
-        outsiders_bytes=4,
+        baseline_bytes=4,
     )
     assert (dict(found.excess_bytes), of(found)) == ({}, (120 - 60 - 4 - 50, 0, 0))
 

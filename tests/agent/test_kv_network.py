@@ -54,7 +54,7 @@ class Machine:
         [device] = [d.name for d in config.devices if d.name.endswith(f"@{config.node}")]
         self.state = DeviceState(EnginePool("host:0", 1))
         self.kv = KvNetwork(config, device, self.state)
-        self.kv.sender._wanted = lambda request: request.id not in self.unwanted
+        self.kv.sender._is_wanted = lambda request: request.id not in self.unwanted
         self.folder = Path(config.local().moves_dir)
         self.unwanted: set[str] = set()
         self.drops: set[int] = set()
@@ -182,7 +182,7 @@ async def test_a_lost_part_costs_the_file_and_what_is_behind_it(machines: list[M
     first, *others = await sent(source, source.saved(3))
     assert not is_computed_again(first)
     assert all(map(is_computed_again, others))
-    assert "bytes have come before" in source.answers[-1].problem
+    assert "does not follow the" in source.answers[-1].problem
     await until(lambda: len(target.files()) == 1)  # that of the first one
 
 
@@ -238,10 +238,10 @@ async def test_what_is_not_wanted_any_more_is_not_sent_on(machines: list[Machine
     [
         ({"name": "../" + NAME}, "is not a valid name of a KV file"),
         ({"name": "x.npy"}, "is not a valid name of a KV file"),
-        ({"size_bytes": CAPACITY_BYTES + 1}, "too many for one request"),
-        ({"size_bytes": 0}, "too many for one request"),
-        ({"size_bytes": 3}, "no part of it"),
-        ({"data": b""}, "no part of it"),
+        ({"size_bytes": CAPACITY_BYTES + 1}, "is not a valid size of a request's KV"),
+        ({"size_bytes": 0}, "is not a valid size of a request's KV"),
+        ({"size_bytes": 3}, "4 bytes is empty or exceeds the file"),
+        ({"data": b""}, "0 bytes is empty or exceeds the file"),
     ],
 )
 async def test_what_no_agent_sends_is_not_taken(

@@ -63,7 +63,7 @@ class Desk:
         await self.queue.enqueue(request("1"))
         await self.replay()
         with pytest.raises(QueueUnavailableError):
-            await self.serving.turn(self.epoch)
+            await self.serving.step(self.epoch)
 
     @property
     def submitted(self) -> list[str]:
@@ -88,7 +88,7 @@ async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
     if replay_first:
         await desk.replay()
     for _ in range(3):
-        await desk.serving.turn(desk.epoch)
+        await desk.serving.step(desk.epoch)
         await desk.replay()
     assert desk.submitted == ["1"]
     assert desk.bench.state.requests.running_ids() == {"1"}
@@ -96,9 +96,9 @@ async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
 
 async def test_it_goes_where_its_model_went(desk: Desk) -> None:
     await desk.lose_an_answer()
-    desk.serving.hand_back({"a"})
+    desk.serving.unplace({"a"})
     await desk.queue.route("a")
-    await desk.serving.turn(desk.epoch)
+    await desk.serving.step(desk.epoch)
     assert await desk.queue.unplaced_counts() == {"a": 1}
 
 
@@ -109,7 +109,7 @@ async def test_nobody_wants_it_any_more(desk: Desk, who: str) -> None:
         desk.serving.cancel(["1"])
     else:
         desk.serving.frontend_died("f0")
-    await desk.serving.turn(desk.epoch)
+    await desk.serving.step(desk.epoch)
     await desk.queue.acquire(DEVICE, "agent", 30)  # what runs there would wait again
     assert await desk.queue.depth(DEVICE) == 0
     assert desk.submitted == []

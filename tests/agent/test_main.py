@@ -77,4 +77,4 @@ async def test_unknown_device_is_a_clear_error(agent_world: World) -> None:
     process = await start(agent_world, "host:7")
     _, errors = await process.communicate()
     assert process.returncode == 2
-    assert b"host:7: not in the configuration; it has host:0" in errors
+    assert b"host:7 is not in the configuration; its devices: host:0" in errors

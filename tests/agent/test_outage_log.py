@@ -27,10 +27,10 @@ class Tried:
     """Serving that has something to tell Redis, and cannot."""
 
     epoch = 0
-    steady = asyncio.Lock()
+    lock = asyncio.Lock()
     turns = 0
 
-    async def turn(self, epoch: int) -> None:
+    async def step(self, epoch: int) -> None:
         self.turns += 1
         raise QueueUnavailableError("Redis does not answer")
 
@@ -39,10 +39,10 @@ class Idle:
     """Serving that has nothing to do."""
 
     epoch = 0
-    steady = asyncio.Lock()
+    lock = asyncio.Lock()
     turns = 0
 
-    async def turn(self, epoch: int) -> None:
+    async def step(self, epoch: int) -> None:
         self.turns += 1
 
 
@@ -72,7 +72,7 @@ async def test_a_contradiction(
     serving: Any = Idle()
     await run_until(lambda: serving.turns >= 3, AdmissionLoop(serving, state).run(serving))
     assert [record.getMessage() for record in caplog.records] == [
-        "the table of requests contradicts itself: 1 (running): its engine 'gone' is gone"
+        "the table of requests is inconsistent: 1 (running): its engine 'gone' is gone"
     ]
 
 

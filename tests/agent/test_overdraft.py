@@ -237,7 +237,7 @@ def test_the_driver_is_asked_every_interval_and_after_an_eviction(bench: Bench) 
     bench.tick()
     bench.tick()
     assert bench.asked == 1
-    bench.watch.look_soon()
+    bench.watch.check_soon()
     bench.tick()
     assert bench.asked == 2
     bench.pass_time(10)
@@ -254,8 +254,8 @@ def test_a_driver_that_refuses_is_told_of_once(
     bench.pass_time(100)
     assert bench.watch.memory is None
     assert [r.getMessage() for r in caplog.records] == [
-        "cuda:0: the driver does not say what is held: NVML: no permission",
-        "cuda:0: the driver does not say what is held: NVML: lost",
+        "cuda:0: the driver does not report memory usage: NVML: no permission",
+        "cuda:0: the driver does not report memory usage: NVML: lost",
     ]
 
 
@@ -282,7 +282,7 @@ async def test_a_driver_that_blocks_keeps_nobody_waiting(
     while not asked:
         await asyncio.sleep(0.01)
     bench.time_s += 60
-    bench.watch.look_soon()
+    bench.watch.check_soon()
     await asyncio.sleep(0.2)
     assert len(asked) == 1
     assert asked[0] is not threading.current_thread()
@@ -309,8 +309,8 @@ def test_foreign_processes_are_named_once(bench: Bench, caplog: pytest.LogCaptur
         bench.pass_time(60)
     told = [r.getMessage() for r in caplog.records if "4711" in r.getMessage()]
     assert told == [
-        "process 4711 (python) holds 40MiB of cuda:0 and is none of this cluster's: there is room"
-        " for both"
+        "process 4711 (python) holds 40MiB of cuda:0 and does not belong to this cluster: memory"
+        " suffices for both"
     ]
     assert not bench.replaced
 

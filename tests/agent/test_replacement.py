@@ -18,11 +18,11 @@ def test_a_free_engine_makes_way_for_one_over_two_devices_and_back() -> None:
     bench.lifecycle.activate(spread)
     assert len(bench.effects.killed) == 1
     assert plain.id not in bench.effects.killed
-    assert bench.lifecycle.wanted() == EngineKind("", ("host:1",))
+    assert bench.lifecycle.next_kind() == EngineKind("", ("host:1",))
     bench.fill()
     assert bench.engine("a").kind.peers == ("host:1",)
     bench.succeed("a")
-    assert bench.lifecycle.wanted() is None
+    assert bench.lifecycle.next_kind() is None
     bench.lifecycle.engine_died(bench.engine("a").id, "test")
     bench.fill()
     assert bench.engine("a").kind.peers == ("host:1",)
@@ -44,12 +44,14 @@ def test_a_pool_has_engines_of_each_adapter_and_more_of_one_that_models_wait_for
         bench.lifecycle.activate(ActivateModel(number, spec))
     assert bench.engine("a").kind.adapter == "y"
     assert len(bench.effects.killed) == 1  # one of x, for b
-    assert (bench.lifecycle.wanted("x"), bench.lifecycle.wanted("y")) == (None, EngineKind("y"))
+    kinds = [bench.lifecycle.next_kind(adapter) for adapter in ("x", "y")]
+    assert kinds == [None, EngineKind("y")]
     bench.fill()
     assert bench.engine("b").kind.adapter == "y"
     bench.succeed("a")
     bench.lifecycle.engine_died(bench.engine("a").id, "killed")
-    assert (bench.lifecycle.wanted("x"), bench.lifecycle.wanted("y")) == (None, EngineKind("y"))
+    kinds = [bench.lifecycle.next_kind(adapter) for adapter in ("x", "y")]
+    assert kinds == [None, EngineKind("y")]
 
 
 def test_a_used_engine_makes_way_for_a_fresh_one() -> None:

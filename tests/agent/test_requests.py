@@ -117,7 +117,7 @@ class RequestsMachine(RuleBasedStateMachine):
             case "engine lost":
                 self.lose_engine()
             case "hand back":
-                self.serving.hand_back({"a"})
+                self.serving.unplace({"a"})
             case "stop":
                 self.frontend.open.clear()
                 self.serving.frontend_died(f"f{self.frontends}")
@@ -219,7 +219,7 @@ class RequestsMachine(RuleBasedStateMachine):
     def turn(self, fails: str = "", meanwhile: Sequence[list[Event]] = ()) -> None:
         self.queue.fails, self.queue.meanwhile = fails, list(meanwhile)
         with suppress(QueueUnavailableError):
-            finished(self.serving.turn(1))
+            finished(self.serving.step(1))
         self.queue.fails, self.queue.meanwhile = "", []
 
     @invariant()
@@ -238,11 +238,11 @@ class RequestsMachine(RuleBasedStateMachine):
             self.go_on(self.leaving.pop())
         for _ in range(4 * len(IDS)):
             self.serving.replayed(self.read(""))
-            finished(self.serving.turn(1))
+            finished(self.serving.step(1))
             self.the_table_agrees_with_itself_and_with_the_engine()
             for run in list(self.engine.runs.values()):
                 self.output(run)
-        finished(self.serving.turn(1))
+        finished(self.serving.step(1))
         assert self.queue.records == {}
         assert self.table.frontends() == set()
         assert self.frontend.open == {}

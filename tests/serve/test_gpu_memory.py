@@ -204,7 +204,7 @@ def test_a_neighbour_is_named(tmp_path: Path, short_dir: Path, namespace: str) -
         assert f"{pid} (" in cluster.operate("status").stdout
         logs = tmp_path / "logs"
         until(lambda: f"process {pid} (" in _text(logs), "it is told")
-        assert "are not there; end it or lower capacity" in _text(logs)
+        assert "; end the process or lower capacity" in _text(logs)
         assert cluster.post("a").status_code == 200
         assert metric(cluster, "prism_engine_overdrafts_total") == 0
 
