@@ -96,7 +96,7 @@ def ways(subjects: Subjects) -> dict[str, tuple[Call, Call]]:
     return {
         "batched, against page by page": (cached, subjects.page_by_page(plain)),
         "handles made anew, against cached": (made, cached),
-        "behind a fence, against without": (fenced, cached),
+        "after a fence, against without": (fenced, cached),
         "guarded holes, against faulting ones": (covered, cached),
     }
 

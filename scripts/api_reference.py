@@ -1,7 +1,7 @@
 """Write docs/api from the docstrings of kvcached's public names.
 
-    python scripts/api_reference.py            rewrite what is out of date
-    python scripts/api_reference.py --check    name what is out of date; exit code 1 if anything is
+    python scripts/api_reference.py            rewrite outdated pages
+    python scripts/api_reference.py --check    print outdated pages; exit code 1 if there are any
 
 One page for each subject, and an index. A public name without a docstring is an error.
 """
@@ -27,11 +27,11 @@ LINE_CHARS = 88
 
 # page -> title, modules whose public names it holds
 PAGES = {
-    "device": ("Devices and who holds what", ["device", "usage", "driver_memory"]),
+    "device": ("Devices and their usage", ["device", "usage", "driver_memory"]),
     "client": ("Clients", ["client"]),
     "kvcache": ("KV caches", ["kvcache", "group", "ranks"]),
     "handover": ("Blocks of one process in another's", ["handover"]),
-    "balloon": ("Giving memory back", ["balloon", "asking"]),
+    "balloon": ("Giving memory back", ["balloon", "memory_requests"]),
     "layouts": ("Layouts", ["layouts"]),
     "weights": ("Weights", ["weights"]),
     "tensor": ("Tensors", ["tensor", "_core"]),
@@ -43,7 +43,7 @@ PAGES = {
 
 
 class Plain(str):
-    """An annotation as it stands in the source, which inspect would put into quotes."""
+    """Annotation with its source text as repr, without the quotes that inspect would print."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     check = parser.parse_args(arguments).check
     missing = set(public_names()).difference(*(names_of(page) for page in PAGES))
     if missing:
-        raise SystemExit(f"on no page: {', '.join(sorted(missing))}; add their module to PAGES")
+        raise SystemExit(f"missing in PAGES: {', '.join(sorted(missing))}; add their module")
     pages = {f"{page}.md": page_text(page) for page in PAGES} | {"README.md": index_text()}
     FOLDER.mkdir(exist_ok=True)
     odd = sorted({path.name for path in FOLDER.glob("*.md")} - set(pages))
@@ -79,8 +79,10 @@ def text_of(path: Path) -> str:
 
 
 def public_names() -> dict[str, Any]:
-    """Of the package, and of the modules that are imported by name. Types that are aliases, and so
-    have no docstring, show where they are used."""
+    """Returns the public names of the package and of its modules that are not imported by it.
+
+    Type aliases, which cannot have docstrings, are left out.
+    """
     found = {
         name: value
         for name in kvcached.__all__
@@ -108,7 +110,7 @@ def names_of(page: str) -> list[str]:
 
 
 def members(owner: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties of the class and its bases in this package."""
+    """Yields the public methods and properties of the class and its bases in this package."""
     for base in owner.__mro__:
         if not base.__module__.startswith("kvcached"):
             continue
@@ -137,7 +139,7 @@ def index_text() -> str:
 
 
 def cell(text: str) -> str:
-    """Its first sentence, for a table."""
+    """Returns the first sentence of a text, for a table."""
     return re.split(r"(?<=[^.A-Z][.]) (?=[A-Z`])", text)[0].replace("|", "\\|")
 
 
@@ -170,7 +172,7 @@ def member_text(owner: type, name: str, value: Any) -> str:
 def documented(item: Any, name: str = "") -> str:
     text = inspect.getdoc(item)
     if not text:
-        raise SystemExit(f"{name or getattr(item, '__name__', item)} has no docstring")
+        raise SystemExit(f"{name or getattr(item, '__name__', item)} does not have a docstring")
     return text
 
 
@@ -179,7 +181,7 @@ def code(text: str) -> str:
 
 
 def fields(owner: type) -> str:
-    """The fields of a dataclass, with their types and defaults."""
+    """Returns the fields of a dataclass, with their types and defaults, or "" for other classes."""
     if not dataclasses.is_dataclass(owner):
         return ""
     shown = []
@@ -190,7 +192,7 @@ def fields(owner: type) -> str:
 
 
 def signature(name: str, function: Any) -> str:
-    """`name(parameters) -> result`, one parameter a line where that is too long for one."""
+    """Returns `name(parameters) -> result`, with one parameter a line if it is too long."""
     found = inspect.signature(function)
     listed = [
         parameter.replace(
@@ -211,7 +213,7 @@ def signature(name: str, function: Any) -> str:
 
 
 def starred(parameters: list[inspect.Parameter]) -> Iterator[str]:
-    """Each parameter, with the star before the first that is given by its name alone."""
+    """Yields each parameter, with a star before the first keyword-only one."""
     keyword_only = False
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:

@@ -1,10 +1,10 @@
-"""Write the references of both YAMLs, from their classes and the notes beside the fields, and that
-of the simulator's tables.
+"""Write the references of both YAML files, from their classes and the comments above the fields,
+and that of the simulator's tables.
 
-    python scripts/config_reference.py            rewrite what is out of date
-    python scripts/config_reference.py --check    name it; exit code 1 if anything is
+    python scripts/config_reference.py            rewrite outdated pages
+    python scripts/config_reference.py --check    print outdated pages; exit code 1 if there are any
 
-A field that is no section of its own and has no note is an error.
+A field without a comment is an error, unless it is a section.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings
 some. `scripts/config_reference.py` writes this page.
 
 A value that does not exist is empty in CSV, and null in Parquet and DataFrames. `--no-requests`
-leaves out the table of requests. Beside the tables are `results.json` (all but the requests),
+leaves out the table of requests. DIR also gets `results.json` (all but the requests),
 `report.html` and, with `--timeline`, a Chrome trace.
 """
 PAGES = {"configuration.md": (SERVE, ServeYaml), "prism-sim-configuration.md": (SIM, SimYaml)}
@@ -92,14 +92,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def table(name: str) -> str:
-    """Of a table of results."""
+    """Returns the section of a table of results."""
     found = TABLES[name]
     head = f"\n## {name}\n\n{found.note}\n\n| column | type | what it is |\n|---|---|---|\n"
     return head + "".join(f"| `{c.name}` | {c.kind} | {c.note} |\n" for c in found.columns)
 
 
 def section(struct: type[msgspec.Struct], path: str) -> Iterator[str]:
-    """The struct's table, then those of the structs in it."""
+    """Yields the struct's table, then those of the structs in it."""
     yield f"\n## `{path}`\n\n{inspect.getdoc(struct)}\n\n" if path else "\n## The whole file\n\n"
     yield "| key | type | default | what it does |\n|---|---|---|---|\n"
     fields, known = msgspec.structs.fields(struct), notes(struct)
@@ -116,7 +116,7 @@ def row(field: FieldInfo, known: dict[str, str], path: str) -> str:
         link = f"See [`{where}`](#{re.sub(r'[^a-z_-]', '', where.lower())})."
         note = f"{note} {link}".strip()
     if not note:
-        raise SystemExit(f"{place(path, field)} has no note beside its field")
+        raise SystemExit(f"{place(path, field)} does not have a comment above its field")
     cells = (f"`{field.encode_name}`", kind(field.type), default(field), note.replace("|", "\\|"))
     return f"| {' | '.join(cells)} |\n"
 
@@ -127,7 +127,7 @@ def place(path: str, field: FieldInfo) -> str:
 
 
 def struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """The struct that this is, or that this is a list of."""
+    """Returns the struct that an annotation is, or is a list of, or None."""
     inner = get_args(annotation)[0] if get_args(annotation) else annotation
     return inner if isinstance(inner, type) and issubclass(inner, msgspec.Struct) else None
 
@@ -158,7 +158,7 @@ def default(field: FieldInfo) -> str:
 
 
 def notes(struct: type) -> dict[str, str]:
-    """The comment lines right above each field, of the struct and those that it extends."""
+    """Returns the comment above each field of the struct and of its bases."""
     found = notes(struct.__base__) if struct.__base__ not in (None, msgspec.Struct) else {}
     lines = inspect.getsource(struct).splitlines()
     (tree,) = ast.parse("\n".join(lines)).body

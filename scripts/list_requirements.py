@@ -1,6 +1,6 @@
-"""Print what the distributions require, and the named extras and groups of any, one a line.
+"""Print the requirements of the distributions and of the named extras and groups, one a line.
 
-So that they can be installed under constraints before the projects themselves are built.
+They can then be installed under constraints before the projects themselves are built.
 """
 
 import sys

@@ -12,11 +12,11 @@ LEGACY = ("manylinux1", "manylinux2010", "manylinux2014")
 
 
 class CannotFetch(RuntimeError):
-    """The package index does not give a wheel for that Python, or cannot be reached."""
+    """Error for an index that does not have a wheel for that Python, or cannot be reached."""
 
 
 def read_pins(path: Path) -> list[str]:
-    """The lines `name==version` of a requirements file."""
+    """Returns the lines `name==version` of a requirements file."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return [line for line in lines if line]
 
@@ -26,7 +26,7 @@ def platforms() -> list[str]:
 
 
 def download(pins: list[str], python: str, folder: Path) -> list[Path]:
-    """One wheel for each pin, without requirements, sorted by name."""
+    """Downloads one wheel for each pin, without requirements. Returns them sorted by name."""
     options = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     for platform in platforms():
         options += ["--platform", platform]

@@ -1,4 +1,4 @@
-"""What is left out of a wheel. Patterns are matched against the path of a file in its wheel."""
+"""Rules for files to leave out of wheels. Patterns match the path of a file in its wheel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """Files that `pattern` (of fnmatch, where `*` crosses folders) matches are left out."""
+    """Rule to leave out files that match `pattern` (of fnmatch, where `*` crosses folders)."""
 
     pattern: str
     why: str
@@ -21,11 +21,11 @@ EVERYWHERE = (
     Rule("*.dist-info/RECORD*", "written anew"),
 )
 
-# By the distribution's name, in the form of wheels' file names.
+# Keyed by the distribution's name, as in the file names of wheels.
 OF_DISTRIBUTION = {
     "sglang": (
         Rule("sglang/srt/rust_extensions/*.so", "servers and image codecs in Rust, loaded on use"),
-        # Built for torch 2.14: beside 2.11 it takes int64 tensors for bytes and no model activates.
+        # Built for torch 2.14: with 2.11 it takes int64 tensors for bytes and no model activates.
         # SGLang uses its Python implementation where the file is missing.
         Rule("sglang/srt/mem_cache/rust_tree_core/*.so", "a prefix tree built for torch 2.14"),
         Rule("sglang/multimodal_gen/*", "image and video generation"),

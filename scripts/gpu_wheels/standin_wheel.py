@@ -1,7 +1,7 @@
 """The wheel of the stand-in for SGLang's compiled kernels.
 
-It has the real distribution's name, so that pip puts one in the place of the other, and a version
-below all real ones.
+It has the real distribution's name, so that pip replaces one by the other, and a version lower
+than all real ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Wheels without the files that a machine for checks does not need.
 
-The result is a valid wheel of the same name and version. A build tag marks it as ours.
+The result is a valid wheel of the same name and version. A build tag marks it.
 """
 
 from __future__ import annotations

@@ -42,4 +42,4 @@ def test_a_field_without_a_note_is_refused() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "devices[].name has no note" in done.stderr
+    assert "devices[].name does not have a comment above its field" in done.stderr

@@ -39,4 +39,4 @@ def test_an_undocumented_name_is_refused() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "trim has no docstring" in done.stderr
+    assert "trim does not have a docstring" in done.stderr

@@ -167,5 +167,5 @@ def test_it_refuses_to_be_beside_the_real_kernels(
     distribution = importlib.import_module("sgl_kernel.distribution")
     both = [SimpleNamespace(version=distribution.VERSION), SimpleNamespace(version="0.4.10")]
     monkeypatch.setattr(metadata, "distributions", lambda name: both)
-    with pytest.raises(ImportError, match=r"sglang-kernel 0\.4\.10 is installed beside"):
+    with pytest.raises(ImportError, match=r"sglang-kernel 0\.4\.10 is installed in addition"):
         distribution.refuse_beside_the_real_one()

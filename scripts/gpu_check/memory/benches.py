@@ -17,7 +17,7 @@ LIMIT_S = 45.0
 MAP_LINES = {
     "batched": "batched, against page by page",
     "handles_made": "handles made anew, against cached",
-    "fenced": "behind a fence, against without",
+    "fenced": "after a fence, against without",
     "guarded": "guarded holes, against faulting ones",
 }
 _NUMBER = r"\s+([\d.]+)"

@@ -77,7 +77,7 @@ def body(report: Report) -> None:
         report.fact(killed=killed)
         report.figure("killed_process", killed["granted_ms_after_death"])
     with report.check("put_waits_for_the_stream"), TemporaryDirectory() as folder:
-        put_behind_work(torch_or_skip(), Path(folder))
+        put_unfinished_tensor(torch_or_skip(), Path(folder))
     with report.check("models_in_turn"), ExitStack() as stack:
         cross_model(report, stack, driver, sizes)
 
@@ -159,14 +159,14 @@ class Hosted:
         return arena
 
 
-def put_behind_work(torch: Any, folder: Path) -> None:
+def put_unfinished_tensor(torch: Any, folder: Path) -> None:
     """Saves a tensor that a stream has yet to fill. The store must have the new content."""
     from kvcached import WeightKey, WeightStore
 
     tensor = torch.zeros(1 << 20, dtype=torch.uint8, device=CUDA)
     source = torch.full((1 << 20,), 7, dtype=torch.uint8).pin_memory()
     torch.cuda.synchronize()
-    key = WeightKey("behind", "gpu-check", "uint8")
+    key = WeightKey("unfinished", "gpu-check", "uint8")
     store = WeightStore.open(folder, max_bytes=64 * MIB)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(BUSY_CYCLES)

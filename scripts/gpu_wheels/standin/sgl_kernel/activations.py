@@ -1,4 +1,4 @@
-"""Gated activations: the last dimension holds the gate's half, then the half that it scales."""
+"""Gated activations. The last dimension has the half of the gate, then the half that it scales."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.nn.functional import gelu, silu
 
 
 def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(first half) * second half`, into `out` if given."""
+    """Computes `silu(first half) * second half`, into `out` if given."""
     return _gated(silu, input, out)
 
 
 def gelu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`gelu(first half) * second half` with the exact GELU, into `out` if given."""
+    """Computes `gelu(first half) * second half` with the exact GELU, into `out` if given."""
     return _gated(gelu, input, out)
 
 
 def gelu_tanh_and_mul(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`gelu(first half) * second half` with GELU's tanh form, into `out` if given."""
+    """Computes `gelu(first half) * second half` with GELU's tanh form, into `out` if given."""
     return _gated(lambda gate: gelu(gate, approximate="tanh"), input, out)
 
 

@@ -1,11 +1,11 @@
-"""What this package is installed as, and that the real one is not there too."""
+"""Name and version of the stand-in, and a check that the real package is not installed too."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
 NAME = "sglang-kernel"
-# Below every real version: whoever asks pip for the real one gets it in this one's place.
+# Lower than every real version, so that pip replaces the stand-in if the real one is required.
 VERSION = "0.0.0+prism.standin"
 
 
@@ -14,6 +14,6 @@ def refuse_beside_the_real_one() -> None:
     for found in metadata.distributions(name=NAME):
         if found.version != VERSION:
             raise ImportError(
-                f"{NAME} {found.version} is installed beside Prism's stand-in for it; "
-                "remove the stand-in from the path, the real kernels need none"
+                f"{NAME} {found.version} is installed in addition to Prism's stand-in for it; "
+                "remove the stand-in from the path"
             )

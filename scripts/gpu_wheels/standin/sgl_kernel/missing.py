@@ -1,4 +1,4 @@
-"""Symbols that SGLang imports, and that the stand-in does not compute."""
+"""Symbols that SGLang imports and that the stand-in does not implement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class Missing:
-    """A function that may be imported and not called."""
+    """Function that can be imported but not called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -22,5 +22,5 @@ class Missing:
 
 
 def missing(name: str) -> Missing:
-    """A placeholder for `sgl_kernel.<name>`."""
+    """Returns a placeholder for `sgl_kernel.<name>`."""
     return Missing(name)

@@ -12,7 +12,7 @@ def rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`input / rms(input) * weight`, into `out` if given."""
+    """Computes `input / rms(input) * weight`, into `out` if given."""
     return _into(out, _normalised(input.float(), weight.float(), eps).to(input.dtype))
 
 
@@ -23,7 +23,7 @@ def gemma_rmsnorm(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`input / rms(input) * (1 + weight)`, into `out` if given."""
+    """Computes `input / rms(input) * (1 + weight)`, into `out` if given."""
     return _into(out, _normalised(input.float(), weight.float() + 1, eps).to(input.dtype))
 
 
@@ -34,7 +34,7 @@ def fused_add_rmsnorm(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """In place: `residual += input`, then `input = rmsnorm(residual)`."""
+    """Computes `residual += input`, then `input = rmsnorm(residual)`, in place."""
     _add_and_normalise(input, residual, weight.float(), eps)
 
 
@@ -45,14 +45,14 @@ def gemma_fused_add_rmsnorm(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """In place: `residual += input`, then `input = gemma_rmsnorm(residual)`."""
+    """Computes `residual += input`, then `input = gemma_rmsnorm(residual)`, in place."""
     _add_and_normalise(input, residual, weight.float() + 1, eps)
 
 
 def _add_and_normalise(
     input: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float
 ) -> None:
-    """The sum is normalised before it is rounded to the residual's type."""
+    """Normalises the sum before rounding it to the residual's type."""
     total = input.float() + residual.float()
     residual.copy_(total)
     input.copy_(_normalised(total, scale, eps))

@@ -6,7 +6,7 @@ import torch
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
-    """Keeps the `top_k` largest of each row, and all that equal the smallest of them."""
+    """Keeps the `top_k` largest of each row, and all equal to the smallest of them."""
     ranked = probs.float().sort(dim=-1, descending=True).values
     last = (_column(top_k, ranked).long().clamp(1, probs.shape[-1])) - 1
     return _renormalised(probs, ranked.gather(-1, last))
@@ -22,7 +22,7 @@ def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float) -> torch
 
 
 def _column(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    """One value for all rows, or one for each, as a column."""
+    """Returns one value for all rows, or one for each row, as a column."""
     if isinstance(value, torch.Tensor):
         return value.to(like.device).reshape(-1, 1).expand(like.shape[0], 1)
     return torch.full((like.shape[0], 1), value, device=like.device)

@@ -1,9 +1,11 @@
-"""What SGLang asks of its kernels beside the kernels."""
+"""Utilities that SGLang imports from its package of kernels."""
 
 from __future__ import annotations
 
 
 def is_arch_support_pdl() -> bool:
-    """Whether kernels may start before the one ahead of them has ended. Never with a stand-in:
-    that only saves time, and asking the GPU here would initialise CUDA."""
+    """Returns False: kernels never start before the previous one has ended.
+
+    Early starts only save time, and querying the GPU here would initialise CUDA.
+    """
     return False

@@ -1,4 +1,4 @@
-"""Tensors that do not keep their memory."""
+"""Tensors that do not keep their memory alive."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, type, shape and strides, without a share in the storage.
+    """Returns a tensor of the same memory, type, shape and strides that does not own the storage.
 
     The caller guarantees that the memory outlives the result: it belongs to a CUDA graph's pool.
-    On a CPU, where there are no graphs, the tensor itself.
+    On a CPU, which does not have graphs, returns the tensor itself.
     """
     if tensor.device.type != "cuda":
         return tensor
