@@ -1,10 +1,10 @@
 """`python -m prism.frontend --config RUN/cluster.json --frontend-id f0`: one frontend process.
 
-SIGTERM and SIGINT drain: new requests get 503, open ones finish or, after the drain's time, end
-with an error; then the process exits with 0. A second signal ends the drain at once.
+SIGTERM and SIGINT drain: new requests get 503, and open requests finish or fail with an error when
+the drain's time is over. The process then exits with 0. A second signal ends the drain at once.
 
-SIGUSR1 leaves to a successor on the same socket: no more connections are accepted, those that are
-open are served to the end of a request, and told then that they are closed.
+SIGUSR1 hands over to a successor on the same socket: no new connections are accepted. Open
+connections are served to the end of a request and are then closed with `Connection: close`.
 """
 
 from __future__ import annotations
@@ -38,24 +38,27 @@ from prism.process import beat, configure_logging, die_with_parent, raise_file_l
 
 HANDSHAKE_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 3
-# Longer than clients keep idle connections, or they would meet one that is just being closed.
+# Longer than clients keep idle connections, so that none sends to a connection that is closing.
 _KEEP_ALIVE_S = 75
 _OTHER_FILES = 256
-_OPERATORS_MAX = 64  # connections to `frontend.admin`, of those files
+_OPERATORS_MAX = 64  # connections to `frontend.admin`, included in _OTHER_FILES
 _IDLE_S = 5.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class Admin(NamedTuple):
-    """Pages of operators, and where they are."""
+    """Application of the operators' pages and its listener."""
 
     app: FastAPI
     listener: socket.socket
 
 
 class AcceptingLoop(uvloop.Loop):
-    """uvloop whose servers, which need `sock`, accept many connections in a turn and give a TLS
-    handshake HANDSHAKE_TIMEOUT_S: what uvicorn has no options for."""
+    """uvloop whose servers accept many connections in a turn of the loop.
+
+    A TLS handshake may take HANDSHAKE_TIMEOUT_S. uvicorn has no options for either. Servers must be
+    created with `sock`.
+    """
 
     async def create_server(self, *args: Any, **more: Any) -> Any:
         (protocols,) = args
@@ -63,7 +66,7 @@ class AcceptingLoop(uvloop.Loop):
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handling: a signal must not close the door before the drain."""
+    """uvicorn server without signal handling: listeners must stay open until the drain."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -95,9 +98,10 @@ async def serve(
     tls: FrontendConfig | None = None,
     admin: Admin | None = None,
 ) -> bool:
-    """Serve on `listener`, and on that of `admin`, until a signal, then drain. Raises ConfigError.
+    """Serves on `listener` and on that of `admin` until a signal, then drains.
 
-    Returns False, without a drain, when the dispatcher broke: a new process must take over.
+    Returns False, without a drain, if the dispatcher failed: a new process must take over.
+    Raises ConfigError.
     """
     beating = asyncio.create_task(beat())
     tls = tls or FrontendConfig()
@@ -109,7 +113,7 @@ async def serve(
         listeners.append(admin.listener)
     signals = _signal_queue()
     async with app.router.lifespan_context(app):
-        # What is loaded stays: a full collection would look at it for 80 ms, and all streams wait.
+        # Excludes loaded modules from collection: a full one would stall all streams for 80 ms.
         gc.freeze()
         serving = [
             asyncio.create_task(server.serve(sockets=[each]))
@@ -125,7 +129,7 @@ async def serve(
             if ending.done() and ending.result() == signal.SIGUSR1:
                 left_s -= await leave(servers, app.state.services, signals)
             await drain(app.state.services, signals, left_s)
-        dispatcher.break_all("internal_error", "the frontend failed; try again")
+        dispatcher.fail_all("internal_error", "the frontend failed; try again")
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
@@ -151,7 +155,7 @@ def _server(app: FastAPI, tls: FrontendConfig, connections_max: int) -> UvicornS
 
 
 async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: float) -> None:
-    """Refuse new requests and wait for the open ones, at most so long."""
+    """Rejects new requests and waits up to `timeout_s` for the open ones."""
     services.draining = True
     idle = asyncio.create_task(services.wait_idle())
     again = asyncio.create_task(signals.get())
@@ -162,7 +166,9 @@ async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: floa
     )
     for task in (idle, again):
         task.cancel()
-    services.dispatcher.break_all("shutting_down", "the server was shut down before the end")
+    services.dispatcher.fail_all(
+        "shutting_down", "the server was shut down before the request finished"
+    )
     with suppress(TimeoutError):
         await asyncio.wait_for(services.wait_idle(), 1.0)
 
@@ -170,9 +176,10 @@ async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: floa
 async def leave(
     servers: Sequence[UvicornServer], services: Services, signals: asyncio.Queue[int]
 ) -> float:
-    """Accept no more, and wait until the connections that there are have ended: a request that
-    comes on one is answered, with `Connection: close`. At most the drain's time; a signal ends it.
-    Returns how long it took, in seconds.
+    """Stops accepting and waits until the open connections have ended.
+
+    Requests on open connections are answered with `Connection: close`. The wait ends after the
+    drain's time or at a signal. Returns its duration in seconds.
     """
     began_s = time.monotonic()
     for server in servers:
@@ -190,22 +197,23 @@ async def leave(
 
 
 async def _unused(servers: Sequence[UvicornServer], services: Services) -> None:
-    """Until no connection is left, or none has had a request for a while: a client that is about
-    to use its connection again shall not meet one that is just being closed."""
+    """Waits until no connection is left, or none had a request for _IDLE_S: a client that is about
+    to reuse its connection must not meet one that is closing."""
     idle_s = 0.0
     while (_connected(servers) or services.busy) and idle_s < _IDLE_S:
-        await asyncio.sleep(_LOOK_S)
-        idle_s = 0.0 if services.busy else idle_s + _LOOK_S
+        await asyncio.sleep(_POLL_S)
+        idle_s = 0.0 if services.busy else idle_s + _POLL_S
 
 
 def _connected(servers: Sequence[UvicornServer]) -> bool:
-    """Also by what is accepted and not yet known to its server: a TLS handshake takes a while."""
+    """Returns whether a server has connections, counting those in their TLS handshake."""
     beginning = (getattr(each, "is_beginning", False) for s in servers for each in s.servers)
     return any(server.server_state.connections for server in servers) or any(beginning)
 
 
 def _connections_max() -> int:
-    """Some files stay for sockets to agents and Redis, and for the answer to one client more."""
+    """Returns the limit on client connections. The other descriptors are for sockets to agents and
+    Redis, and for the answer to one client beyond the limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft // 2, soft - _OTHER_FILES)
 
@@ -219,7 +227,7 @@ def _signal_queue() -> asyncio.Queue[int]:
 
 
 def _listener(config: ClusterConfig, fd: int | None) -> socket.socket:
-    """The socket that the launcher opened, or one of our own."""
+    """Returns the socket that the launcher opened, or a new one."""
     return open_listener(config.host, config.port) if fd is None else socket.socket(fileno=fd)
 
 
@@ -237,12 +245,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--without-unreadable",
         action="store_true",
-        help="leave models out whose tokenizer cannot be loaded",
+        help="leave out models whose tokenizer cannot be loaded",
     )
     parser.add_argument(
         "--listen-fd", type=int, help="a listening socket inherited from the parent"
     )
-    parser.add_argument("--admin-fd", type=int, help="likewise, that of frontend.admin")
+    parser.add_argument(
+        "--admin-fd", type=int, help="the listening socket of frontend.admin, inherited likewise"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Accept the connections of a listener many at a time."""
+"""Server that accepts many connections of a listener at a time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# In a turn of the event loop. Frontends that share a listener each get a part of a burst, and
-# connections beyond the frontend's bound are closed before they use up its descriptors.
+# Connections accepted in a turn of the event loop. Frontends that share a listener each get a part
+# of a burst, and connections beyond the limit are closed before they use up the descriptors.
 ACCEPTED_PER_TURN = 64
 _RETRY_S = 0.1
 
 
 class Acceptor:
-    """Server of one listener, for a loop whose own server accepts one connection in each turn: of
-    a burst the last client would wait for as many turns, which may each write to all streams.
+    """Server of one listener, for a loop whose own server accepts one connection per turn. With
+    that, the last client of a burst would wait for as many turns, each of which may write to all
+    streams.
 
-    It owns the listener from its start to `close`. A lack of descriptors or memory leaves clients
-    in the backlog until there are some.
+    Owns the listener until `close`. While descriptors or memory are lacking, clients stay in the
+    backlog.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class Acceptor:
 
     @property
     def is_beginning(self) -> bool:
-        """Returns whether a connection was accepted that its protocol does not know yet."""
+        """True if a connection was accepted and is not yet passed to its protocol."""
         return bool(self._beginning)
 
     def close(self) -> None:
-        """Connections that are accepted stay."""
+        """Closes the listener. Accepted connections stay open."""
         if self._retry is not None:
             self._retry.cancel()
         if self._listener.fileno() >= 0:
@@ -75,15 +76,15 @@ class Acceptor:
                 self._pause(error)
                 return
             self._lacking = False
-            # Made now, since its connection's time begins now.
+            # Created here, since it records the time of the accept.
             task = self._loop.create_task(self._begin(self._protocols(), client))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
 
     def _pause(self, error: OSError) -> None:
-        """Stops listening for a moment: the listener stays readable, and each turn would fail."""
+        """Stops listening for _RETRY_S: the listener stays readable, and each turn would fail."""
         if not self._lacking:
-            log.warning("cannot accept connections, which wait: %s", error)
+            log.warning("cannot accept connections, which wait in the backlog: %s", error)
         self._lacking = True
         self._loop.remove_reader(self._listener)
         self._retry = self._loop.call_later(_RETRY_S, self._listen)
@@ -91,6 +92,6 @@ class Acceptor:
     async def _begin(self, protocol: asyncio.Protocol, client: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, client, **self._tls)
-        except OSError as error:  # also of TLS
-            log.debug("a connection did not begin: %s", error)
+        except OSError as error:  # includes errors of TLS
+            log.debug("a connection could not be set up: %s", error)
             client.close()

@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
-from prism.frontend.access import Guard, OtherSites
-from prism.frontend.calls import ID_HEADER, Calls
+from prism.frontend.access import ApiKeyGuard, CrossSiteGuard
+from prism.frontend.calls import ID_HEADER, CallMiddleware
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import install_handlers
@@ -46,10 +46,11 @@ def create_app(
     without_unreadable: bool = False,
     file: ConfigFile | None = None,
 ) -> FastAPI:
-    """An application that serves `config`; it connects and loads tokenizers at its start-up.
+    """Returns an application that serves `config`. It connects and loads tokenizers at startup.
 
-    `without_unreadable`: a model whose tokenizer cannot be loaded is left out until it can be.
-    `file`: where a newer configuration may come.
+    Args:
+        without_unreadable: leave out models whose tokenizer cannot be loaded, until it can be.
+        file: file that is watched for a newer configuration.
     """
 
     @asynccontextmanager
@@ -79,8 +80,8 @@ def create_app(
 
 
 def create_admin(app: FastAPI, config: ClusterConfig) -> FastAPI:
-    """The pages of operators, at a socket of their own, of the frontend that `app` is of. Whoever
-    may open a Unix socket's file is the cluster's own user, and needs no key."""
+    """Returns the application of the operators' pages, which shares the services of `app` and has a
+    separate socket. A Unix socket needs no key: only the cluster's user may open its file."""
     admin = FastAPI(title="Prism", openapi_url=None)
     admin.state = app.state
     install_handlers(admin)
@@ -100,11 +101,11 @@ def _add_operators(app: FastAPI) -> None:
 def _add_middleware(
     app: FastAPI, config: ClusterConfig, origins: Sequence[str], *, has_keys: bool
 ) -> None:
-    """The last one added is the outermost: a preflight is answered, and logged, before anything is
-    asked of it. `origins`: whose web pages may ask."""
+    """Adds the middleware. The last one added is the outermost, so that a preflight is answered and
+    logged before the other checks. `origins`: sites whose pages may send requests."""
     if has_keys:
-        app.add_middleware(Guard, keys=lambda: app.state.services.config.keys)
-    app.add_middleware(OtherSites, origins=origins)
+        app.add_middleware(ApiKeyGuard, keys=lambda: app.state.services.config.keys)
+    app.add_middleware(CrossSiteGuard, origins=origins)
     if origins:
         app.add_middleware(
             CORSMiddleware,
@@ -113,14 +114,15 @@ def _add_middleware(
             allow_headers=["*"],
             expose_headers=[ID_HEADER, "retry-after"],
         )
-    app.add_middleware(Calls, access_log=config.frontend.access_log)
+    app.add_middleware(CallMiddleware, access_log=config.frontend.access_log)
 
 
 @asynccontextmanager
 async def running_services(
     config: ClusterConfig, frontend_id: str, without_unreadable: bool = False
 ) -> AsyncIterator[Services]:
-    """Raises ConfigError where a tokenizer cannot be loaded, unless such models are left out."""
+    """Starts the services and stops them at exit. Raises ConfigError if a tokenizer cannot be
+    loaded, unless `without_unreadable`."""
     unreadable: dict[str, str] | None = {} if without_unreadable else None
     tokenizers = await asyncio.to_thread(load_tokenizers, config.models, unreadable)
     queue = RequestQueue.connect(config.redis_url, config.namespace)
@@ -141,7 +143,7 @@ async def running_services(
     try:
         yield made
     finally:
-        await made.repeats.close()
+        await made.shared_answers.close()
         await made.close()
         await dispatcher.close()
         await queue.close()

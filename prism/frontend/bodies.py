@@ -1,4 +1,4 @@
-"""Read and check a request's body."""
+"""Reads and checks the bodies of requests."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ from prism.frontend.openai_types import TOKENS_MAX, RequestBody
 _BODY_BYTES_MAX = 8 << 20
 # Below this, parsing takes less time than handing it to a thread.
 _INLINE_BYTES_MAX = 64 << 10
-# Of all bodies that are being received or parsed, beyond the first part of each.
+# Limit on all bodies being received or parsed, without the first _INLINE_BYTES_MAX of each.
 BODIES_BYTES_MAX = 128 << 20
 BODY_TIMEOUT_S = 60.0
-# What is read of a body that is refused: a connection that is closed with bytes unread is reset,
-# and the client may not read the answer.
+# Bytes read of a rejected body: closing a connection with unread bytes resets it, and the client
+# may not receive the answer.
 _DISCARDED_BYTES_MAX = 128 << 20
 _DISCARD_TIMEOUT_S = 10.0
-# What is made of a body, by what JSON has for each. Millions take seconds, and nothing else runs.
-_MOST = {
+# Kind of JSON element -> (characters that mark one, maximum). Parsing millions of elements takes
+# seconds, during which nothing else runs.
+_COUNTS_MAX = {
     "objects and lists": (b"[{", 32 << 10),
     "members of objects": (b":", 64 << 10),
     "values": (b",", TOKENS_MAX + (64 << 10)),
 }
-# A string without an end goes to the end of the body, so that no part is searched twice.
+# An unterminated string matches up to the end of the body, so that no part is searched twice.
 _STRING_OR_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{:,]', re.DOTALL)
-# One large body at a time: the event loop gets its turn between two steps of the parser.
+# One thread: with one large body at a time, the event loop runs between two steps of the parser.
 _parser = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
 
 class BodyMemory:
-    """Bytes of the large bodies in flight."""
+    """Memory limit of the large bodies in flight."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """For one body: a function that says how many bytes it has by now. That raises
-        OverloadedError where the others leave no room."""
+        """Yields a function that reserves memory for one body up to a size in bytes. It raises
+        OverloadedError if the other bodies leave too little."""
         held_bytes = 0
 
         def grow(to_bytes: int) -> None:
             nonlocal held_bytes
             more_bytes = max(0, to_bytes - held_bytes)
             if self.used_bytes + more_bytes > BODIES_BYTES_MAX:
-                raise OverloadedError("too many large bodies are being received; try again later")
+                raise OverloadedError("too many large bodies are in flight; try again later")
             self.used_bytes += more_bytes
             held_bytes += more_bytes
 
@@ -77,10 +78,10 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body as `kind`, whatever content type the client names (curl -d sends a form's).
+    """Returns the body as `kind`, ignoring its content type (`curl -d` sends that of a form).
 
-    Raises BadRequestError naming the first wrong field, BodyTooLargeError, BodyTimeoutError, or
-    OverloadedError while many large bodies are being received.
+    Raises BadRequestError naming the first invalid field, BodyTooLargeError, BodyTimeoutError, or
+    OverloadedError while many large bodies are in flight.
     """
     try:
         return await _read(request, kind)
@@ -97,7 +98,7 @@ async def _read(request: Request, kind: type[Body]) -> Body:
                 data = await _receive(request, grow)
         except TimeoutError as error:
             raise BodyTimeoutError(
-                f"the body was not complete after {BODY_TIMEOUT_S:g} s; send it faster"
+                f"the body was not received within {BODY_TIMEOUT_S:g} s; send it faster"
             ) from error
         if len(data) <= _INLINE_BYTES_MAX:
             return parse_body(kind, data)
@@ -120,7 +121,7 @@ def _check_length(length_bytes: int) -> None:
 
 
 async def _discard_rest(request: Request) -> None:
-    """Reads what the client goes on sending. One that waits for `100 Continue` sends nothing."""
+    """Reads and drops the rest of the body. A client that awaits `100 Continue` sends none."""
     if request.headers.get("expect", "").lower() == "100-continue":
         return
     left_bytes = _DISCARDED_BYTES_MAX
@@ -133,21 +134,21 @@ async def _discard_rest(request: Request) -> None:
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
-    """Raises BadRequestError naming the first wrong field."""
-    for what, (marks, most) in _MOST.items():
+    """Returns the checked body. Raises BadRequestError naming the first invalid field."""
+    for what, (marks, most) in _COUNTS_MAX.items():
         if _has_more(data, marks, most):
             raise bad_request(f"the body has more than {most} {what}; send fewer")
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
         raise from_validation(error, kind) from error
-    body.refuse_unsupported()
+    body.reject_unsupported()
     body.prepare()
     return body
 
 
 def _has_more(data: bytes, marks: bytes, most: int) -> bool:
-    """Returns whether there are more than `most` of these characters outside of strings."""
+    """Returns whether `data` has more than `most` of the characters `marks` outside of strings."""
     if sum(data.count(mark) for mark in marks) <= most:
         return False
     found = (each for each in _STRING_OR_MARK.finditer(data) if data[each.start()] in marks)

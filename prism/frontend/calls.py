@@ -1,4 +1,4 @@
-"""What is true of every HTTP request: it has an id, an answer to HEAD, and a line in the log."""
+"""Middleware for every HTTP request: its id, HEAD, and the access log."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from prism import clock
 from prism.config.access import ApiKey
 
 ID_HEADER = "x-request-id"
-# What a client names its request; another one gets an id of ours. It stands in logs.
+# Request ids that are accepted from clients, since they are logged; others are replaced.
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PATH_CHARS_MAX = 200
-# What a client asked for then is any text, perhaps one that belongs into a body.
+# With these statuses the path is arbitrary text, possibly a part of a prompt, and is not logged.
 _UNKNOWN_PATHS = (404, 405)
-# They come every few seconds from programs that watch.
+# Requested every few seconds by monitoring programs; logged at DEBUG.
 _PROBES = ("/health", "/metrics", "/status")
 
 log = logging.getLogger("prism.access")
@@ -31,19 +31,19 @@ log = logging.getLogger("prism.access")
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request, as the log tells of it: no prompt, no key, no query."""
+    """One HTTP request as it is logged: without prompt, key and query."""
 
     id: str
     method: str = ""
     path: str = ""
     client: str = ""
     model: str = ""
-    generation: str = ""  # the id in the answer, by which agents and engines log it
+    generation: str = ""  # id in the answer, which agents and engines log too
     key: str = ""  # the name of the API key
     prompt_tokens: int = 0
     output_tokens: int = 0
     api_key: ApiKey | None = None
-    traceparent: str = ""  # the header: the client's span that it belongs to
+    traceparent: str = ""  # header with the client's span
     arrived_s: float = field(default_factory=time.monotonic)  # see `GuardedProtocol`
 
 
@@ -54,13 +54,14 @@ current: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def arrival() -> tuple[float, float]:
-    """Arrival of the present request, by the monotonic and by the cluster's clock."""
+    """Returns the arrival time of the current request on the monotonic and the cluster's clock, in
+    seconds."""
     arrived_s = (current.get() or Call("")).arrived_s
     return arrived_s, arrived_s + clock.ahead_s()
 
 
-class Calls:
-    """ASGI middleware. `access_log`: a line of JSON for each request."""
+class CallMiddleware:
+    """ASGI middleware that sets `current`, and logs a line of JSON per request if `access_log`."""
 
     def __init__(self, app: ASGIApp, access_log: bool) -> None:
         self._app = app
@@ -84,7 +85,7 @@ class Calls:
         try:
             await self._app(_as_get(scope), receive, send_with_id)
         except Exception:
-            status = 500  # which starlette answers with, outside of all middleware
+            status = 500  # sent by starlette, outside of all middleware
             raise
         finally:
             current.reset(token)
@@ -106,18 +107,18 @@ def _call_of(scope: Scope) -> Call:
 
 
 def _as_get(scope: Scope) -> Scope:
-    """uvicorn leaves out the body of the answer to a HEAD."""
+    """Returns the scope with HEAD as GET: uvicorn omits the body of the answer to a HEAD."""
     return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def _write(call: Call, status: int, seconds: float) -> None:
-    """Status 0: the client went away before its answer began."""
+    """Logs a request. Status 0 means that the client disconnected before the answer began."""
     level = logging.DEBUG if call.path in _PROBES else logging.INFO
     if not log.isEnabledFor(level):
         return
     known = {name: getattr(call, name) for name in _LOGGED}
     if status in _UNKNOWN_PATHS:
         del known["path"]
-    said = {name: value for name, value in known.items() if value}
-    line = {**said, "status": status, "ms": round(seconds * 1000, 1)}
+    fields = {name: value for name, value in known.items() if value}
+    line = {**fields, "status": status, "ms": round(seconds * 1000, 1)}
     log.log(level, msgspec.json.encode(line).decode())

@@ -1,4 +1,4 @@
-"""Render a conversation with the model's own Jinja template, in a sandbox."""
+"""Renders conversations with the model's Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from prism.frontend.errors import bad_request
 from prism.frontend.template_forms import Forms, forms_of, in_forms
 from prism.models.special_tokens import read_json, token_text
 
-# Of the template, and of what `chat_template_kwargs` may bring it to compute.
+# Raised by a template, also for values of `chat_template_kwargs` that it cannot process.
 _REFUSALS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
-# A template that Jinja or Python cannot compile raises one of them.
+# Raised by Jinja or Python for a template that cannot be compiled.
 _INVALID = (TemplateError, RecursionError, SyntaxError, TypeError, ValueError)
 _SPECIAL_TOKENS = (
     "bos_token", "cls_token", "eos_token", "mask_token", "pad_token", "sep_token", "unk_token",
@@ -31,13 +31,15 @@ _SPECIAL_TOKENS = (
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may name (bos_token, ...). `tool_source`:
-    another one for conversations with tools. `source` has both, for who looks for their marks."""
+    """Compiled template with the special tokens that it may name (bos_token, ...).
+
+    `tool_source` is a separate template for conversations with tools.
+    """
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], tool_source: str | None = None
     ) -> None:
-        self.source = source + (tool_source or "")
+        self.source = source + (tool_source or "")  # searched for marks of parsers
         environment = _environment()
         self._template = environment.from_string(source)
         self._with_tools = environment.from_string(tool_source or source)
@@ -45,25 +47,25 @@ class ChatTemplate:
         self._forms: dict[bool, Forms] = {}
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt up to where the assistant's answer begins. Raises BadRequestError where the
-        template refuses the conversation (roles in a wrong order, for example)."""
+        """Returns the prompt up to the start of the assistant's answer. Raises BadRequestError if
+        the template rejects the conversation (for roles in the wrong order, for example)."""
         template = self._with_tools if options.get("tools") else self._template
         try:
             return self._rendered(template, in_forms(messages, self._forms_of(template)), options)
         except _REFUSALS as error:
             raise bad_request(
-                f"messages: the model's chat template refuses them: {error}", "messages"
+                f"messages: rejected by the model's chat template: {error}", "messages"
             ) from error
 
     def _rendered(
         self, template: Template, messages: list[dict[str, Any]], options: dict[str, Any]
     ) -> str:
-        # transformers gives every template these.
+        # transformers passes these to every template.
         given = {"add_generation_prompt": True, "tools": None, "documents": None}
         return template.render({**given, **self._special_tokens, **options, "messages": messages})
 
     def _forms_of(self, template: Template) -> Forms:
-        """Looked for at the first conversation, and kept."""
+        """Returns the template's forms, which are detected at the first conversation."""
 
         def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
             try:
@@ -78,7 +80,8 @@ class ChatTemplate:
 
 
 def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
-    """The template of the model in `directory`, or None where it has none (a base model)."""
+    """Returns the template of the model in `directory`, or None if it has none (a base model).
+    Raises ConfigError."""
     source, tool_source = _sources(directory, tokenizer_config)
     if source is None:
         return None
@@ -94,11 +97,11 @@ def load_chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> Cha
 
 
 def _sources(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The template, and the one for tools where they differ."""
+    """Returns the template, and the one for tools if they differ."""
     if (file := directory / "chat_template.jinja").is_file():
         tool_file = directory / "additional_chat_templates" / "tool_use.jinja"
         return _read(file), _read(tool_file) if tool_file.is_file() else None
-    # Processors of older models have a file of their own.
+    # Processors of older models have a separate file.
     entry = read_json(directory / "chat_template.json").get("chat_template")
     entry = entry or tokenizer_config.get("chat_template")
     if isinstance(entry, list):
@@ -118,22 +121,22 @@ def _read(file: Path) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: text that trainers of the model mark. It is rendered as it is, in a scope
-    of its own, as transformers does."""
+    """Jinja tag `{% generation %}`, which marks text for training. The text is rendered unchanged
+    in a separate scope, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
 
-    def _said(self, caller: Macro) -> str:
+    def _rendered(self, caller: Macro) -> str:
         return caller()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that Hugging Face templates are written for."""
+    """Returns the environment that Hugging Face templates are written for."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -150,7 +153,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """With the parameters that Hugging Face's has."""
+    """Returns `value` as JSON. The parameters are those of Hugging Face's filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -164,7 +167,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-# What each template is given, whatever the client's options are.
+# Names that every template is given, and that the client's options may not contain.
 GIVEN = frozenset(
     {"messages", "tools", "add_generation_prompt", *_SPECIAL_TOKENS, *_environment().globals}
 )

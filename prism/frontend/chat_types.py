@@ -1,4 +1,4 @@
-"""Conversations: messages, what is said to the model's template, and the bodies that have them."""
+"""Conversations: messages, values for the model's template, and the request bodies with them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _SHORT_CHARS = 16 << 10
 
 
 class FunctionCall(BaseModel):
-    """`arguments`: JSON as text. An object, as Ollama has it, is written as such."""
+    """Name and arguments of a call."""
 
     model_config = ConfigDict(strict=True)
 
     name: str
-    arguments: str = "{}"
+    arguments: str = "{}"  # JSON as text; an object, as Ollama sends it, is converted
 
     @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any])
     @classmethod
@@ -46,7 +46,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call in the history."""
+    """Tool call in the history."""
 
     model_config = ConfigDict(strict=True)
 
@@ -78,7 +78,7 @@ class FunctionName(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """The tool that must be called."""
+    """Choice of the tool that must be called."""
 
     model_config = ConfigDict(strict=True)
 
@@ -87,18 +87,18 @@ class NamedTool(BaseModel):
 
 
 class Message(BaseModel):
-    """`content` as text: parts of type "text" are joined by newlines. The older `function_call` and
-    role "function" of OpenAI's API are a call of a tool and its result."""
+    """Message of a conversation. The older `function_call` and role "function" of OpenAI's API are
+    converted to a tool call and its result."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
+    content: str  # parts of type "text" are joined by newlines
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    _parts: list[str] | None = PrivateAttr(None)  # texts, where the content came in parts
+    _parts: list[str] | None = PrivateAttr(None)  # texts, if the content was sent in parts
 
     @model_validator(mode="wrap")
     @classmethod
@@ -111,29 +111,29 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """Clients send an earlier answer back with all its empty fields."""
+        """Drops empty fields: clients send an earlier answer back with all of them."""
         if not isinstance(value, dict):
             return value
-        said = {k: v for k, v in value.items() if v is not None and v != []}
-        if "reasoning" in said:  # newer name
-            said.setdefault("reasoning_content", said.pop("reasoning"))
-        _rename_function(said)
-        if "content" not in said and said.get("role") == "assistant" and len(said) > 1:
-            said["content"] = ""  # it called tools
-        return said
+        fields = {k: v for k, v in value.items() if v is not None and v != []}
+        if "reasoning" in fields:  # newer name
+            fields.setdefault("reasoning_content", fields.pop("reasoning"))
+        _rename_function(fields)
+        if "content" not in fields and fields.get("role") == "assistant" and len(fields) > 1:
+            fields["content"] = ""  # a message with tool calls alone
+        return fields
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message with OpenAI's newer role "developer" as "system", and with the parts
-        in which its content came."""
-        said = self.model_dump(exclude_none=True)
+        """Returns the message with OpenAI's newer role "developer" as "system", and with its
+        content in parts if it was sent so."""
+        fields = self.model_dump(exclude_none=True)
         if self.role == "developer":
-            said["role"] = "system"
+            fields["role"] = "system"
         if self._parts:
-            said["content"] = [{"type": "text", "text": text} for text in self._parts]
-        return said
+            fields["content"] = [{"type": "text", "text": text} for text in self._parts]
+        return fields
 
     def texts(self) -> list[str | None]:
-        """All that a template may write."""
+        """Returns all texts that a template may render."""
         calls = [call.function for call in self.tool_calls or []]
         texts = [text for call in calls for text in (call.name, call.arguments)]
         return [self.content, self.reasoning_content, self.name, self.tool_call_id, *texts]
@@ -145,7 +145,7 @@ class Message(BaseModel):
 
 
 def joined_parts(value: Any, *kinds: str) -> Any:
-    """The text of a list of parts, each of one of these kinds; what is no list, as it is. Raises
+    """Returns the joined text of a list of parts of these kinds; any other value unchanged. Raises
     ValueError."""
     if not isinstance(value, list):
         return value
@@ -157,40 +157,40 @@ def joined_parts(value: Any, *kinds: str) -> Any:
         text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
         if not isinstance(text, str):
             raise ValueError(
-                f'part {number} must be {{"type": "{kinds[0]}", "text": "..."}}; other kinds are'
+                f'part {number} must be {{"type": "{kinds[0]}", "text": "..."}}; other types are'
                 " not supported"
             )
         texts.append(text)
     return "\n".join(texts)
 
 
-def bounded(value: Any, what: str) -> Any:
-    """`value`, before each of its entries is checked: that takes seconds for hundreds of
-    thousands. Raises ValueError."""
+def check_count(value: Any, what: str) -> Any:
+    """Returns `value`. Raises ValueError for a list of too many entries, before each of them is
+    validated: that takes seconds for hundreds of thousands."""
     if isinstance(value, list) and len(value) > MESSAGES_MAX:
         raise ValueError(f"has {len(value)} {what}; at most {MESSAGES_MAX} are allowed")
     return value
 
 
-def _rename_function(said: dict[str, Any]) -> None:
-    """Replaces what OpenAI's API had before tools. A call and its result had no id; it is made of
-    the function's name."""
-    if said.get("role") == "assistant" and isinstance(call := said.get("function_call"), dict):
-        del said["function_call"]
-        said.setdefault("tool_calls", [{"id": _call_id(call.get("name")), "function": call}])
-    elif said.get("role") == "function":
-        said["role"] = "tool"
-        said.setdefault("tool_call_id", _call_id(said.get("name")))
+def _rename_function(fields: dict[str, Any]) -> None:
+    """Converts OpenAI's older functions to tools. Their calls and results do not have an id; it is
+    derived from the function's name."""
+    if fields.get("role") == "assistant" and isinstance(call := fields.get("function_call"), dict):
+        del fields["function_call"]
+        fields.setdefault("tool_calls", [{"id": _call_id(call.get("name")), "function": call}])
+    elif fields.get("role") == "function":
+        fields["role"] = "tool"
+        fields.setdefault("tool_call_id", _call_id(fields.get("name")))
 
 
 def _call_id(name: Any) -> str:
-    """Returns one of nine letters and digits, as Mistral's templates want it."""
+    """Returns an id of nine letters and digits, as Mistral's templates require."""
     return blake2b(str(name).encode(errors="replace"), digest_size=8).hexdigest()[:9]
 
 
 def _is_small(values: list[Any], chars: int) -> bool:
-    """Whether the texts in them have so many characters, other values being one. Looks no further
-    than that."""
+    """Returns whether nested `values` have at most `chars` characters. A value that is not a text
+    counts as one. Stops at the limit."""
     while values:
         value = values.pop()
         if value is None:
@@ -206,12 +206,12 @@ def _is_small(values: list[Any], chars: int) -> bool:
 
 
 class Conversation(RequestBody):
-    """What the prompt is made of. `chat_template_kwargs` are passed to the model's template."""
+    """Conversation that is rendered into a prompt."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # for the model's template
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -219,22 +219,22 @@ class Conversation(RequestBody):
     @field_validator("messages", mode="before")
     @classmethod
     def _few_messages(cls, value: Any) -> Any:
-        return bounded(value, "messages")
+        return check_count(value, "messages")
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _own_and_short(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_template_options(cls, value: dict[str, Any]) -> dict[str, Any]:
         if given := sorted(GIVEN & value.keys()):
-            raise ValueError(f"{given[0]} is what every template is given; remove it")
+            raise ValueError(f"{given[0]} is set by the server; remove it")
         if (length := len(json.dumps(value))) > TEMPLATE_OPTIONS_CHARS_MAX:
             most = TEMPLATE_OPTIONS_CHARS_MAX
             raise ValueError(f"has {length} characters; at most {most} are allowed")
         return value
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
+    def reject_unsupported(self) -> None:
+        super().reject_unsupported()
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            message = "continue_final_message: the last message must be the assistant's"
+            message = "continue_final_message: the last message must have the role assistant"
             raise bad_request(message, "continue_final_message")
         self._check_tool_choice()
 
@@ -242,9 +242,9 @@ class Conversation(RequestBody):
         choice = self.tool_choice
         names = [tool.function.name for tool in self.tools or []]
         if self.must_call and not names:
-            raise bad_request("tool_choice: needs tools", "tool_choice")
+            raise bad_request("tool_choice: requires tools", "tool_choice")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            message = f"tool_choice: there is no tool {choice.function.name!r:.80}"
+            message = f"tool_choice: {choice.function.name!r:.80} is not one of the tools"
             raise bad_request(message, "tool_choice")
 
     @property
@@ -261,17 +261,17 @@ class Conversation(RequestBody):
 
     @property
     def is_short(self) -> bool:
-        """Its template is rendered in less time than a thread takes."""
+        """True if rendering takes less time than handing the conversation to a thread."""
         tools, options = self.tools or [], list(self.chat_template_kwargs.values())
         if len(self.messages) + len(options) > _SHORT_MESSAGES or len(tools) > _SHORT_TOOLS:
             return False
-        said: list[Any] = [text for message in self.messages for text in message.texts()]
-        said += [part for t in tools for part in (t.function.description, t.function.parameters)]
+        texts: list[Any] = [text for message in self.messages for text in message.texts()]
+        texts += [part for t in tools for part in (t.function.description, t.function.parameters)]
         plain = all(isinstance(value, bool | int | str) for value in options)
-        return plain and _is_small([*said, *options], _SHORT_CHARS)
+        return plain and _is_small([*texts, *options], _SHORT_CHARS)
 
     def template_values(self) -> dict[str, Any]:
-        """What the template may ask for beside the messages."""
+        """Returns the template's variables other than the messages."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         values: dict[str, Any] = {"tools": tools if self.uses_tools else None}
         if self.reasoning_effort is not None:
@@ -291,10 +291,10 @@ class ChatBody(Conversation, GenerationBody):
     echo: Literal[False] | None = None
     parallel_tool_calls: bool | None = None
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
+    def reject_unsupported(self) -> None:
+        super().reject_unsupported()
         if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs: needs logprobs: true", "top_logprobs")
+            raise bad_request("top_logprobs: requires logprobs: true", "top_logprobs")
 
     @property
     def logprobs_asked(self) -> int | None:
@@ -302,21 +302,21 @@ class ChatBody(Conversation, GenerationBody):
 
 
 class TokenizeBody(Conversation):
-    """POST /tokenize: a text or a conversation. `add_special_tokens`: by default to a text, since a
-    template writes its own."""
+    """POST /tokenize: a text or a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, default_factory=list)]
     prompt: str | None = None
+    # By default added to a text; a template writes them itself.
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    def refuse_unsupported(self) -> None:
+    def reject_unsupported(self) -> None:
         if bool(self.messages) is (self.prompt is not None):
             raise bad_request("prompt: give either prompt or messages", "prompt")
         if self.prompt is not None:
             for name in self.model_fields_set & set(Conversation.model_fields) - {"model"}:
-                raise bad_request(f"{name}: needs messages", name)
-        super().refuse_unsupported()
+                raise bad_request(f"{name}: requires messages", name)
+        super().reject_unsupported()
 
     @property
     def prompt_field(self) -> str:

@@ -1,4 +1,4 @@
-"""The cluster's published status as Prometheus metrics."""
+"""Prometheus metrics of the cluster's published status."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 # metric name -> (field of the report, help)
 _DEVICE_GAUGES = {
     "prism_device_capacity_bytes": ("capacity_bytes", "Memory of the device"),
-    "prism_device_reserved_bytes": ("reserved_bytes", "Reserved in the ledger"),
-    "prism_device_committed_bytes": ("committed_bytes", "Backed by pages"),
-    "prism_device_resident_bytes": ("resident_bytes", "Resident, as the OS says"),
-    "prism_device_page_bytes": ("page_bytes", "One page of the device's memory"),
+    "prism_device_reserved_bytes": ("reserved_bytes", "Memory reserved in the ledger"),
+    "prism_device_committed_bytes": ("committed_bytes", "Memory backed by pages"),
+    "prism_device_resident_bytes": ("resident_bytes", "Resident memory reported by the OS"),
+    "prism_device_page_bytes": ("page_bytes", "Size of a page of the device's memory"),
     "prism_device_engines_free": ("engines_free", "Engine processes without a model"),
-    "prism_device_engines_starting": ("engines_starting", "Engine processes starting"),
+    "prism_device_engines_starting": ("engines_starting", "Engine processes being started"),
     "prism_device_engines": ("engines_total", "Engine processes"),
 }
 _DEVICE_COUNTERS = {
@@ -35,26 +35,26 @@ _DEVICE_COUNTERS = {
 _DRIVER_GAUGES = {
     "prism_device_memory_drift_bytes": (
         "drift_bytes",
-        "Held on the GPU by the ledger's processes, each beyond what it was granted",
+        "GPU memory that the ledger's processes hold beyond their grants",
     ),
     "prism_device_memory_short_bytes": (
         "short_bytes",
-        "Promised by the ledger and not free on the GPU",
+        "Memory granted by the ledger that is not free on the GPU",
     ),
-    "prism_device_foreign_bytes": ("foreign_bytes", "Held on the GPU by other processes"),
-    "prism_device_driver_free_bytes": ("free_bytes", "Free on the GPU, as its driver says"),
+    "prism_device_foreign_bytes": ("foreign_bytes", "GPU memory held by other processes"),
+    "prism_device_driver_free_bytes": ("free_bytes", "Free GPU memory reported by the driver"),
 }
 _DRIVER_COUNTERS = {
-    "prism_engine_overdrafts": ("replaced_total", "Engines replaced for holding too much"),
+    "prism_engine_overdrafts": ("replaced_total", "Engines replaced for exceeding their grant"),
 }
 _MODEL_GAUGES = {
     "prism_model_waiting_requests": ("waiting", "Requests in the device's queue"),
     "prism_model_running_requests": ("running", "Requests in the engine"),
-    "prism_model_kv_mapped_bytes": ("kv_mapped_bytes", "KV cache mapped"),
-    "prism_model_kv_cached_bytes": ("kv_cached_bytes", "Of it, unused prefixes that are kept"),
-    "prism_model_kv_idle_bytes": ("kv_idle_bytes", "Of it, without a token"),
-    "prism_model_kv_reserve_bytes": ("kv_reserve_bytes", "KV cache guaranteed"),
-    "prism_model_static_bytes": ("static_bytes", "Weights and the fixed share"),
+    "prism_model_kv_mapped_bytes": ("kv_mapped_bytes", "Mapped KV cache"),
+    "prism_model_kv_cached_bytes": ("kv_cached_bytes", "Mapped KV cache of unused prefixes"),
+    "prism_model_kv_idle_bytes": ("kv_idle_bytes", "Mapped KV cache without tokens"),
+    "prism_model_kv_reserve_bytes": ("kv_reserve_bytes", "Guaranteed KV cache"),
+    "prism_model_static_bytes": ("static_bytes", "Weights and the engine's fixed share"),
     "prism_model_activation_seconds": ("activation_s", "Duration of the last activation"),
 }
 _MODEL_COUNTERS = {
@@ -65,14 +65,14 @@ _MODEL_COUNTERS = {
     "prism_model_cancelled_requests": ("cancelled_total", "Requests cancelled"),
     "prism_model_maps": ("maps_total", "Page maps"),
     "prism_model_unmaps": ("unmaps_total", "Page unmaps"),
-    "prism_model_activations": ("activations_total", "Times the model became active"),
-    "prism_model_retractions": ("retractions_total", "Running requests put back for memory"),
+    "prism_model_activations": ("activations_total", "Activations of the model"),
+    "prism_model_retractions": ("retractions_total", "Running requests retracted for memory"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _PerModel:
-    """A metric with several values of each model on each device, told apart by `label`."""
+    """Metric with several values per model and device, distinguished by `label`."""
 
     name: str
     text: str
@@ -97,30 +97,30 @@ _PER_MODEL = (
     ),
     _PerModel(
         "prism_model_activations_stage_seconds",
-        "Spent in a stage, over all activations",
+        "Time in a stage, over all activations",
         "stage",
         lambda model: _stages(model.stages_total_s),
         CounterMetricFamily,
     ),
     _PerModel(
         "prism_model_activation_link_bytes",
-        "What the last activation brought over each GPU's link to the host",
+        "Bytes that the last activation moved over each GPU's link to the host",
         "link",
         lambda model: model.link_bytes,
     ),
 )
-# There from the start, so that a rate sees the first one.
+# Exported from the start, so that a rate includes the first increment.
 _ACTIONS = [f"{kind}{end}" for kind in ("activate", "evict", "migrate") for end in ("", "_failed")]
 _Labelled = Sequence[tuple[list[str], AgentReport | ModelReport | GpuMemory]]
 
 
 class ClusterCollector(Collector):
-    """Renders the status it was given last; None (nothing published yet) renders as not ready, and
-    so does a Redis that takes no requests."""
+    """Collector of the last published status. Without a status, or while Redis takes no requests,
+    the cluster is reported as not ready."""
 
     def __init__(self) -> None:
-        self.status: ClusterStatus | None = None
-        self.takes_requests = True
+        self.status: ClusterStatus | None = None  # None: not published yet
+        self.takes_requests = True  # True if Redis does
         self.registry = CollectorRegistry(support_collectors_without_names=True)
         self.registry.register(self)
 
@@ -149,7 +149,7 @@ class ClusterCollector(Collector):
 
 
 def _with_nodes(family: Metric) -> Metric:
-    """With several machines, what is of a device says of whose, too."""
+    """Adds the label `node` to the samples of devices, if there are several machines."""
     for index, sample in enumerate(family.samples):
         if node := node_of(sample.labels.get("device", "")):
             family.samples[index] = sample._replace(labels={**sample.labels, "node": node})
@@ -166,10 +166,11 @@ def _cluster(status: ClusterStatus) -> Iterator[Metric]:
     yield placement
     depth = {a.device: float(sum(m.waiting for m in a.models)) for a in status.agents}
     yield _by_label("prism_queue_depth", "Requests waiting for a device", "device", depth)
-    yield _by_label("prism_unplaced_requests", "Waiting, not placed", "model", status.unplaced)
+    text = "Waiting requests of models that are not placed"
+    yield _by_label("prism_unplaced_requests", text, "model", status.unplaced)
     yield _by_label("prism_kvpr", "KV pressure ratio", "device", status.kvpr)
     yield _by_label("prism_token_rate", "Tokens per second", "model", status.token_rates)
-    actions = CounterMetricFamily("prism_actions", "Scheduler's actions", labels=["action"])
+    actions = CounterMetricFamily("prism_actions", "Actions of the scheduler", labels=["action"])
     for action, count in (dict.fromkeys(_ACTIONS, 0) | status.actions_total).items():
         actions.add_metric([action], count)
     yield actions

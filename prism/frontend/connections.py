@@ -1,4 +1,4 @@
-"""Connections that send no whole request have a deadline, and make room for others."""
+"""Limits on client connections: deadlines, sizes, and their number."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, cast
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-# From the connection's start, or its first byte behind an answer, to the end of the headers.
+# From the connection's start, or the first byte after an answer, to the end of the headers.
 HEAD_TIMEOUT_S = 30.0
-# A client that lets more than a socket's buffers wait, and reads nearly nothing of it for so long.
+# For a client that reads nearly nothing while more than the socket's buffers is waiting for it.
 WRITE_TIMEOUT_S = 60.0
-# What a client may send before its headers, or the trailers of a body, are whole, plus one read.
+# Bytes before the headers, or the trailers of a body, are complete. One read may exceed it.
 HEAD_BYTES_MAX = 1 << 16
-# Requests behind the one that is being served. One read may have thousands.
+# Requests waiting after the one that is being served. One read may contain thousands.
 PIPELINED_MAX = 16
-# Turns of the event loop in which it reads what a client sent right after its connect.
+# Turns of the event loop until data that a client sent right after its connect is read.
 _TURNS_TO_READ = 2
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n"
@@ -30,35 +30,37 @@ _FULL = (
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with five bounds. Take a class of `guarded_protocol` for each server.
+    """uvicorn's protocol with five limits. Each server needs its own class from `guarded_protocol`.
 
-    A client has `head_timeout_s` and HEAD_BYTES_MAX bytes for the headers of a request. It may send
-    PIPELINED_MAX requests before their turn; what comes after them is dropped, and the connection
-    closes after their answers. If it does not read what waits for it within `write_timeout_s`, it
-    is disconnected, and its request cancelled. Of more than `connections_max` connections the one
-    is closed that has been without a whole request for longest; where all of them are being served,
-    the new one gets a 503.
+    - The headers of a request must be complete within `head_timeout_s` and HEAD_BYTES_MAX bytes.
+    - At most PIPELINED_MAX requests wait. Later ones are dropped, and the connection closes after
+      the answers to the others.
+    - A client that does not read its data within `write_timeout_s` is disconnected, and its request
+      is cancelled.
+    - Beyond `connections_max` connections, the one that has been without a complete request for
+      longest is closed. If all of them are being served, the new one gets a 503.
 
-    `arrived_s` in the state of a request's scope is when its first byte was read, by the monotonic
-    clock. Of a connection's first request it is the accept, unless the loop was waiting for the
-    client in between: what a busy loop takes to come to a connection is part of its answer's time.
+    `arrived_s` in the state of a request's scope is the monotonic time when its first byte was
+    read. For a connection's first request it is the time of the accept, unless the loop had to wait
+    for the client: the delay of a busy loop is a part of the request's latency.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
     write_timeout_s = WRITE_TIMEOUT_S
     connections_max = 1 << 16
-    # Those without a whole request, since the oldest first.
+    # Connections without a complete request, the longest waiting first.
     incomplete: dict[GuardedProtocol, None]
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _is_full = False  # PIPELINED_MAX requests wait, and one more came
-    _head_bytes = 0  # since the end of headers, or a piece of a body: also of trailers
-    _served: RequestResponseCycle | None = None  # `cycle` is the last one that has come
+    _is_full = False  # more than PIPELINED_MAX requests were received
+    _head_bytes = 0  # received since the end of headers or a piece of a body, including trailers
+    _served: RequestResponseCycle | None = None  # `cycle` is the last one received
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._accepted_s: float | None = time.monotonic()  # until it is known to say nothing
+        # None once the connection has sent a request, or is known to be silent.
+        self._accepted_s: float | None = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -112,7 +114,7 @@ class GuardedProtocol(HttpToolsProtocol):
             last.keep_alive = False
         if not self._is_full:
             super().on_headers_complete()
-            # A client that leaves is to be noticed. What it sends more is dropped.
+            # Reading continues, to notice a disconnect. Further data is dropped.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -134,12 +136,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """No request is being served; what comes is the headers of the next one."""
+        """True if no request is being served, so that headers of the next one are due."""
         return self.cycle is None or self.cycle.response_complete
 
     def _note_progress(self, began: bool) -> None:
-        """`began`: bytes of a request have come, or are due now; otherwise the time that uvicorn
-        keeps idle connections counts."""
+        """Starts or stops the timer for headers. `began`: True if bytes of a request have come or
+        are due. Otherwise uvicorn's time for idle connections applies."""
         answered = self._is_answered
         if not answered:
             self._stop_timer()
@@ -151,7 +153,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.incomplete.setdefault(self, None)
 
     def _note_silence(self, turns: int) -> None:
-        """Forgets the accept of a connection that was opened ahead of need and sent nothing."""
+        """Drops the accept time of a connection that was opened in advance and sent nothing."""
         if turns > 0:
             self.loop.call_soon(self._note_silence, turns - 1)
         else:
@@ -184,7 +186,7 @@ def guarded_protocol(
     head_timeout_s: float = HEAD_TIMEOUT_S,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> type[GuardedProtocol]:
-    """For one server."""
+    """Returns a protocol class for one server."""
     bounds = {
         "connections_max": connections_max,
         "head_timeout_s": head_timeout_s,

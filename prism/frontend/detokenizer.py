@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from tokenizers.decoders import DecodeStream
 # Tokens before the first generated one that decide whether its leading space is kept.
 _CONTEXT_TOKENS = 5
 _INCOMPLETE = "\ufffd"
-# Tokens without text, after which none of them is read again. A character has four at most.
+# Tokens without text after which they are flushed. A character has at most four tokens.
 _WAITING_MAX = 16
 
 
 class Detokenizer:
-    """One output's text. Special tokens are left out where `skip_special_tokens`; bytes of an
-    incomplete character wait for the rest. The pieces joined equal decode(prompt + ids) without the
-    prompt's text.
+    """Incremental detokenizer of one output. Bytes of an incomplete character are held back until
+    the rest arrives. The joined pieces equal decode(prompt + ids) without the prompt's text.
     """
 
     def __init__(
@@ -26,18 +25,18 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids: list[int]
-        self._shown: int  # the text of so many of them is out
+        self._shown: int  # number of `_ids` whose text was returned
         self._stream: DecodeStream
         self._begin(list(prompt_ids[-_CONTEXT_TOKENS:]))
 
     def push(self, token_id: int) -> str:
-        """Text that `token_id` completes; empty while a character is incomplete."""
+        """Returns the text that `token_id` completes, empty while a character is incomplete."""
         self._ids.append(token_id)
         try:
             piece: str | None = self._stream.step(self._tokenizer, token_id)
         except Exception as error:
-            # The stream has no error type of its own. It says this where a decoder changes text
-            # that is already out; from here on the text goes on with a fresh stream.
+            # The stream does not have an error type. It raises this if a decoder changes text that
+            # was already returned; the text continues with a fresh stream.
             if "Invalid prefix" not in str(error):
                 raise
             self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip)
@@ -49,23 +48,24 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Text of what still waits, incomplete characters as U+FFFD. Call once, at the end."""
+        """Returns the text that is held back, with incomplete characters as U+FFFD. Call once, at
+        the end."""
         return self._text(self._ids)
 
     def _begin(self, context: list[int]) -> None:
-        """Starts behind the text of these ids."""
+        """Starts a stream after the text of the ids `context`."""
         self._ids = [] if self._decode(context).endswith(_INCOMPLETE) else context
         self._stream = DecodeStream(ids=self._ids, skip_special_tokens=self._skip)
         self._shown = len(self._ids)
 
     def _overdue(self) -> str:
-        """Text of what no later token completes: the stream would read all of it again with each
-        one. What may be the begin of a character goes on waiting."""
+        """Returns the text of held tokens that no later token can complete, since the stream would
+        decode them again with each token. A possible start of a character stays held back."""
         ids, whole = self._ids, self._text(self._ids)
         if not whole:
             self._begin(ids[: self._shown])
             return ""
-        # Within a character, both parts of a cut have an incomplete one.
+        # A cut within a character leaves an incomplete one in both parts.
         cuts = range(len(ids) - 3, len(ids))
         exact = (at for at in cuts if self._text(ids[:at]) + self._decode(ids[at:]) == whole)
         cut = next(exact, len(ids))
@@ -74,7 +74,7 @@ class Detokenizer:
         return text + "".join(self.push(token_id) for token_id in ids[cut:])
 
     def _text(self, ids: list[int]) -> str:
-        """Returns the text of `ids` after the tokens that are shown already."""
+        """Returns the text of `ids` without that of the tokens already shown."""
         before = self._decode(self._ids[: self._shown])
         return self._decode(ids)[len(before) :]
 

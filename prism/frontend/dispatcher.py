@@ -19,7 +19,7 @@ from prism.frontend.enqueuer import Enqueuer
 from prism.frontend.errors import SheddingError
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
-from prism.frontend.patience import patiently
+from prism.frontend.queue_retry import retry_until_available
 from prism.frontend.refusals import RefusalWatch
 from prism.frontend.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.frontend.siblings import Siblings
@@ -33,24 +33,24 @@ log = logging.getLogger(__name__)
 
 _HEARTBEAT_TTL_S = 6.0
 _HEARTBEAT_S = 2.0
-_LOOK_S = 1.0
+_PROGRESS_CHECK_S = 1.0
 _RESTORED_AT_ONCE = 16
 _UNKNOWN_MAX = 1024
 _CANCEL_BATCH_MAX = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _LINGER_MS = 200
-# From so many on it is worth looking whether the loop keeps up with the steps.
+# Number of chunks after which to check whether the loop keeps up with the engines' steps.
 _MANY_CHUNKS = 100
-_LATE_IN_A_ROW = 3  # a single late step is made up for without a rest
-_TURNS_TO_WRITE = 2  # of the event loop: streams make their events, then the loop writes them
-_REST_MAX_S = 0.02
+_LATE_IN_A_ROW = 3  # a single late step is made up for without a pause
+_TURNS_TO_WRITE = 2  # turns of the event loop: streams make events, then the loop writes them
+_PAUSE_MAX_S = 0.02
 
 
 class Dispatcher:
-    """Owns the log of a frontend's open requests. For one event loop.
+    """Owner of the log of a frontend's open requests. For one event loop.
 
-    Every end of a request (its last chunk, an error, a client that goes away) must reach
-    `close_requests` or `cancel`.
+    Every end of a request (last chunk, error, disconnected client) must reach `close_requests` or
+    `cancel`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Dispatcher:
         )
         self._cancels: dict[str, Channel[None]] = {}  # by the agent's endpoint
         self._loops: list[asyncio.Task[None]] = []
-        # Set when a bug has ended one of the loops: nothing is served from then on.
+        # Set when a bug has ended one of the loops: nothing is served after that.
         self.broken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown: OrderedDict[str, None] = OrderedDict()
@@ -83,10 +83,12 @@ class Dispatcher:
             self._inbox.bind(endpoint)
         self._connect()
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
-        self._loops = [self._spawn(loop) for loop in (self._receive(), self._beat(), *watches)]
+        self._loops = [
+            self._spawn(loop) for loop in (self._receive(), self._run_heartbeat(), *watches)
+        ]
 
     async def close(self) -> None:
-        """Cancels what is open and lets the cancellations go out (bounded)."""
+        """Cancels the open requests and waits up to _CLOSE_TIMEOUT_S for their cancellations."""
         self.cancel([entry.request.id for entry in self.log])
         while pending := self._tasks.difference(self._loops):
             _, late = await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT_S)
@@ -96,17 +98,17 @@ class Dispatcher:
         self._inbox.close()
         self._context.destroy(linger=_LINGER_MS)
 
-    def take_over(self, config: ClusterConfig) -> None:
-        """`config` from now on; the scheduler hears of it. Requests that are open go on."""
+    def apply_config(self, config: ClusterConfig) -> None:
+        """Applies `config` and announces it to the scheduler. Open requests continue."""
         self._config = config
         self.log.resize(*_bounds(config))
         self._refusals.after_s = config.frontend.refused_timeout_s
         self._slo_ttft_s |= {model.name: model.slo_ttft_s for model in config.models}
         self._connect()
-        self._spawn(self._tell())
+        self._spawn(self._announce_config())
 
     def _connect(self) -> None:
-        """To the agents of the configuration, and to no others."""
+        """Connects to the agents of the configuration and disconnects from all others."""
         config = self._config
         wanted = {config.agent_cancel_endpoint(device.name) for device in config.devices}
         for endpoint in self._cancels.keys() - wanted:
@@ -119,17 +121,17 @@ class Dispatcher:
     # --- requests ---------------------------------------------------------------------------
 
     async def submit(self, opened: Sequence[OpenRequest]) -> None:
-        """Enqueue all of them, or none: raises OverloadedError, UnknownModelError for a model that
-        was removed meanwhile, or QueueUnavailableError when Redis has been away for
+        """Enqueues all entries or none. Raises OverloadedError, UnknownModelError for a model that
+        was removed meanwhile, or QueueUnavailableError if Redis was unavailable for
         `frontend.queue_timeout`."""
         model = opened[0].request.model
-        if not self._knows(model):
+        if not self._is_served(model):
             raise UnknownModelError(f"the model {model!r} was removed")
         if self._config.frontend.shed and (
             late := self.log.late(model, clock.unix_s(), self._slo_ttft_s[model])
         ):
             raise SheddingError(
-                f"{late} requests for {model} wait beyond their TTFT SLO; try again later"
+                f"{late} requests for {model} have missed their TTFT SLO; try again later"
             )
         self.log.add(list(opened))
         try:
@@ -138,37 +140,36 @@ class Dispatcher:
             self.cancel([entry.request.id for entry in opened])
             raise
 
-    def _knows(self, model: str) -> bool:
-        """One that was removed is not known any more once no request for it is open: the scheduler
-        is told so, and evicts it."""
+    def _is_served(self, model: str) -> bool:
+        """Returns whether the model accepts requests. A removed model does until no request for it
+        is open: then a heartbeat tells the scheduler, which evicts it."""
         return model in self._served() or model in self.log.models()
 
     def _served(self) -> set[str]:
         return {model.name for model in self._config.models}
 
     def close_requests(self, request_ids: Sequence[str]) -> None:
-        """They ended by themselves: nothing is left to cancel."""
+        """Closes requests that the engine has ended."""
         for request_id in request_ids:
             self.log.close(request_id)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """Take them out of the queue and the engines: their output is not wanted any more."""
+        """Closes requests and removes them from the queue and the engines."""
         closed = [i for i in request_ids if self.log.close(i) is not None]
         if closed:
             self._spawn(self._withdraw(closed))
 
-    def break_all(self, code: str, message: str) -> None:
-        """End every open request with this error (the drain's time is over)."""
+    def fail_all(self, code: str, message: str) -> None:
+        """Fails every open request with this error (the drain's time is over)."""
         for entry in self.log:
-            entry.break_off(code, message)
+            entry.fail(code, message)
 
     async def _withdraw(self, request_ids: list[str]) -> None:
-        # First out of the queue, then out of the agents: in the other order an agent could
-        # admit a request between the two.
+        # Removed from the queue first: otherwise an agent could admit a request in between.
         try:
             await self._queue.forget(request_ids)
         except QueueUnavailableError as error:
-            log.warning("could not take %d requests out of the queue: %s", len(request_ids), error)
+            log.warning("cannot remove %d requests from the queue: %s", len(request_ids), error)
         self._send_cancel(request_ids)
 
     def _send_cancel(self, request_ids: list[str]) -> None:
@@ -178,13 +179,14 @@ class Dispatcher:
                 try:
                     channel.send(Cancel(batch))
                 except zmq.ZMQError as error:
-                    log.debug("an agent does not take cancellations now: %s", error)
+                    log.debug("cannot send cancellations to an agent: %s", error)
 
     # --- output -----------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         waiting: list[ToFrontend] = []
-        chunks = late = 0  # that clients have not seen; in a row
+        chunks = 0  # delivered, and not yet written to clients
+        late = 0  # checks in a row in which the loop was late
         while True:
             messages = waiting or [(await self._inbox.receive())[1]]
             chunks += self._deliver([*messages, *self._inbox.arrived()])
@@ -195,12 +197,12 @@ class Dispatcher:
             for _ in range(_TURNS_TO_WRITE):
                 await asyncio.sleep(0)
             waiting = self._inbox.arrived()
-            late = late + 1 if _are_late(waiting) else 0
+            late = late + 1 if _span_two_steps(waiting) else 0
             if late >= _LATE_IN_A_ROW:
-                await _rest(time.monotonic() - began_s)
+                await _pause(time.monotonic() - began_s)
 
     def _deliver(self, messages: Sequence[ToFrontend]) -> int:
-        """Delivers the messages. Returns the number of their chunks."""
+        """Delivers the messages and returns the number of their chunks."""
         outputs = [each for each in messages if isinstance(each, EngineOutput)]
         for message in messages:
             if isinstance(message, EngineOutput):
@@ -213,7 +215,7 @@ class Dispatcher:
         unknown = []
         for started in output.started:
             if (entry := self.log.take_start(started, output.agent)) is not None:
-                self._metrics.waited(entry.request, started.unix_s)
+                self._metrics.observe_queue_time(entry.request, started.unix_s)
         for chunk in output.chunks:
             outcome = self.log.take_chunk(chunk, output.agent)
             if outcome is ChunkOutcome.NOTHING:
@@ -228,8 +230,8 @@ class Dispatcher:
             self._send_cancel(unknown)
 
     def _is_unknown_and_new(self, request_id: str) -> bool:
-        """Whether output came for the first time for a request that is not open here: the
-        frontend was restarted, or a cancellation was lost. Such a request is cancelled once."""
+        """Returns whether this is the first output for a request that is not open here. The
+        frontend was restarted, or a cancellation was lost; such a request is cancelled once."""
         if request_id in self._unknown:
             return False
         self._unknown[request_id] = None
@@ -243,19 +245,19 @@ class Dispatcher:
             return
         if outcome is ChunkOutcome.RETRY:
             self._metrics.retries.labels(entry.request.model).inc()
-            log.info("%s is sent again: %s", failure.request_id, failure.code)
-            entry.go_on()
+            log.info("retrying %s: %s", failure.request_id, failure.code)
+            entry.start_next_attempt()
             self._spawn(self._requeue(entry))
         else:
-            entry.break_off(failure.code, failure.message)
+            entry.fail(failure.code, failure.message)
 
     def _resend(self, entry: OpenRequest) -> None:
-        """The same attempt again: where an agent has it after all, nothing changes."""
+        """Enqueues the same attempt again, which changes nothing if an agent has it after all."""
         if not entry.note_resend():
-            entry.break_off("output_lost", "the request left its queue, and its end never came")
+            entry.fail("output_lost", "the request left the queue, and its output was lost")
             return
         self._metrics.retries.labels(entry.request.model).inc()
-        log.warning("%s is sent again: it left its queue without an end", entry.request.id)
+        log.warning("resending %s: it left the queue without a result", entry.request.id)
         self._spawn(self._requeue(entry))
 
     async def _requeue(self, entry: OpenRequest) -> None:
@@ -263,36 +265,38 @@ class Dispatcher:
             await self._enqueue([entry])
         except QueueUnavailableError as error:
             log.warning("%s: %s", entry.request.id, error)
-            entry.break_off("queue_unavailable", "the request queue (Redis) cannot be reached")
+            entry.fail("queue_unavailable", "the request queue (Redis) cannot be reached")
 
     async def _enqueue(self, entries: Sequence[OpenRequest]) -> None:
-        """Try until Redis takes them, or they are closed. Raises QueueUnavailableError after
-        `frontend.queue_timeout`."""
+        """Retries until Redis takes the entries or they are closed. Raises QueueUnavailableError
+        after `frontend.queue_timeout`."""
         timeout_s = self._config.frontend.queue_timeout_s
-        await patiently(lambda: self._enqueuer.put(entries), timeout_s)
+        await retry_until_available(lambda: self._enqueuer.put(entries), timeout_s)
 
     async def _watch_progress(self) -> None:
-        """One look at all requests now and then: a timer of each token would cost more than it."""
+        """Fails requests without progress. Polled, since a timer for each token would cost more
+        than the token."""
         while True:
             timeout_s = self._config.frontend.progress_timeout_s
-            await asyncio.sleep(min(_LOOK_S, timeout_s / 4))
+            await asyncio.sleep(min(_PROGRESS_CHECK_S, timeout_s / 4))
             now_s = time.monotonic()
             for entry in self.log.unended():
                 if now_s - entry.progress_s > timeout_s:
                     text = f"no token for {timeout_s:g} s; the request was cancelled"
-                    entry.break_off("timeout", text)
+                    entry.fail("timeout", text)
 
     # --- heartbeat --------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
-        """What is open is restored at the second heartbeat that Redis answers after an outage, or
-        with another incarnation of its data: by then agents have registered what they run."""
+    async def _run_heartbeat(self) -> None:
+        """Sends heartbeats. Open requests are restored at the second heartbeat that Redis answers
+        after an outage, or with another incarnation of its data. By then the agents have registered
+        their running requests."""
         restored: str | None = None
         seen: str | None = ""
         while True:
             began_s = time.monotonic()
             try:
-                incarnation = await self._say_alive()
+                incarnation = await self._send_heartbeat()
                 if incarnation == seen != restored:
                     await self._restore()
                     restored = incarnation
@@ -302,24 +306,25 @@ class Dispatcher:
                 restored = seen = None
             await asyncio.sleep(max(0.1, _HEARTBEAT_S - (time.monotonic() - began_s)))
 
-    async def _say_alive(self) -> str:
-        """Returns the incarnation of Redis's data."""
+    async def _send_heartbeat(self) -> str:
+        """Sends a heartbeat and returns the incarnation of Redis's data."""
         leaving = sorted(self.log.models() - self._served())
         state = FrontendState(self._config.revision, leaving)
         return await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S, state)
 
-    async def _tell(self) -> None:
-        """At once; the next heartbeat would say it, too."""
+    async def _announce_config(self) -> None:
+        """Announces the configuration at once, before the next heartbeat does."""
         try:
-            await self._say_alive()
+            await self._send_heartbeat()
         except QueueUnavailableError as error:
             log.warning("%s", error)
 
     async def _restore(self) -> None:
-        """Redis may have lost its data: enqueue what is open. Where the data survived this changes
-        nothing (idempotent by id and attempt); an agent knows what it runs, and what ended."""
+        """Enqueues the open requests, since Redis may have lost its data. Otherwise this changes
+        nothing: it is idempotent by id and attempt, and agents know their running and ended
+        requests."""
         entries = self.log.unended()
-        # Some at a time: the next heartbeat waits for all of them.
+        # Several at a time, since the next heartbeat waits for all of them.
         for start in range(0, len(entries), _RESTORED_AT_ONCE):
             await self._enqueuer.put(entries[start : start + _RESTORED_AT_ONCE])
 
@@ -337,8 +342,8 @@ class Dispatcher:
                 self.broken.set()
 
 
-def _are_late(waiting: Sequence[ToFrontend]) -> bool:
-    """Returns whether a stream has two tokens in them, so that two steps came during one write."""
+def _span_two_steps(waiting: Sequence[ToFrontend]) -> bool:
+    """Returns whether a request has chunks in two messages: two steps came during one write."""
     seen: set[str] = set()
     for message in waiting:
         if isinstance(message, EngineOutput):
@@ -349,14 +354,15 @@ def _are_late(waiting: Sequence[ToFrontend]) -> bool:
     return False
 
 
-async def _rest(wrote_s: float) -> None:
-    """Leaves the loop to other work for as long as the writing took. The tokens of the steps that
-    come meanwhile cost one event and one write together."""
-    await asyncio.sleep(min(wrote_s, _REST_MAX_S))
+async def _pause(wrote_s: float) -> None:
+    """Yields the loop to other work for as long as the writing took. Tokens of the steps that
+    arrive meanwhile share one event and one write."""
+    await asyncio.sleep(min(wrote_s, _PAUSE_MAX_S))
 
 
 def _bounds(config: ClusterConfig) -> tuple[int, int]:
-    """Open requests, and models. Each frontend has its part, so that the bound is the cluster's."""
+    """Returns the limit on open requests and the number of models. Each frontend has its share of
+    the limit, which holds for the cluster."""
     return -(-config.frontend.max_open_requests // config.frontends_total), len(config.models)
 
 

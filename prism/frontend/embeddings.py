@@ -1,7 +1,7 @@
-"""Requests for embeddings: from a checked body to a `GenerationSpec`, from vectors to an answer.
+"""Embeddings: converts a checked body to a `GenerationSpec`, and vectors to an answer.
 
-To the queue and the engines they are requests of one output that is no token: SLO on the time to
-the answer, shedding, rates and retries are those of all requests.
+The queue and engines handle them as requests with one output that is not a token. SLOs on the time
+to the answer, shedding, rates and retries apply as to all requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.openai_types import EmbeddingsBody
 from prism.frontend.services import Services
-from prism.frontend.specs import checked_priority, encoded, refuse_too_many, room_behind, slo_s
+from prism.frontend.specs import (
+    checked_priority,
+    encoded,
+    output_tokens_left,
+    reject_too_many_choices,
+    slo_s,
+)
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Request, Sampling
 
@@ -26,20 +32,20 @@ _ONE_OUTPUT = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class NoEmbeddingsError(BadRequestError):
-    """The model is served for text."""
+    """The model generates text and does not have embeddings."""
 
     code = "model_has_no_embeddings"
 
 
 async def embedding_spec(services: Services, body: EmbeddingsBody) -> GenerationSpec:
-    """Raises RequestError of the kind that fits."""
+    """Returns the spec of a request for embeddings. Raises RequestError."""
     began_s, arrival_unix_s = calls.arrival()
     model, _ = services.resolve(body.model)
     _check_able(model, body.dimensions)
     prompts = await encoded(model, body, body.input, services.tokenizer(model.name))
     for prompt in prompts:
-        room_behind(model, prompt, body)
-    refuse_too_many(services, model, len(prompts), "input")
+        output_tokens_left(model, prompt, body)
+    reject_too_many_choices(services, model, len(prompts), "input")
     ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
     priority = checked_priority(body.priority or 0, services.config.frontend.priority)
     spec_id = f"embd-{uuid4().hex}"
@@ -66,21 +72,21 @@ async def embedding_spec(services: Services, body: EmbeddingsBody) -> Generation
 def _check_able(model: ModelSpec, dimensions: int | None) -> None:
     if model.embedding is None:
         error = NoEmbeddingsError(
-            f"model: {model.name} generates text and has no embeddings; use an embedding model"
+            f"model: {model.name} does not have embeddings; use an embedding model"
         )
         error.param = "model"
         raise error
     if dimensions is not None and not model.embedding.may_have(dimensions):
         known = sorted({*model.embedding.dimensions, model.embedding.size})
         raise bad_request(
-            f"dimensions: {model.name} has no vectors of {dimensions} values; give one of"
-            f" {', '.join(map(str, known))}, or leave the field out",
+            f"dimensions: {dimensions} is not supported by {model.name}; give one of"
+            f" {', '.join(map(str, known))}, or omit the field",
             "dimensions",
         )
 
 
 def vector(embedding: bytes, dimensions: int | None, form: Literal["float", "base64"]) -> Any:
-    """As the client wants it: cut, of length 1 again, and in its format."""
+    """Returns the vector truncated to `dimensions`, normalized again, in the client's format."""
     values = np.frombuffer(embedding, "<f4")
     if dimensions is not None and dimensions < len(values):
         values = values[:dimensions]

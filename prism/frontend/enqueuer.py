@@ -1,4 +1,4 @@
-"""Puts requests into the shared queue: those that come at once go there together."""
+"""Enqueues requests in batches."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from prism.errors import QueueUnavailableError
 from prism.frontend.request_log import OpenRequest, RequestLog
 from prism.queueing.requests import RequestQueue
 
-# A batch that Redis has not answered after this time holds up the next one no longer.
+# The next batch is sent after this time although Redis has not answered the last one.
 _SLOW_S = 0.05
-# Redis does nothing else while it takes a batch.
+# Redis does nothing else while it processes a batch.
 _BATCH_MAX = 256
-# A batch waits for what follows at once, so that an idle engine's first step has all of it.
-_TOGETHER_S = 0.005
-# Turns of the loop that a request takes from its socket to here, and one more.
-_TURNS = 3
+# A batch waits for requests that follow at once, so that an idle engine's first step has them all.
+_WAIT_MAX_S = 0.005
+# Turns of the event loop from a request's socket to `put`, plus one.
+_IDLE_TURNS = 3
 
 _Put = tuple[Sequence[OpenRequest], "asyncio.Future[None]"]
 
 
 class Enqueuer:
-    """What is put while a batch is on its way makes the next batch: for both sides a call costs
-    several times what one more request in it does. For one event loop."""
+    """Sends requests that arrive during a call to Redis as the next batch: for both sides a call
+    costs several times as much as one more request in it. For one event loop."""
 
     def __init__(self, queue: RequestQueue, log: RequestLog) -> None:
         self._queue, self._log = queue, log
@@ -33,8 +33,8 @@ class Enqueuer:
         self._batches: set[asyncio.Task[None]] = set()
 
     async def put(self, entries: Sequence[OpenRequest]) -> None:
-        """Those of them that are open when their batch goes. Raises QueueUnavailableError: Redis
-        may have taken them all the same, and they may be put again."""
+        """Enqueues the entries that are still open when the batch is sent. Raises
+        QueueUnavailableError: Redis may have taken them anyway, and they may be put again."""
         done = asyncio.get_running_loop().create_future()
         self._next.append((entries, done))
         self._begin()
@@ -47,14 +47,15 @@ class Enqueuer:
         self._batches.add(batch)
         batch.add_done_callback(self._batches.discard)
 
-    def _pass(self, batch: asyncio.Task[None] | None) -> None:
-        """The next one waits for it no longer."""
+    def _stop_waiting_for(self, batch: asyncio.Task[None] | None) -> None:
+        """Lets the next batch start without waiting for `batch`."""
         if self._awaited is batch:
             self._awaited = None
             self._begin()
 
-    def _taken(self) -> list[_Put]:
-        """The first of them, together at most _BATCH_MAX requests, where the first has no more."""
+    def _take_batch(self) -> list[_Put]:
+        """Removes and returns the first entries of `_next`: at most _BATCH_MAX requests, or the
+        first entry alone if it has more."""
         taken, left = [self._next[0]], _BATCH_MAX - len(self._next[0][0])
         for put in self._next[1:]:
             if (left := left - len(put[0])) < 0:
@@ -63,20 +64,20 @@ class Enqueuer:
         del self._next[: len(taken)]
         return taken
 
-    async def _none_follow(self) -> None:
-        """Until some turns of the loop have brought nothing more: alone a request waits for none of
-        its kind. At most _TOGETHER_S."""
-        until_s, known, still = time.monotonic() + _TOGETHER_S, len(self._next), 0
-        while still < _TURNS and time.monotonic() < until_s:
+    async def _wait_for_more(self) -> None:
+        """Waits until _IDLE_TURNS turns of the loop have brought no further request, at most
+        _WAIT_MAX_S."""
+        until_s, known, still = time.monotonic() + _WAIT_MAX_S, len(self._next), 0
+        while still < _IDLE_TURNS and time.monotonic() < until_s:
             await asyncio.sleep(0)
             still = still + 1 if len(self._next) == known else 0
             known = len(self._next)
 
     async def _send(self) -> None:
-        await self._none_follow()
-        puts, batch = self._taken(), asyncio.current_task()
-        # Not before: a loop that stood still would begin another batch, with nothing left for it.
-        asyncio.get_running_loop().call_later(_SLOW_S, self._pass, batch)
+        await self._wait_for_more()
+        puts, batch = self._take_batch(), asyncio.current_task()
+        # Not earlier: after a stall of the loop, the timer would start a batch with no requests.
+        asyncio.get_running_loop().call_later(_SLOW_S, self._stop_waiting_for, batch)
         try:
             wanted = [each for entries, done in puts if not done.done() for each in entries]
             still_open = [each for each in wanted if self._log.get(each.request.id) is each]
@@ -90,7 +91,7 @@ class Enqueuer:
                 each.enqueued = True
             _settle(puts)
         finally:
-            self._pass(batch)
+            self._stop_waiting_for(batch)
 
 
 def _settle(puts: Sequence[_Put], error: BaseException | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; of /v1/messages, in
-Anthropic's."""
+"""Errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, and in Anthropic's for
+/v1/messages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 2
 STATUS_CLIENT_GONE = 499
 _RETRY_STATUSES = (429, 503)
-# The rest of the body is not read: the connection is of no further use.
+# Closes the connection, since the rest of the body is not read.
 _CLOSE_STATUSES = (401, 403, 408, 413)
-# Failure codes of engines and agents that are the request's own fault.
+# Failure codes of engines and agents that are caused by the request.
 _CLIENT_CODES = ("context_length_exceeded", "invalid_request_error")
 
 
@@ -38,14 +38,14 @@ class BodyTimeoutError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """More requests are open than this frontend holds."""
+    """The frontend's limit on open requests is reached."""
 
     code = "frontend_full"
     status = 429
 
 
 class SheddingError(OverloadedError):
-    """Others for the model are late already (`frontend.shed`)."""
+    """Open requests for the model are late already (`frontend.shed`)."""
 
     code = "shed"
 
@@ -57,14 +57,14 @@ class RateLimitError(OverloadedError):
 
 
 class UnavailableError(RequestError):
-    """Nothing wrong with the request; the cluster cannot take it now."""
+    """The request is valid, but the cluster cannot serve it now."""
 
     code = "unavailable"
     status = 503
 
 
 class GenerationError(RequestError):
-    """Generation began and could not be finished. `code` is the engine's or agent's."""
+    """Generation began and could not be finished. `code` is set by the engine or agent."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
     }
 
 
-# Anthropic's names; others are an api_error.
+# Status -> Anthropic's error type; api_error for all others.
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -103,17 +103,18 @@ _ANTHROPIC = {
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """As Anthropic's API tells of it."""
+    """Returns the error in the shape of Anthropic's API."""
     kind = _ANTHROPIC.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error}"}}
 
 
 def from_validation(error: ValidationError, kind: type[BaseModel]) -> BadRequestError:
-    """The first thing that is wrong with a body of this kind, with the path of the field."""
+    """Returns the first error of a body of this kind, with the path of the field."""
     errors = error.errors(include_url=False)
     first, at = errors[0], errors[0]["loc"]
     if at and _has_types(kind, at[0]):
-        # Of each type, which comes behind the field; the one that the value is most like.
+        # There is an error for each type, which follows the field in `loc`; the deepest one is of
+        # the type that the value is most like.
         first = max((e for e in errors if e["loc"][:1] == at[:1]), key=lambda e: len(e["loc"]))
         at = (at[0], *first["loc"][2:])
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in at).lstrip(".")
@@ -122,7 +123,7 @@ def from_validation(error: ValidationError, kind: type[BaseModel]) -> BadRequest
 
 
 def _has_types(kind: type[BaseModel], name: int | str) -> bool:
-    """Whether the values of a field may be of several types, null aside."""
+    """Returns whether a field has several types other than null."""
     field = kind.model_fields.get(str(name))
     if field is None or get_origin(field.annotation) not in (Union, UnionType):
         return False
@@ -130,7 +131,7 @@ def _has_types(kind: type[BaseModel], name: int | str) -> bool:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every failure of `app`, whatever raised it, leaves in OpenAI's shape."""
+    """Installs handlers that answer every failure of `app` in the shape of its API."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(QueueUnavailableError, _on_queue_unavailable)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -139,7 +140,7 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def respond(error: RequestError, path: str = "") -> JSONResponse:
-    """In the words of the API that `path` is of."""
+    """Returns the error in the shape of the API that `path` belongs to."""
     headers: dict[str, str] = {}
     if error.status in _RETRY_STATUSES:
         headers["Retry-After"] = str(error.retry_after_s or RETRY_AFTER_S)
@@ -152,10 +153,10 @@ def respond(error: RequestError, path: str = "") -> JSONResponse:
 
 
 def queue_unavailable(error: QueueUnavailableError) -> UnavailableError:
-    shown = UnavailableError("the request queue (Redis) cannot be reached; try again shortly")
-    shown.code = "queue_unavailable"
+    unavailable = UnavailableError("the request queue (Redis) cannot be reached; try again shortly")
+    unavailable.code = "queue_unavailable"
     log.warning("%s", error)
-    return shown
+    return unavailable
 
 
 async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
@@ -182,14 +183,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(error: HTTPException) -> dict[str, str]:
-    """Of a path that has other methods: which."""
+    """Returns the header with the methods of the path, if it has any."""
     methods = (error.headers or {}).get("Allow", "").split(", ")
     heads = ["HEAD"] if "GET" in methods and "HEAD" not in methods else []
     return {"Allow": ", ".join([*sorted(methods), *heads, "OPTIONS"])} if methods[0] else {}
 
 
 async def _on_client_gone(_: Request, _error: Exception) -> Response:
-    """The client went before its body was complete; this answer is not read."""
+    """Returns a placeholder: the client disconnected before its body was complete."""
     return Response(status_code=STATUS_CLIENT_GONE)
 
 

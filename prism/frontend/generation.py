@@ -1,4 +1,4 @@
-"""One HTTP request's outputs: from tokenised prompts to text, per choice."""
+"""Generation of one HTTP request: from tokenized prompts to the text of each choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from prism.frontend import calls
-from prism.frontend.access import Rates
+from prism.frontend.access import RateLimits
 from prism.frontend.calls import Call
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
@@ -21,37 +21,33 @@ from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
-# Engine steps that one update may hold: turning them into text holds up the other requests.
-_TOGETHER_MAX = 64
+# Events per call to the mailbox: detokenizing them blocks the other requests.
+_EVENTS_PER_UPDATE_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
-    """What to generate for one HTTP request: a choice for each of `requests`.
-
-    The requests differ in their prompts and seeds. They go to the queue; the other fields stay in
-    the frontend, which turns tokens into text.
-    """
+    """Specification of one HTTP request's generation, with a choice for each of `requests`."""
 
     id: str
-    requests: list[Request]
+    requests: list[Request]  # for the queue; they differ in prompts and seeds
     stops: tuple[str, ...]
     show_token_ids: bool
     began_s: float  # monotonic time of arrival
-    asked_model: str  # what the client calls it
+    asked_model: str  # the model's name in the client's request
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # the client sees those of so many of the likeliest tokens
-    # Of each prompt: choices that the client sees, and choices that are made.
+    logprobs: int | None = None  # number of likeliest tokens shown with their log probabilities
+    # Per prompt: number of choices shown to the client, and number of choices generated.
     shown: tuple[int, int] = (1, 1)
-    echoes: tuple[str, ...] = ()  # text before each choice's own
-    hides_output: bool = False  # only what is before it is shown
+    echoes: tuple[str, ...] = ()  # text shown before each choice's output
+    hides_output: bool = False  # show the echo alone
     parsing: Parsing | None = None
-    show_slo: bool = False  # the usage says whether its SLO was met
-    embeds: bool = False  # its choices are vectors
+    show_slo: bool = False  # report in the usage whether the SLO was met
+    embeds: bool = False  # the choices are vectors
 
 
 class TextUpdate(Struct, frozen=True):
-    """New text of one choice, for the client. An update with a finish_reason is its last."""
+    """New text of one choice. The last update of a choice has a finish_reason."""
 
     choice: int
     text: str
@@ -60,9 +56,10 @@ class TextUpdate(Struct, frozen=True):
     logprobs: Logprobs | None = None
 
 
-def together(events: list[Event]) -> list[Event]:
-    """The chunks of each choice as one, up to its failure; then failures. Those with log
-    probabilities, which take the most time to show, stay apart."""
+def merge_chunks(events: list[Event]) -> list[Event]:
+    """Returns the events with the chunks of each choice merged up to its failure, followed by the
+    failures. Events are unchanged if one has log probabilities, which take the most time to
+    show."""
     if len(events) == 1:
         return events
     joined: dict[int, Chunk] = {}
@@ -87,7 +84,7 @@ def together(events: list[Event]) -> list[Event]:
 
 
 class GeneratedChoice:
-    """One choice as it grows: tokens of an OpenRequest in, text out."""
+    """Output of one choice: converts the tokens of an OpenRequest to text."""
 
     def __init__(
         self, spec: GenerationSpec, tokenizer: ModelTokenizer, opened: OpenRequest
@@ -107,11 +104,11 @@ class GeneratedChoice:
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended it."""
+        """The stop string that ended the output."""
         return self._stops.found
 
     def take(self, chunk: Chunk) -> TextUpdate:
-        """Advance by these tokens, up to a stop string if one completes."""
+        """Appends the tokens of a chunk, up to a completed stop string."""
         self.cached_tokens = chunk.cached_tokens or self.cached_tokens
         self.embedding = chunk.embedding
         text, taken = self._advance(chunk)
@@ -127,7 +124,7 @@ class GeneratedChoice:
         return TextUpdate(self.opened.choice, text, taken, self.finish_reason, logprobs)
 
     def so_far(self) -> TextUpdate:
-        """All its output in one update."""
+        """Returns all output in one update."""
         text = "".join(self.texts)
         choice, reason = self.opened.choice, self.finish_reason
         return TextUpdate(choice, text, self.token_ids, reason, self.logprobs)
@@ -142,15 +139,15 @@ class GeneratedChoice:
         return taken
 
     def _shown(self, chunk: Chunk) -> int:
-        """How many of the ids show text: a token that ended the output does not, even where the
-        vocabulary calls it ordinary."""
+        """Returns the number of ids that are shown as text: all but the stop token, which the
+        vocabulary may not mark as special."""
         ids = chunk.token_ids
         if chunk.finish_reason != "stop" or not ids:
             return len(ids)
         return len(ids) - (ids[-1] in self.opened.request.sampling.stop_token_ids)
 
     def _advance(self, chunk: Chunk) -> tuple[str, list[int]]:
-        """The text, and the ids up to where a stop string completed."""
+        """Returns the new text, and the ids up to a completed stop string."""
         text, ids, stops = "", chunk.token_ids, self._stops
         for number, token_id in enumerate(ids[: self._shown(chunk)], start=1):
             piece = self._detokenizer.push(token_id)
@@ -170,7 +167,7 @@ class GeneratedChoice:
 
 
 class Generation:
-    """`start` it, iterate `updates`, and always `finish` it: that cancels what still runs."""
+    """Generation of one HTTP request. Call `start`, iterate `updates`, and always call `finish`."""
 
     def __init__(
         self,
@@ -178,7 +175,7 @@ class Generation:
         tokenizer: ModelTokenizer,
         dispatcher: Dispatcher,
         metrics: Metrics,
-        rates: Rates,
+        rates: RateLimits,
     ) -> None:
         self.spec = spec
         self._dispatcher = dispatcher
@@ -195,8 +192,8 @@ class Generation:
         ]
 
     async def start(self) -> None:
-        """Raises OverloadedError or QueueUnavailableError; then nothing is left in the queue.
-        `finish` must follow in any case."""
+        """Enqueues the requests. Raises OverloadedError or QueueUnavailableError, and then leaves
+        nothing in the queue. `finish` must follow in any case."""
         self._timer.begin(self.spec.began_s, self._call.traceparent)
         self._call.generation, self._call.model = self.spec.id, self.spec.requests[0].model
         prompt_tokens = self._prompt_tokens()
@@ -210,11 +207,11 @@ class Generation:
         self._timer.submitted(prompt_tokens)
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
-        """Output as it comes, until every choice has ended; several tokens in one update where the
-        client, or this process, was slow to take the last one. Raises GenerationError."""
+        """Yields output as it arrives, until every choice has ended. An update has several tokens
+        if the client or this process was slow to take the last one. Raises GenerationError."""
         left = len(self.choices)
         while left:
-            for number, event in together(await self._mailbox.take(_TOGETHER_MAX)):
+            for number, event in merge_chunks(await self._mailbox.take(_EVENTS_PER_UPDATE_MAX)):
                 choice = self.choices[number]
                 if choice.finish_reason is not None:
                     continue
@@ -225,23 +222,23 @@ class Generation:
                 yield update
 
     def finish(self, outcome: str | None = None) -> None:
-        """Cancel what still runs; call it once, however the request ended. `outcome` (default:
-        "ok" if every choice has ended, else "cancelled") is counted."""
+        """Cancels the requests that still run, and counts `outcome` (by default "ok" if every
+        choice has ended, else "cancelled"). Call once, however the request ended."""
         ended = all(choice.finish_reason is not None for choice in self.choices)
         opened = [choice.opened for choice in self.choices]
         self._timer.end(outcome or ("ok" if ended else "cancelled"), opened)
         self._rates.end(self._call.api_key, self._call.output_tokens)
-        self._metrics.of_key(self._call)
+        self._metrics.count_key_usage(self._call)
         self._dispatcher.cancel([choice.opened.request.id for choice in self.choices])
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What each answer to this HTTP request begins with, in OpenAI's words."""
+        """Returns the first fields of each OpenAI object that answers this HTTP request."""
         spec = self.spec
         created = int(spec.requests[0].arrival_unix_s)
         return {"id": spec.id, "object": kind, "created": created, "model": spec.asked_model}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far, in OpenAI's words, and how its SLO was met where that is wanted."""
+        """Returns the token counts so far in OpenAI's shape, with the SLO if `show_slo`."""
         prompt_tokens = self._prompt_tokens()
         made = sum(len(choice.token_ids) for choice in self.choices)
         completion_tokens = 0 if self.spec.hides_output else made
@@ -254,18 +251,20 @@ class Generation:
         return {**usage, "slo": self._slo()} if self.spec.show_slo else usage
 
     def _slo(self) -> dict[str, Any] | None:
-        """As `prism_slo_total` counts it. None: nothing was computed, the answer is a repeat."""
+        """Returns the SLO attainment as `prism_slo_total` counts it, or None if nothing was
+        computed because a kept answer was replayed."""
         latencies, first = self._timer.latencies(), self.spec.requests[0]
         if latencies is None:
             return None
         return {
             "queue_s": self._queue_s(first.arrival_unix_s),
-            "ttft": _judged(latencies.ttft_s, first.slo_ttft_s),
-            "tpot": _judged(latencies.tpot_s, first.slo_tpot_s),
+            "ttft": _slo_result(latencies.ttft_s, first.slo_ttft_s),
+            "tpot": _slo_result(latencies.tpot_s, first.slo_tpot_s),
         }
 
     def _queue_s(self, arrival_unix_s: float) -> float | None:
-        """Until an engine had the last of its choices. None: an agent's word of it was lost."""
+        """Returns the time until an engine had the last choice, or None if the `Started` of a
+        choice was lost."""
         starts = [choice.opened.started for choice in self.choices]
         known = [started.unix_s for started in starts if started is not None]
         if len(known) < len(starts):
@@ -273,19 +272,20 @@ class Generation:
         return round(max(0.0, max(known) - arrival_unix_s), 6)
 
     def _prompt_tokens(self) -> int:
-        """A prompt counts once, however many choices are made of it."""
+        """Returns the number of prompt tokens; a prompt with several choices counts once."""
         made = self.spec.shown[1]
         return sum(len(request.prompt_ids) for request in self.spec.requests[::made])
 
     def _cached_tokens(self) -> int:
-        """Of each prompt what was there before its first choice, whose KV the others found."""
+        """Returns the number of prompt tokens that were cached before the first choice of each
+        prompt. The other choices reuse the KV cache of the first."""
         made, cached = self.spec.shown[1], [choice.cached_tokens for choice in self.choices]
         return sum(min(cached[first : first + made]) for first in range(0, len(cached), made))
 
     def _take(self, choice: GeneratedChoice, chunk: Chunk) -> TextUpdate:
         update = choice.take(chunk)
         if choice.embedding:
-            self._timer.answered()
+            self._timer.vector_received()
         self._timer.tokens(len(update.token_ids))
         self._call.output_tokens += len(update.token_ids)
         if choice.finish_reason is not None:
@@ -300,7 +300,7 @@ class Generation:
             self._dispatcher.cancel([request_id])
 
 
-def _judged(actual_s: float | None, target_s: float) -> dict[str, Any] | None:
+def _slo_result(actual_s: float | None, target_s: float) -> dict[str, Any] | None:
     if actual_s is None:
         return None
     shown_s = round(actual_s, 6)

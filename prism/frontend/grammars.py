@@ -1,4 +1,4 @@
-"""Structured output: what a body asks for, and whether it can be compiled."""
+"""Structured output: the grammar of a request, and a trial whether it compiles."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from prism.tasks import cancel_all
 
 CHARS_MAX = 64 << 10
 TRIAL_CPU_S_MAX = 10.0
-# On a machine that gives the process no CPU time.
+# Wall time, for a machine that gives the process no CPU time.
 TRIAL_S_MAX = 60.0
 _START_S_MAX = 60.0
 _KNOWN_MAX = 1024
-TRIALS_MAX = 32  # that wait or run
+TRIALS_MAX = 32  # waiting or running
 TRIALS_OF_A_CLIENT_MAX = 8
-# A loaded machine makes a good grammar take too long.
+# Limited, since a valid grammar may time out on a loaded machine.
 _FAILURE_KNOWN_S = 60.0
-_ENDED_S = 1.0  # until the kernel tells of a process whose pipe is closed
+_ENDED_S = 1.0  # for the exit status of a process that closed its pipe
 _LINE_BYTES_MAX = 1 << 20
 
-# field -> what it asks for, in SGLang's and vLLM's names
+# Field, as named by SGLang or vLLM -> kind of structure.
 _FIELDS = {
     "json_schema": "json",
     "regex": "regex",
@@ -47,13 +47,13 @@ _FIELDS = {
     "guided_grammar": "ebnf",
     "guided_choice": "choice",
 }
-# What a response_format of these types has.
+# Type of a response_format -> its fields.
 _FORMAT_FIELDS = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}}
 _STRUCTURED = {"json": "json", "regex": "regex", "grammar": "ebnf", "choice": "choice"}
 
 
 def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
-    """What the output must match, and the field that says so. Raises BadRequestError."""
+    """Returns the grammar of the output and the field that requests it. Raises BadRequestError."""
     asked = [(_FIELDS[f], getattr(body, f), f) for f in _FIELDS if getattr(body, f) is not None]
     asked += _of_response_format(body.response_format)
     asked += [
@@ -67,7 +67,8 @@ def grammar_of(body: GenerationBody) -> tuple[Grammar, str] | None:
     if not asked:
         return None
     if len(asked) > 1:
-        raise _refused(asked[1][2], f"{asked[0][2]} asks for a structure, too; give one of them")
+        message = f"cannot be combined with {asked[0][2]}; remove one of them"
+        raise _refused(asked[1][2], message)
     kind, value, field = asked[0]
     return _grammar(kind, value, field), field
 
@@ -79,7 +80,8 @@ def _of_response_format(value: dict[str, Any] | None) -> list[tuple[str, Any, st
         return []
     given = {name for name, part in value.items() if part is not None}
     if kind in _FORMAT_FIELDS and (more := given - _FORMAT_FIELDS[kind]):
-        raise _refused(field, f"{kind} has no {min(more)!r:.80}; a schema goes with json_schema")
+        message = f"{min(more)!r:.80} is not a field of {kind}; set a schema as json_schema.schema"
+        raise _refused(field, message)
     if kind == "json_object":
         return [("json", {"type": "object"}, field)]
     if kind == "json_schema":
@@ -103,7 +105,7 @@ def _grammar(kind: str, value: Any, field: str) -> Grammar:
     if kind in ("json", "structural_tag"):
         return checked(Grammar(kind, _json_text(value, field)), field)  # type: ignore[arg-type]
     if not isinstance(value, str) or not value:
-        raise _refused(field, "must be a text")
+        raise _refused(field, "must be a non-empty string")
     _refuse_long(len(value), field)
     return checked(Grammar("regex" if kind == "regex" else "ebnf", value), field)
 
@@ -112,7 +114,7 @@ def _choice_text(value: Any, field: str) -> str:
     options = value if isinstance(value, list) else []
     _refuse_long(len(options), field)
     if not options or not all(isinstance(o, str) and o for o in options):
-        raise _refused(field, "must be a list of texts")
+        raise _refused(field, "must be a list of non-empty strings")
     _refuse_long(sum(map(len, options)), field)
     # XGrammar reads the escape of a surrogate pair as two characters.
     return "root ::= " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
@@ -126,7 +128,7 @@ def _json_text(value: Any, field: str) -> str:
         if not isinstance(value, dict | bool):
             raise _refused(field, "must be a JSON schema")
         parts, length = [], 0
-        # In parts: megabytes would hold up the event loop.
+        # Encoded in parts, since megabytes would block the event loop.
         for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
             parts.append(part)
             length += len(part)
@@ -134,20 +136,19 @@ def _json_text(value: Any, field: str) -> str:
         _refuse_bounded_patterns(value, field)
         return "".join(parts)
     except (ValueError, RecursionError) as error:
-        raise _refused(field, f"is not JSON: {error}") from error
+        raise _refused(field, f"is not valid JSON: {error}") from error
 
 
 def _refuse_bounded_patterns(schema: Any, field: str) -> None:
-    """XGrammar keeps to the pattern alone, and the answer might not be valid."""
+    """Rejects schemas with both a pattern and a length: XGrammar ignores the length, and the answer
+    might not be valid."""
     if isinstance(schema, list):
         for part in schema:
             _refuse_bounded_patterns(part, field)
     elif isinstance(schema, dict):
         bounds = [b for b in ("minLength", "maxLength") if isinstance(schema.get(b), int)]
         if bounds and isinstance(schema.get("pattern"), str):
-            text = (
-                f"{bounds[0]} beside a pattern is not kept; write it into the pattern, as {{3,5}}"
-            )
+            text = f"{bounds[0]} cannot be combined with a pattern; use {{3,5}} in the pattern"
             raise _refused(field, text)
         for name, part in schema.items():
             if name not in ("const", "enum", "default", "examples"):
@@ -160,9 +161,9 @@ def _refuse_long(length: int, field: str) -> None:
 
 
 def checked(grammar: Grammar, field: str) -> Grammar:
-    """The same. Raises BadRequestError for one that is not even tried."""
+    """Returns `grammar`. Raises BadRequestError if it is too long or has a NUL character."""
     _refuse_long(len(grammar.text), field)
-    # XGrammar ends its process at one.
+    # XGrammar aborts the process on a NUL.
     if "\0" in grammar.text or "\\u0000" in grammar.text:
         raise _refused(field, "has a NUL character; remove it")
     return grammar
@@ -172,31 +173,32 @@ def _refused(field: str, text: str) -> RequestError:
     return bad_request(f"{field}: {text}", field)
 
 
-class Turns:
-    """Turns at something that one client at a time can use. The client that has used it least is
-    next (start-time fair queueing). For one event loop."""
+class FairLock:
+    """Lock for which the client that used it least is next (start-time fair queueing). For one
+    event loop."""
 
     def __init__(self) -> None:
         self._used_s: dict[str, float] = {}
-        self._floor_s = 0.0  # of clients that come anew: what the one in turn had used
+        self._floor_s = 0.0  # time used by the last holder; where new clients start
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
         self._is_taken = False
 
-    async def take(self, client: str) -> None:
-        """Waits for the client's turn, which lasts until `end`."""
+    async def acquire(self, client: str) -> None:
+        """Waits for the lock, which is held until `release`."""
         self._used_s[client] = max(self._used_s.get(client, 0.0), self._floor_s)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((client, turn))
+        acquired = asyncio.get_running_loop().create_future()
+        self._waiting.append((client, acquired))
         self._next()
         try:
-            await turn
+            await acquired
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.end(client, 0.0)
-            self._waiting = [(c, t) for c, t in self._waiting if t is not turn]
+            if acquired.done() and not acquired.cancelled():
+                self.release(client, 0.0)
+            self._waiting = [(c, each) for c, each in self._waiting if each is not acquired]
             raise
 
-    def end(self, client: str, used_s: float) -> None:
+    def release(self, client: str, used_s: float) -> None:
+        """Releases the lock and charges the client with `used_s` seconds."""
         self._used_s[client] += used_s
         self._is_taken = False
         self._next()
@@ -207,40 +209,41 @@ class Turns:
     def _next(self) -> None:
         if self._is_taken or not self._waiting:
             return
-        client, turn = found = min(self._waiting, key=lambda each: self._used_s[each[0]])
+        client, acquired = found = min(self._waiting, key=lambda each: self._used_s[each[0]])
         self._waiting.remove(found)
         self._floor_s, self._is_taken = self._used_s[client], True
-        turn.set_result(None)
+        acquired.set_result(None)
 
 
 class GrammarTrials:
-    """Has each grammar compiled in a process that may die of it, before an engine compiles it.
+    """Compiler of grammars in a separate process, which may crash, before an engine compiles them.
     For one event loop."""
 
     def __init__(self, adapter: str) -> None:
         self._adapter = adapter
         self._module = f"prism.engines.{adapter}.try_grammar"
         self._can = importlib.util.find_spec(self._module) is not None
-        # What is wrong with a grammar ("": nothing), and until when that is known, s (monotonic).
+        # Grammar's digest -> its error ("" for none), and until when that is valid, s (monotonic).
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._trials: dict[bytes, asyncio.Task[str]] = {}
-        self._clients: Counter[str] = Counter()  # of those that wait or run
-        self._turns = Turns()
+        self._clients: Counter[str] = Counter()  # client -> its waiting and running trials
+        self._lock = FairLock()
         self._process: asyncio.subprocess.Process | None = None
-        self._used_s = 0.0  # CPU time of the trial that ended last
+        self._used_s = 0.0  # CPU time of the last trial
 
     async def check(
         self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, field: str
     ) -> None:
-        """Raises BadRequestError for one that cannot be compiled, OverloadedError where too many
-        wait, UnavailableError where none can be tried."""
+        """Raises BadRequestError if the grammar cannot be compiled, OverloadedError if too many are
+        waiting, and UnavailableError if none can be tried."""
         if not self._can:
-            raise _refused(field, f"the {self._adapter} engine has no grammars; remove it")
-        said = f"{model.path}\n{grammar.kind}\n{grammar.text}"
-        name = blake2b(said.encode(errors="replace"), digest_size=16).digest()
+            message = f"the {self._adapter} engine does not support grammars; remove it"
+            raise _refused(field, message)
+        key = f"{model.path}\n{grammar.kind}\n{grammar.text}"
+        name = blake2b(key.encode(errors="replace"), digest_size=16).digest()
         error, until_s = self._known.get(name, ("", 0.0))
         if time.monotonic() >= until_s:
-            # Others may wait for the same trial: it goes on although this client goes away.
+            # Not cancelled with this client, since others may wait for the same trial.
             error = await asyncio.shield(self._trial(name, model, tokenizer, grammar))
         if error:
             raise _refused(field, f"cannot be compiled: {error:.500}")
@@ -255,7 +258,7 @@ class GrammarTrials:
         if name not in self._trials:
             client = _client()
             if len(self._trials) >= TRIALS_MAX or self._clients[client] >= TRIALS_OF_A_CLIENT_MAX:
-                raise OverloadedError("too many new grammars wait to be tried; try again later")
+                raise OverloadedError("too many grammars are waiting for a trial; try again later")
             trial = asyncio.create_task(self._in_turn(name, client, model, tokenizer, grammar))
             trial.add_done_callback(lambda done: self._forget(name, client, done))
             self._trials[name] = trial
@@ -267,7 +270,7 @@ class GrammarTrials:
         self._clients[client] -= 1
         self._clients += Counter()  # drops what is zero
         if not trial.cancelled():
-            trial.exception()  # those who waited have raised it, unless all have gone
+            trial.exception()  # retrieved, since all waiting clients may have disconnected
 
     async def _in_turn(
         self,
@@ -277,12 +280,12 @@ class GrammarTrials:
         tokenizer: ModelTokenizer,
         grammar: Grammar,
     ) -> str:
-        await self._turns.take(client)
+        await self._lock.acquire(client)
         self._used_s = 0.0
         try:
             error, known_s = await self._try(model, tokenizer, grammar)
         finally:
-            self._turns.end(client, self._used_s)
+            self._lock.release(client, self._used_s)
         self._known[name] = error, time.monotonic() + known_s
         if len(self._known) > _KNOWN_MAX:
             self._known.popitem(last=False)
@@ -291,7 +294,7 @@ class GrammarTrials:
     async def _try(
         self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar
     ) -> tuple[str, float]:
-        """What is wrong, and how long that holds, s."""
+        """Returns the error ("" for none), and for how many seconds it is valid."""
         fresh = await self._ready(model, tokenizer)
         try:
             return await self._ask(model, tokenizer, grammar, TRIAL_S_MAX), math.inf
@@ -304,18 +307,18 @@ class GrammarTrials:
                 self._used_s = TRIAL_CPU_S_MAX
                 return f"it takes longer than {TRIAL_CPU_S_MAX:g} s", _FAILURE_KNOWN_S
             if fresh:
-                return "it ends the compiler", _FAILURE_KNOWN_S
-            # What was compiled before may have taken the memory.
+                return "it crashes the compiler", _FAILURE_KNOWN_S
+            # Earlier grammars may have used up the process's memory.
             return await self._try(model, tokenizer, grammar)
         except BaseException:
-            await self._end()  # an answer that nobody reads would be taken for the next one
+            await self._end()  # a late answer would be read as the next trial's
             raise
 
     async def _ready(self, model: ModelSpec, tokenizer: ModelTokenizer) -> bool:
-        """Whether the process is a new one."""
+        """Starts the process if none runs. Returns whether it is new."""
         if self._process is not None and self._process.returncode is None:
             return False
-        # One that always compiles: the time of imports is nobody's fault.
+        # A first trial that always compiles, so that imports do not count against a client.
         empty = Grammar("ebnf", 'root ::= "a"')
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -336,7 +339,7 @@ class GrammarTrials:
         return True
 
     async def _end(self, wait_s: float = 0.0) -> int:
-        """Ends the process, after `wait_s` unless it ends by itself. Returns its status."""
+        """Kills the process unless it exits within `wait_s`. Returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -349,7 +352,8 @@ class GrammarTrials:
     async def _ask(
         self, model: ModelSpec, tokenizer: ModelTokenizer, grammar: Grammar, limit_s: float
     ) -> str:
-        """Raises TimeoutError, or EOFError where the process died."""
+        """Returns the error of compiling `grammar`, "" for none. Raises TimeoutError, or EOFError
+        if the process died."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -374,6 +378,6 @@ class GrammarTrials:
 
 
 def _client() -> str:
-    """Returns the key of the request in hand, or its client's address where there are no keys."""
+    """Returns the key of the current request, or its client's address without keys."""
     call = calls.current.get()
     return (call.key or call.client) if call is not None else ""

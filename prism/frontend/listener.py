@@ -1,4 +1,4 @@
-"""Open the sockets that clients and operators connect to."""
+"""Opens the sockets that clients and operators connect to."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BACKLOG = 2048
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError naming the key."""
+    """Returns a listening socket. Port 0 takes a free port. Raises ConfigError naming the key."""
     return _open_port(host, port, "frontend.host", "frontend.port")
 
 
 def open_admin(address: str) -> socket.socket:
-    """The socket of `ClusterConfig.admin`. The file of a Unix socket is this user's alone, and
-    stays when the socket is closed. Raises ConfigError."""
+    """Returns the listening socket of `ClusterConfig.admin`. The file of a Unix socket is open to
+    this user only, and is kept when the socket is closed. Raises ConfigError."""
     if (found := host_and_port(address)) is not None:
         return _open_port(*found, "frontend.admin", "frontend.admin")
     listener, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
@@ -45,19 +45,19 @@ def open_admin(address: str) -> socket.socket:
 
 @contextmanager
 def admin_listener(address: str) -> Iterator[socket.socket]:
-    """`open_admin`, and in the end its file is removed. Raises ConfigError."""
+    """Opens the socket of `open_admin` and removes its file at exit. Raises ConfigError."""
     with open_admin(address) as listener:
         made = _identity(address)
         try:
             yield listener
         finally:
-            # A cluster that was started meanwhile may listen there by now.
+            # A cluster that was started meanwhile may listen at the same path.
             if made is not None and _identity(address) == made:
                 Path(address).unlink(missing_ok=True)
 
 
 def bound_address(address: str, listener: socket.socket) -> str:
-    """`address`, with the port that `listener` has."""
+    """Returns `address` with the port of `listener`."""
     found = host_and_port(address)
     if found is None:
         return address
@@ -66,7 +66,8 @@ def bound_address(address: str, listener: socket.socket) -> str:
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
-    """Of a Unix socket's file. A new file may get the number of one that was just removed."""
+    """Returns the identity of a Unix socket's file, or None. It includes the ctime, since a new
+    file may get the inode number of a removed one."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -77,7 +78,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 
 def _is_left(path: str) -> bool:
-    """A socket is there, of a cluster that was killed. Raises OSError."""
+    """Returns whether `path` is a socket left by a killed cluster. Raises OSError."""
     if _identity(path) is None:
         return False
     with socket.socket(socket.AF_UNIX) as client:
@@ -93,7 +94,7 @@ def _open_port(host: str, port: int, host_key: str, port_key: str) -> socket.soc
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        # create_server gives resolver errors (which are negative) as plain OSError.
+        # create_server raises resolver errors (which are negative) as plain OSError.
         number = error.errno or 0
         if number < 0 or number == errno.EADDRNOTAVAIL:
             raise ConfigError(
@@ -102,5 +103,5 @@ def _open_port(host: str, port: int, host_key: str, port_key: str) -> socket.soc
             ) from error
         raise ConfigError(
             f"{port_key}: cannot listen on {host}:{port}: {os.strerror(number)};"
-            " choose another port or stop what uses it"
+            " choose another port or stop the process that uses it"
         ) from error

@@ -1,5 +1,8 @@
-"""Log probabilities in OpenAI's two shapes. The part of each token is JSON text already: for a long
-answer, millions of dicts would be encoded and freed in one go, which lets nothing else run."""
+"""Log probabilities in OpenAI's two shapes.
+
+The entry of each token is already encoded as JSON: encoding and freeing millions of dicts at once,
+for a long answer, would block the event loop.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import msgspec
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
-# What OpenAI shows for a token that cannot come.
+# OpenAI's value for a token that is impossible.
 _LEAST = -9999.0
 _encode = msgspec.json.Encoder().encode
 
@@ -19,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 def chat_logprobs(
     tokenizer: ModelTokenizer, token_ids: list[int], logprobs: Logprobs
 ) -> dict[str, Any]:
-    """`choice.logprobs` of a chat completion."""
+    """Returns `choice.logprobs` of a chat completion."""
     content = []
     for place, (token_id, value) in enumerate(zip(token_ids, logprobs.values, strict=False)):
         top = _top(logprobs, place)
@@ -30,8 +33,8 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """`choice.logprobs` of a completion, from one part of its text to the next. shows_special:
-    whether special tokens of the output are in its text."""
+    """Builder of `choice.logprobs` of a completion, for consecutive parts of its text.
+    `shows_special`: True if the text contains special tokens."""
 
     def __init__(self, tokenizer: ModelTokenizer, shows_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -40,14 +43,15 @@ class CompletionLogprobs:
         self._characters = getincrementaldecoder("utf-8")("replace")
 
     def prompt(self, token_ids: list[int], logprobs: Logprobs, text: str) -> dict[str, Any]:
-        """Nothing comes before the first token of a prompt. text: the prompt as it is echoed."""
+        """Returns the log probabilities of the prompt echoed as `text`. Its first token has
+        none."""
         first = self._named(token_ids[:1], text)
         return joined(first, self.part(token_ids[1:], logprobs, text))
 
     def part(
         self, token_ids: list[int], logprobs: Logprobs, text: str | None = None
     ) -> dict[str, Any]:
-        """text: None for the output."""
+        """Returns the log probabilities of a part. `text` is the prompt, or None for output."""
         shown = self._named(token_ids, text)
         shown["token_logprobs"] = [max(value, _LEAST) for value in logprobs.values]
         shown["top_logprobs"] = [
@@ -66,15 +70,16 @@ class CompletionLogprobs:
         }
 
     def _place(self, token_id: int, text: str | None) -> int:
-        """Where the next token begins; of several that make one character, where that is."""
-        place, said = self._offset, self._tokenizer.token_bytes(token_id)
+        """Returns the offset of the next token in characters. Tokens of one character share its
+        offset."""
+        place, token = self._offset, self._tokenizer.token_bytes(token_id)
         special = token_id in self._tokenizer.special_ids
         if text is None:
             shown = self._shows_special or not special
         else:  # a prompt may have been written with them
-            shown = not special or text.startswith(said.decode(errors="replace"), place)
+            shown = not special or text.startswith(token.decode(errors="replace"), place)
         if shown:
-            self._offset += len(self._characters.decode(said))
+            self._offset += len(self._characters.decode(token))
         return place
 
     def _by_name(self, values: list[tuple[int, float]]) -> dict[str, float]:
@@ -93,7 +98,7 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean(logprobs: Logprobs | None) -> float:
-    """Of a whole answer: the higher, the better."""
+    """Returns the mean log probability of an answer."""
     values = logprobs.values if logprobs else []
     return sum(values) / len(values) if values else 0.0
 

@@ -1,4 +1,4 @@
-"""Finds open requests whose end was lost on its way: the queue has them no more."""
+"""Detects open requests that the queue no longer has: their result was lost."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from prism.errors import QueueUnavailableError
 from prism.frontend.request_log import OpenRequest, RequestLog
 from prism.queueing.requests import RequestQueue
 
-# A request is looked for when nothing came of it for so long. Two looks that miss it, with no
-# output between them, make it lost: its last output may arrive after Redis has heard of its end.
+# A request is checked when it had no output for SILENT_S. It is lost if two checks in a row do not
+# find it, without output in between: its last output may arrive after Redis has removed it.
 SILENT_S = 5.0
-LOOK_S = 1.0
+CHECK_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class LostRequestWatch:
-    """Compares the log with the queue. `on_lost`: called for each request that is open here and
-    neither waits nor runs anywhere. For one event loop.
+    """Comparison of the log with the queue. For one event loop.
 
-    A suspended frontend, a full socket or a Redis that lost its data can cost a request its end.
-    Without this it would be noticed only when no output has come for `frontend.progress_timeout`.
+    A suspended frontend, a full socket, or data lost by Redis can lose a request's result. Without
+    this watch, the request would fail only after `frontend.progress_timeout`.
+
+    `on_lost` is called for each request that is open here and neither waits nor runs anywhere.
     """
 
     def __init__(
@@ -36,19 +37,20 @@ class LostRequestWatch:
         self._requests = requests
         self._queue = queue
         self._on_lost = on_lost
-        self._missed: dict[str, float] = {}  # at the last look: request id -> its last progress
+        # Request id -> time of its last progress, for requests missing at the last check.
+        self._missed: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Checks until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             try:
                 await self.look(time.monotonic())
             except QueueUnavailableError as error:
                 log.debug("%s", error)
 
     async def look(self, now_s: float) -> None:
-        """Raises QueueUnavailableError."""
+        """Checks the silent requests once. Raises QueueUnavailableError."""
         silent = [
             (entry, entry.progress_s, entry.request.attempt)
             for entry in self._requests.unended()

@@ -1,4 +1,4 @@
-"""The body of Anthropic's Messages API, and the chat completion that it asks for."""
+"""Bodies of Anthropic's Messages API, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pydantic import (
 )
 
 from prism.errors import BadRequestError
-from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, bounded, joined_parts
+from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, check_count, joined_parts
 from prism.frontend.errors import bad_request, from_validation
 from prism.frontend.openai_types import IGNORED, RequestBody, TokenCount
 
-# Of a chat completion: what is called otherwise here, or would have no place in the answer. Its
-# other fields are extensions here, too.
-_OTHERWISE = {
+# Fields of a chat completion that have another name in this API, or that its answer cannot show.
+# All other fields of chat completions are accepted as extensions.
+_NOT_EXTENSIONS = {
     "add_generation_prompt", "best_of", "continue_final_message", "echo", "logprobs",
     "max_completion_tokens", "messages", "n", "parallel_tool_calls", "response_format",
     "return_slo", "return_token_ids", "stop", "stream_options", "top_logprobs",
 }  # fmt: skip
-# type of a block -> the field that it must have
+# Type of a block -> its required field.
 _BLOCKS = {
     "text": "text",
     "thinking": "thinking",
@@ -36,12 +36,12 @@ _BLOCKS = {
     "tool_use": "id",
     "tool_result": "tool_use_id",
 }
-# A chat completion's field -> what it is called here.
+# Field of a chat completion -> its name in this API.
 _NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
 
 
 class Block(BaseModel):
-    """A part of a message. What says how to cache or cite it changes nothing."""
+    """Part of a message. Its fields on caching and citations are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -52,7 +52,7 @@ class Block(BaseModel):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: str = ""  # of a tool's result; texts are joined by newlines
+    content: str = ""  # result of a tool; texts are joined by newlines
 
     @model_validator(mode="before")
     @classmethod
@@ -61,9 +61,9 @@ class Block(BaseModel):
             return value
         kind = value.get("type")
         if not isinstance(kind, str) or kind not in _BLOCKS:
-            raise ValueError(f"a block of type {kind!r:.40} is not supported; send text")
+            raise ValueError(f"block type {kind!r:.40} is not supported; send text")
         if _BLOCKS[kind] not in value:
-            raise ValueError(f"a {kind} needs {_BLOCKS[kind]}")
+            raise ValueError(f"a {kind} block requires {_BLOCKS[kind]}")
         return {name: part for name, part in value.items() if part is not None}
 
     @field_validator("content", mode="before")
@@ -72,8 +72,8 @@ class Block(BaseModel):
         return joined_parts(value, "text")
 
 
-class Said(BaseModel):
-    """One turn of the conversation."""
+class MessageParam(BaseModel):
+    """Message of the conversation."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -85,14 +85,14 @@ class Said(BaseModel):
     def _blocks(cls, value: Any) -> Any:
         if isinstance(value, str):
             return [{"type": "text", "text": value}]
-        return bounded(value, "blocks")
+        return check_count(value, "blocks")
 
     def texts(self, kind: str = "text") -> str:
         return "\n".join(getattr(b, kind) for b in self.content if b.type == kind)
 
 
 class ClientTool(BaseModel):
-    """A tool that the client runs."""
+    """Tool that the client runs."""
 
     model_config = ConfigDict(strict=True)
 
@@ -107,7 +107,9 @@ class ClientTool(BaseModel):
     def _of_the_client(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in (None, "custom"):
-            raise ValueError(f"no tool of type {kind!r:.40} runs here; give one with input_schema")
+            raise ValueError(
+                f"tool type {kind!r:.40} is not supported; give a custom tool with input_schema"
+            )
         return value
 
 
@@ -121,13 +123,13 @@ class ToolChoice(BaseModel):
     @model_validator(mode="after")
     def _named(self) -> ToolChoice:
         if (self.type == "tool") is (self.name is None):
-            raise ValueError('name goes with the type "tool"')
+            raise ValueError('name is required for the type "tool", and not allowed for others')
         return self
 
 
 class Thinking(BaseModel):
-    """Whether the model reasons first, where its template knows `enable_thinking`. Nothing bounds
-    its tokens but `max_tokens`."""
+    """Switch for reasoning, for templates with `enable_thinking`. Only `max_tokens` limits the
+    tokens of the reasoning."""
 
     model_config = ConfigDict(strict=True)
 
@@ -142,22 +144,22 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """What the output must match. `effort` changes nothing."""
+    """Format of the output."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     format: OutputFormat | None = None
-    effort: str | None = None
+    effort: str | None = None  # ignored
 
 
 class CountBody(RequestBody):
-    """POST /v1/messages/count_tokens, and what it shares with /v1/messages. A prompt is not edited:
-    `context_management` changes nothing."""
+    """POST /v1/messages/count_tokens, and base of the body of /v1/messages. `context_management` is
+    ignored: prompts are not edited."""
 
     IGNORED = IGNORED | {"betas", "cache_control", "context_management"}
     EXTENSIONS: ClassVar[frozenset[str]] = frozenset()
 
-    messages: Annotated[list[Said], Field(min_length=1)]
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
     system: str | None = None
     tools: Annotated[list[ClientTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: ToolChoice | None = None
@@ -168,7 +170,7 @@ class CountBody(RequestBody):
     @field_validator("messages", mode="before")
     @classmethod
     def _few_messages(cls, value: Any) -> Any:
-        return bounded(value, "messages")
+        return check_count(value, "messages")
 
     @field_validator("system", mode="before", json_schema_input_type=str | list[Block] | None)
     @classmethod
@@ -184,18 +186,18 @@ class CountBody(RequestBody):
 
     @property
     def chat(self) -> ChatBody:
-        """What it asks for."""
+        """Chat completion equivalent to this body."""
         return self._chat
 
     def generation_fields(self) -> dict[str, Any]:
-        """Of the chat completion: what is not the conversation."""
+        """Returns the chat completion's fields other than the conversation."""
         return {}
 
 
 class MessagesBody(CountBody):
-    """POST /v1/messages. Fields of chat completions that have no name here are extensions."""
+    """POST /v1/messages. Other fields of chat completions are accepted as extensions."""
 
-    EXTENSIONS = frozenset(ChatBody.model_fields) - _OTHERWISE
+    EXTENSIONS = frozenset(ChatBody.model_fields) - _NOT_EXTENSIONS
     IGNORED = CountBody.IGNORED | EXTENSIONS
 
     max_tokens: TokenCount
@@ -225,14 +227,14 @@ class _Chat(ChatBody):
 
 
 def _chat_of(body: CountBody) -> ChatBody:
-    """Raises BadRequestError."""
+    """Returns the equivalent chat completion. Raises BadRequestError."""
     choice = body.tool_choice
-    # A last turn of the assistant is the beginning of the answer.
-    goes_on = body.messages[-1].role == "assistant"
+    # A last message of the assistant is the beginning of the answer.
+    continues = body.messages[-1].role == "assistant"
     asked: dict[str, Any] = {
         "model": body.model,
         "messages": _with_system(body.system, chat_messages(body.messages)),
-        "continue_final_message": goes_on or None,
+        "continue_final_message": continues or None,
         "tools": [_chat_tool(tool) for tool in body.tools or ()] or None,
         "tool_choice": _chat_choice(choice) if choice else None,
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
@@ -241,17 +243,18 @@ def _chat_of(body: CountBody) -> ChatBody:
     if body.thinking is not None and body.thinking.type != "adaptive":
         options = {"enable_thinking": body.thinking.type == "enabled"}
         asked["chat_template_kwargs"] = options | (asked.get("chat_template_kwargs") or {})
-    said = {name: value for name, value in asked.items() if value is not None}
+    fields = {name: value for name, value in asked.items() if value is not None}
     try:
-        chat = _Chat.model_validate(said)
+        chat = _Chat.model_validate(fields)
     except ValidationError as error:
         raise renamed(from_validation(error, _Chat)) from error
-    chat.refuse_unsupported()
+    chat.reject_unsupported()
     return chat
 
 
-def chat_messages(turns: Sequence[Said]) -> list[dict[str, Any]]:
-    """A user's results of tools come before the text of the same turn. Raises BadRequestError."""
+def chat_messages(turns: Sequence[MessageParam]) -> list[dict[str, Any]]:
+    """Returns the messages of a chat completion. Tool results come before the text of the same
+    user message. Raises BadRequestError."""
     messages: list[dict[str, Any]] = []
     called: set[str] = set()
     for number, turn in enumerate(turns):
@@ -262,18 +265,18 @@ def chat_messages(turns: Sequence[Said]) -> list[dict[str, Any]]:
         results = [block for block in turn.content if block.type == "tool_result"]
         for block in results:
             if block.tool_use_id not in called:
-                text = f"messages[{number}]: no tool_use {block.tool_use_id!r:.80} comes before it"
+                text = f"messages[{number}]: tool_use {block.tool_use_id!r:.80} does not precede it"
                 raise bad_request(text, "messages")
-            said = {"tool_call_id": block.tool_use_id, "content": block.content}
-            messages.append({"role": "tool", **said})
+            result = {"tool_call_id": block.tool_use_id, "content": block.content}
+            messages.append({"role": "tool", **result})
         if any(block.type == "text" for block in turn.content) or not results:
             messages.append({"role": "user", "content": turn.texts()})
     if turns[-1].role == "assistant" and "tool_calls" in messages[-1]:
-        raise bad_request("messages: the last tool_use has no tool_result", "messages")
+        raise bad_request("messages: the last tool_use requires a tool_result", "messages")
     return messages
 
 
-def _answer(turn: Said) -> dict[str, Any]:
+def _answer(turn: MessageParam) -> dict[str, Any]:
     calls = [
         {
             "id": block.id,
@@ -283,10 +286,10 @@ def _answer(turn: Said) -> dict[str, Any]:
         for block in turn.content
         if block.type == "tool_use"
     ]
-    said = {"role": "assistant", "content": turn.texts()}
+    message = {"role": "assistant", "content": turn.texts()}
     reasoning = turn.texts("thinking")
     return (
-        said
+        message
         | ({"reasoning_content": reasoning} if reasoning else {})
         | ({"tool_calls": calls} if calls else {})
     )
@@ -308,7 +311,7 @@ def _chat_choice(choice: ToolChoice) -> Any:
 
 
 def renamed(error: BadRequestError) -> BadRequestError:
-    """The same in the words of this API, where chat completions have others."""
+    """Returns `error` with this API's name of the field."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error

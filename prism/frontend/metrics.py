@@ -1,4 +1,4 @@
-"""What this frontend measures about its own requests, for Prometheus."""
+"""Prometheus metrics of this frontend's requests."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from prism.frontend.tracing import RequestTimes, Traces
 from prism.messages.requests import Request
 from prism.transport import malformed_total
 
-# A series of its own for the birth of each counter: twice the text, and nobody asks for it.
+# An unused series with the creation time of each counter would double the text.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60)
 _TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600)
-_COUNTED_EVERY_S = 0.5  # the tokens of a request that is under way
+_COUNT_INTERVAL_S = 0.5  # between updates of the token counter by a running request
 
 
 class Metrics:
-    """The metrics of one frontend, in a registry of its own, and its traces, if they are wanted."""
+    """Metrics of one frontend in a separate registry, and its traces if they are configured."""
 
     def __init__(self, traces: Traces | None = None) -> None:
         self.traces = traces
@@ -45,13 +45,13 @@ class Metrics:
         self.retries = self._counter("retries", "Requests sent again after a failure")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens received")
         self.output_tokens = self._counter("output_tokens", "Output tokens received")
-        self.slo = self._counter("slo", "Requests by attainment of their SLO", "slo", "met")
+        self.slo = self._counter("slo", "Requests by SLO attainment", "slo", "met")
         self.ttft_s = self._histogram("ttft_seconds", "Time to first token", _TTFT_BUCKETS_S)
         self.tpot_s = self._histogram(
             "tpot_seconds", "Time per output token after the first", _TPOT_BUCKETS_S
         )
         self.queue_s = self._histogram(
-            "queue_seconds", "Arrival to the hand-over to an engine", _TTFT_BUCKETS_S
+            "queue_seconds", "Time from arrival until an engine has the request", _TTFT_BUCKETS_S
         )
         self.e2e_s = self._histogram("e2e_seconds", "Time to the last token", _E2E_BUCKETS_S)
         self.open = Gauge(
@@ -61,21 +61,21 @@ class Metrics:
         self.key_tokens = self._counter("key_tokens", "Tokens, by API key", "key", "kind")
         self.registry.register(_Malformed())
 
-    def of_key(self, call: Call) -> None:
-        """A generation has ended."""
+    def count_key_usage(self, call: Call) -> None:
+        """Counts the requests and tokens of an ended generation for its API key."""
         if call.key:
             self.key_requests.labels(call.model, call.key).inc()
             self.key_tokens.labels(call.model, call.key, "prompt").inc(call.prompt_tokens)
             self.key_tokens.labels(call.model, call.key, "output").inc(call.output_tokens)
 
-    def waited(self, request: Request, started_unix_s: float) -> None:
-        """`started_unix_s`: as the agent says."""
+    def observe_queue_time(self, request: Request, started_unix_s: float) -> None:
+        """Records the queueing time. `started_unix_s` is reported by the agent."""
         queue_s = max(0.0, started_unix_s - request.arrival_unix_s)
         self.queue_s.labels(request.model).observe(queue_s)
 
     def text(self, frontend_id: str, names: tuple[str, ...] = ()) -> str:
-        """For Prometheus. `names`: of samples, if not all are wanted."""
-        return labelled(chosen(self.registry, names), frontend_id)
+        """Returns the text for Prometheus: the samples of these names, or all of them."""
+        return labelled(render_samples(self.registry, names), frontend_id)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"prism_{name}", text, ["model", *labels], registry=self.registry)
@@ -86,21 +86,22 @@ class Metrics:
         )
 
 
-def chosen(registry: CollectorRegistry, names: tuple[str, ...]) -> str:
-    """As text for Prometheus: the samples of these names, or all of them."""
+def render_samples(registry: CollectorRegistry, names: tuple[str, ...]) -> str:
+    """Returns the text for Prometheus: the samples of these names, or all of them."""
     wanted = registry.restricted_registry(names) if names else registry
     return generate_latest(wanted).decode()
 
 
 class _Malformed(Collector):
-    """Of this process; the cluster's status has the same of the others."""
+    """Collector of this process's malformed messages. Those of the other processes are in the
+    cluster's status."""
 
     def collect(self) -> Iterator[Metric]:
         yield malformed_messages({"frontend": malformed_total()})
 
 
 def malformed_messages(counts: dict[str, int]) -> Metric:
-    """`counts`: by process."""
+    """Returns the metric of malformed messages. `counts`: process -> count."""
     name, text = "prism_malformed_messages", "Messages dropped as malformed"
     dropped = CounterMetricFamily(name, text, labels=["process"])
     for process, count in counts.items():
@@ -110,14 +111,14 @@ def malformed_messages(counts: dict[str, int]) -> Metric:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of one HTTP request. tpot_s: None where no choice has a second token."""
+    """Latencies of one HTTP request."""
 
     ttft_s: float
-    tpot_s: float | None
+    tpot_s: float | None  # None if no choice has a second token
 
 
 class RequestTimer:
-    """Times one HTTP request on the monotonic clock and reports it to `Metrics` at its end."""
+    """Timer of one HTTP request on the monotonic clock, which reports to `Metrics` at its end."""
 
     def __init__(
         self, metrics: Metrics, model: str, slo_ttft_s: float, slo_tpot_s: float, choices: int
@@ -130,17 +131,17 @@ class RequestTimer:
         self._began_s = self._last_s = 0.0
         self._first_s: float | None = None
         self._tokens = self._counted = 0
-        self._look_s = 0.0
+        self._next_count_s = 0.0
         self._parent = ""
         self._output_tokens = metrics.output_tokens.labels(model)
 
     def begin(self, began_s: float, parent: str) -> None:
-        """`parent`: a `traceparent`, or ""."""
+        """Starts the timer. `parent`: a `traceparent`, or ""."""
         self._began_s, self._parent = began_s, parent
         self._metrics.open.labels(self._model).inc()
 
     def submitted(self, prompt_tokens: int) -> None:
-        """It was not refused."""
+        """Counts the prompt of an accepted request."""
         self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
 
     def tokens(self, count: int) -> None:
@@ -149,13 +150,13 @@ class RequestTimer:
         self._last_s = time.monotonic()
         self._first_s = self._first_s or self._last_s
         self._tokens += count
-        # The counter's lock and checks for each token would cost as much as its text.
-        if self._last_s >= self._look_s:
-            self._look_s = self._last_s + _COUNTED_EVERY_S
+        # Updating the counter for each token would cost as much as detokenizing it.
+        if self._last_s >= self._next_count_s:
+            self._next_count_s = self._last_s + _COUNT_INTERVAL_S
             self._count()
 
-    def answered(self) -> None:
-        """With a vector: its client sees all of them when the last one has come."""
+    def vector_received(self) -> None:
+        """Records a vector. The client sees all vectors when the last one has arrived."""
         self._first_s = self._last_s = time.monotonic()
 
     def _count(self) -> None:
@@ -163,7 +164,7 @@ class RequestTimer:
         self._counted = self._tokens
 
     def latencies(self) -> Latencies | None:
-        """Up to the last token so far; None before the first one."""
+        """Returns the latencies up to the last token so far, or None before the first one."""
         if self._first_s is None:
             return None
         following = self._tokens - self._choices

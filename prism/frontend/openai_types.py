@@ -1,7 +1,7 @@
-"""The bodies of requests: what they share, and those that have no conversation.
+"""Request bodies: their common fields, and the bodies without a conversation.
 
-Fields that change nothing here are accepted and ignored; fields whose effect is missing are
-refused by name unless they hold their neutral value: nothing is dropped silently.
+Fields that have no effect here are accepted and ignored. Fields whose effect is not supported are
+rejected unless they have their neutral value, so that none is dropped silently.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 1024
 PROMPTS_MAX = 128
 INPUTS_MAX = 2048  # of one request for embeddings
-TOKENS_MAX = 1 << 20  # that become text; more would be parsed without a turn for the event loop
+TOKENS_MAX = 1 << 20  # of a body to detokenize; parsing more would block the event loop
 CHOICES_MAX = 128  # of one prompt
-LOGPROBS_MAX = 20  # likeliest tokens in each place
+LOGPROBS_MAX = 20  # likeliest tokens per position
 BIASES_MAX = 1024
 BIAS_MAX = 100
 # Engines keep counts and ids in 32 bits.
@@ -31,7 +31,7 @@ IGNORED = frozenset({
     "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "rid",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
-# name -> values that ask for nothing. Null does so in every field.
+# Field -> its neutral values, besides null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
     "audio": (),
@@ -55,68 +55,69 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
-Structure = Annotated[dict[str, Any], Field(max_length=64)]  # each name is looked at
+Structure = Annotated[dict[str, Any], Field(max_length=64)]  # each key is checked
 Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
 Milliseconds = Annotated[float, Field(gt=0, le=3.6e6)]
 
 
 class StreamOptions(BaseModel):
-    """`continuous_usage_stats`, vLLM's: the counts so far in every event, where usage is included.
-    `include_obfuscation` changes nothing: there is no padding."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool = False
+    # As in vLLM: the counts so far in every event, if usage is included.
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = None  # ignored: events are not padded
 
 
 class RequestBody(BaseModel):
-    """What all routes share."""
+    """Base of all request bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    # Fields that change nothing, and values of other fields that ask for nothing.
+    # Fields that are ignored, and the neutral values of other unsupported fields.
     IGNORED: ClassVar[frozenset[str]] = IGNORED
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
-    # What the client calls the bound of an output; empty where there is none.
+    # Name of the request field that limits the output; empty if there is none.
     MAX_TOKENS: ClassVar[str] = "max_tokens"
 
     model: str
 
     @property
     def prompt_field(self) -> str:
-        """What the client calls that which becomes the prompt."""
+        """Name of the request field that holds the prompt."""
         return "prompt"
 
     @property
     def output_tokens_min(self) -> int:
-        """Tokens that the context must have room for behind the prompt."""
+        """Number of tokens that must fit into the context after the prompt."""
         return 0
 
-    def refuse_unsupported(self) -> None:
-        """Raises BadRequestError naming the first field whose effect is not provided."""
+    def reject_unsupported(self) -> None:
+        """Raises BadRequestError naming the first field that is not supported."""
         for name, value in (self.model_extra or {}).items():
             if name in self.IGNORED or value is None:
                 continue
             if name not in self.NEUTRAL:
                 raise bad_request(f"{name}: unknown field; remove it", name)
             if not any(_same(value, neutral) for neutral in self.NEUTRAL[name]):
-                shown = f"{reprlib.repr(value):.80}"
-                raise bad_request(f"{name}: {shown} is not supported; remove it", name)
+                text = f"{reprlib.repr(value):.80}"
+                raise bad_request(f"{name}: {text} is not supported; remove it", name)
 
     def prepare(self) -> None:
-        """Work that grows with the body. It is done where the body is parsed: beside the event loop
-        if it is large. Raises BadRequestError."""
+        """Does work that grows with the body, in the thread that parses a large body. Raises
+        BadRequestError."""
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, where True is not 1 and 0 not False: `logprobs: 0` asks for something."""
+    """Returns whether the values are equal and both or neither are bool: `logprobs: 0` differs from
+    False."""
     return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
 
 
 class GenerationBody(RequestBody):
-    """What routes that generate share. Extensions of OpenAI's interface have the names that SGLang
-    and vLLM give them; `slo_ttft_ms`, `slo_tpot_ms` and `return_slo` are our own."""
+    """Base of the bodies for generation. Extensions of OpenAI's API are named as in SGLang and
+    vLLM, except for Prism's `slo_ttft_ms`, `slo_tpot_ms` and `return_slo`."""
 
     ID_PREFIX: ClassVar[str] = "cmpl-"
 
@@ -181,9 +182,11 @@ class GenerationBody(RequestBody):
         for name, bias in (value or {}).items():
             digits = name.isascii() and name.isdigit() and len(name) <= len(str(INT32_MAX))
             if not digits or int(name) > INT32_MAX:
-                raise ValueError(f"{name:.20} is no token id; give ids of the model's vocabulary")
+                raise ValueError(
+                    f"{name:.20} is not a token id; give ids of the model's vocabulary"
+                )
             if not -BIAS_MAX <= bias <= BIAS_MAX:
-                raise ValueError(f"{bias:g} must lie between -{BIAS_MAX} and {BIAS_MAX}")
+                raise ValueError(f"{bias:g} is not between -{BIAS_MAX} and {BIAS_MAX}")
         return value
 
     @property
@@ -196,41 +199,41 @@ class GenerationBody(RequestBody):
 
     @property
     def choices_asked(self) -> int:
-        """Of each prompt, as the client sees them."""
+        """Number of choices per prompt that the client sees."""
         return self.n or 1
 
     @property
     def choices_made(self) -> int:
-        """Of each prompt; the best of them are shown."""
+        """Number of choices generated per prompt, of which the best are shown."""
         return self.choices_asked
 
     @property
     def logprobs_asked(self) -> int | None:
-        """How many of the likeliest tokens in each place; None: no log probabilities."""
+        """Number of likeliest tokens per position; None for no log probabilities."""
         return None
 
     @property
     def shows_slo(self) -> bool:
-        """Who asks for an SLO wants to know whether it was met; others may be confused by it."""
+        """True if the usage reports the SLO: by default if the request sets one, since other
+        clients may not expect it."""
         if self.return_slo is not None:
             return self.return_slo
         return self.slo_ttft_ms is not None or self.slo_tpot_ms is not None
 
-    def refuse_unsupported(self) -> None:
+    def reject_unsupported(self) -> None:
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             message = "max_tokens and max_completion_tokens differ; give one of them"
             raise bad_request(message, "max_completion_tokens")
-        super().refuse_unsupported()
+        super().reject_unsupported()
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. `prompt` is normalised to a list of texts or token id lists.
-    `max_tokens` 0 asks for the prompt alone, with its log probabilities: a token is made behind it
-    and not shown."""
+    """POST /v1/completions."""
 
+    # 0 requests the prompt alone, with its log probabilities. One token is generated, not shown.
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    prompt: list[str] | list[list[int]]
+    prompt: list[str] | list[list[int]]  # normalized to a list of texts or of token id lists
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | Literal[False] | None = None
     echo: bool | None = None
     best_of: Choices | None = None
@@ -244,12 +247,12 @@ class CompletionBody(GenerationBody):
     def _prompt_list(cls, value: Any) -> Any:
         return _list_of(value, "prompts", PROMPTS_MAX)
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
+    def reject_unsupported(self) -> None:
+        super().reject_unsupported()
         if self.hides_output and not self.echo:
-            raise bad_request("max_tokens: 0 needs echo: true", "max_tokens")
+            raise bad_request("max_tokens: 0 requires echo: true", "max_tokens")
         if self.choices_made < self.choices_asked:
-            raise bad_request(f"best_of: must be at least n, {self.choices_asked}", "best_of")
+            raise bad_request(f"best_of: must be >= n ({self.choices_asked})", "best_of")
         if self.stream and self.choices_made > self.choices_asked:
             raise bad_request("best_of: cannot be streamed; remove best_of or stream", "best_of")
 
@@ -273,11 +276,11 @@ class CompletionBody(GenerationBody):
 
 
 class EmbeddingsBody(RequestBody):
-    """POST /v1/embeddings. `input` is normalised as a completion's `prompt` is."""
+    """POST /v1/embeddings."""
 
     MAX_TOKENS = ""
 
-    input: list[str] | list[list[int]]
+    input: list[str] | list[list[int]]  # normalized to a list of texts or of token id lists
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     slo_ttft_ms: Milliseconds | None = None
@@ -295,7 +298,7 @@ class EmbeddingsBody(RequestBody):
 
     @property
     def output_tokens_min(self) -> int:
-        return 1  # room that every request has behind its prompt
+        return 1  # reserved for every request
 
     @property
     def prompt_field(self) -> str:

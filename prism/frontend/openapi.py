@@ -1,5 +1,4 @@
-"""What `/openapi.json` says beyond FastAPI's own: bodies, which the routes read themselves, and
-errors."""
+"""Schema of `/openapi.json`, with errors and with the bodies, which FastAPI does not read."""
 
 from __future__ import annotations
 
@@ -54,23 +53,23 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
-_ANY_ERRORS = {401: "no key, or an unknown one", 500: "a bug"}
-_MODEL_ERRORS = {404: "no such model", 503: "the model cannot be served now"}
+_ANY_ERRORS = {401: "the API key is missing or unknown", 500: "internal error"}
+_MODEL_ERRORS = {404: "the model does not exist", 503: "the model cannot be served now"}
 _BODY_ERRORS = {
-    400: "the body is wrong; the message names the field",
-    408: "the body was not complete in time",
+    400: "the body is not valid; the message names the field",
+    408: "the body was not received in time",
     413: "the body is too large",
     429: "too many requests",
 }
 _GENERATION_ERRORS = {
     422: "the Idempotency-Key was used with another body",
-    504: "no token came in time",
+    504: "no token was generated in time",
 }
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}
 
 
 def describe(app: FastAPI, has_keys: bool = False) -> None:
-    """Have `app` publish all of it. `has_keys`: requests need one."""
+    """Sets the schema of `app`. `has_keys`: True if requests require an API key."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -85,7 +84,7 @@ def _schema(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     for path, operations in made["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own check, which never fails here
+            operation["responses"].pop("422", None)  # FastAPI's validation, which is not used
             errors = dict(_ANY_ERRORS)
             if path.startswith("/v1/models/"):
                 errors |= _MODEL_ERRORS

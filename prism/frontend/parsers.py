@@ -1,4 +1,4 @@
-"""Answers told apart into reasoning, text and tool calls, by the adapter's parsers."""
+"""Parsing of answers into reasoning, text and tool calls, by the adapter's parsers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar
 
 _KEPT_PROMPT_CHARS = 256
-# Without one of these a template knows no reasoning.
+# Templates without any of these do not support reasoning.
 _REASONING_MARKS = ("think", "THINK", "reason", "<|channel|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How one request's answers are parsed."""
+    """Parser settings of one request."""
 
     module: Any
     tool_parser: str
     reasoning_parser: str
     tools: tuple[dict[str, Any], ...]
-    checked_tools: list[Any]  # the same, of the adapter's type
+    checked_tools: list[Any]  # `tools` as the adapter's type
     tool_choice: Any
-    prompt: str  # its end
-    loop: asyncio.AbstractEventLoop  # where the parsers run
+    prompt: str  # the end of the prompt
+    loop: asyncio.AbstractEventLoop  # the loop that the parsers run in
 
     def parser(self) -> Any:
-        """For one choice: `push` its text, or ask for the `whole`."""
+        """Returns a parser for one choice, with `push` for its stream and `whole` for all of it."""
         return self.module.AnswerParser(
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
@@ -46,8 +46,8 @@ class Parsing:
 
 
 class AnswerParsers:
-    """Imports the adapter's parsers when a model needs one, and knows each model's. For one event
-    loop."""
+    """Parsers of an adapter, imported when a model needs one, and their names for each model. For
+    one event loop."""
 
     def __init__(self, adapter: str) -> None:
         self._name = f"prism.engines.{adapter}.parsers"
@@ -57,13 +57,14 @@ class AnswerParsers:
     async def parsing(
         self, body: ChatBody, model: ModelSpec, tokenizer: ModelTokenizer, prompt: str
     ) -> Parsing | None:
-        """None: the answers are plain text. Raises BadRequestError where tools have no parser."""
+        """Returns the parser settings, or None if answers are plain text. Raises BadRequestError if
+        there are tools and no tool parser."""
         if not body.uses_tools and not self._may_reason(model, tokenizer):
             return None
         names = await self._names(model, tokenizer)
         if body.uses_tools and not names[0]:
-            text = f"tools: {model.name} has no tool_parser; name one in the YAML, or remove them"
-            raise bad_request(text, "tools")
+            text = f"{model.name} does not have a tool_parser; set one in the YAML, or remove tools"
+            raise bad_request(f"tools: {text}", "tools")
         tool_parser = names[0] if body.uses_tools else ""
         if not tool_parser and not names[1]:
             return None
@@ -84,14 +85,14 @@ class AnswerParsers:
         return marked or model.reasoning_parser != "auto"
 
     async def _names(self, model: ModelSpec, tokenizer: ModelTokenizer) -> tuple[str, str]:
-        """(tool parser, reasoning parser); "" for none."""
+        """Returns the names of the model's tool and reasoning parser, "" for none."""
         if not self._can:
             return "", ""
         if model.name not in self._found:
-            self._found[model.name] = await asyncio.to_thread(self._look, model, tokenizer)
+            self._found[model.name] = await asyncio.to_thread(self._find, model, tokenizer)
         return self._found[model.name]
 
-    def _look(self, model: ModelSpec, tokenizer: ModelTokenizer) -> tuple[str, str]:
+    def _find(self, model: ModelSpec, tokenizer: ModelTokenizer) -> tuple[str, str]:
         module = self._module()
         wanted = (model.tool_parser, model.reasoning_parser)
         named = ["" if name in ("auto", "none") else name for name in wanted]
@@ -110,8 +111,9 @@ class AnswerParsers:
 
 
 def tool_grammar(parsing: Parsing, body: ChatBody, all_strict: bool = False) -> Grammar | None:
-    """What makes the model call the tools that it must, behind its reasoning. `all_strict`: the
-    arguments follow every tool's schema, not only those of strict tools. Raises BadRequestError."""
+    """Returns the grammar that enforces tool calls after the reasoning, or None. `all_strict`:
+    enforce the schema of every tool's arguments, not only of strict tools. Raises
+    BadRequestError."""
     if not parsing.tools:
         return None
     parallel = body.parallel_tool_calls is not False
@@ -123,13 +125,13 @@ def tool_grammar(parsing: Parsing, body: ChatBody, all_strict: bool = False) -> 
         raise bad_request(f"tools: {error}", "tools") from error
     must = parsing.tool_choice != "auto"
     if found is None and must:
-        text = f"tool_choice: calls of {parsing.tool_parser} cannot be forced; use auto"
+        text = f"tool_choice: the parser {parsing.tool_parser} cannot enforce calls; use auto"
         raise bad_request(text, "tool_choice")
-    return behind_reasoning(parsing, checked(Grammar(*found), "tools")) if found else None
+    return after_reasoning(parsing, checked(Grammar(*found), "tools")) if found else None
 
 
-def behind_reasoning(parsing: Parsing, grammar: Grammar) -> Grammar:
-    """The same, free to reason first where the prompt has the model do so."""
+def after_reasoning(parsing: Parsing, grammar: Grammar) -> Grammar:
+    """Returns `grammar`, preceded by free reasoning if the prompt starts it."""
     if not parsing.reasoning_parser:
         return grammar
     name, prompt = parsing.reasoning_parser, parsing.prompt
@@ -137,7 +139,7 @@ def behind_reasoning(parsing: Parsing, grammar: Grammar) -> Grammar:
 
 
 def _chosen(body: ChatBody) -> list[Any]:
-    """The tools, or the one that must be called."""
+    """Returns the tools, or the one that must be called."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, NamedTool):
         return [tool for tool in tools if tool.function.name == choice.function.name]

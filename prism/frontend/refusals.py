@@ -1,4 +1,4 @@
-"""Answers requests whose model finds no place, before the progress timeout does."""
+"""Fails requests whose model cannot be placed or loaded, before the progress timeout does."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from prism.frontend.request_log import RequestLog
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.requests import RequestQueue
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class RefusalWatch:
-    """Breaks off requests that have waited `after_s` for a model which the cluster scheduler has
-    refused for as long. The time starts over when the model becomes active, and goes on when it is
-    tried and fails. A model that engines cannot load is not waited for: two looks that find it so,
-    and nobody who tries it again, are enough. For one event loop."""
+    """Fails requests that have waited `after_s` for a model which the cluster scheduler has not
+    been able to place for as long. For one event loop.
+
+    The time restarts when the model becomes active. It continues while activations are tried and
+    fail. For a model that engines cannot load, two checks in a row that find no device trying it
+    are enough.
+    """
 
     def __init__(self, requests: RequestLog, queue: RequestQueue, after_s: float) -> None:
         self._requests = requests
         self._queue = queue
         self.after_s = after_s
         self._since_unix_s: dict[str, float] = {}
-        self._broken: dict[str, str] = {}  # as of the last look
+        self._broken: dict[str, str] = {}  # as of the last check
 
     async def run(self) -> None:
-        """Look at what the scheduler publishes, until cancelled."""
+        """Checks the published status until cancelled."""
         while True:
-            await asyncio.sleep(min(LOOK_S, self.after_s / 4))
+            await asyncio.sleep(min(CHECK_S, self.after_s / 4))
             if not len(self._requests):
                 continue
             try:
@@ -55,18 +58,18 @@ class RefusalWatch:
             reason = status.refusals.get(request.model)
             since_unix_s = self._since_unix_s.get(request.model, now_unix_s)
             waited_s = now_unix_s - max(since_unix_s, request.arrival_unix_s)
-            if reason and entry.waits and waited_s >= self.after_s:
-                entry.break_off("model_unavailable", f"{request.model} has no place now: {reason}")
+            if reason and entry.awaits_output and waited_s >= self.after_s:
+                entry.fail("model_unavailable", f"{request.model} cannot be placed now: {reason}")
                 continue
-            # A request makes the scheduler try again: its model may have been repaired.
-            tried = now_unix_s - request.arrival_unix_s >= min(LOOK_S, self.after_s)
+            # A new request makes the scheduler try again: its model may have been repaired.
+            tried = now_unix_s - request.arrival_unix_s >= min(CHECK_S, self.after_s)
             problem = self._broken.get(request.model) if request.model in before else None
-            if problem and entry.waits and tried:
-                entry.break_off("model_unavailable", f"{request.model} cannot be loaded: {problem}")
+            if problem and entry.awaits_output and tried:
+                entry.fail("model_unavailable", f"{request.model} cannot be loaded: {problem}")
 
 
 def _broken(status: ClusterStatus) -> dict[str, str]:
-    """Model -> why engines cannot load it; without those that some device serves or tries."""
+    """Returns model -> why engines cannot load it, without models that a device serves or tries."""
     reports = [model for agent in status.agents for model in agent.models]
     others = {report.model for report in reports if not report.broken}
     return {report.model: report.error for report in reports if report.model not in others}

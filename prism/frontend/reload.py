@@ -1,4 +1,4 @@
-"""A configuration that was changed while the cluster runs, as a frontend takes it over."""
+"""Applies a configuration that was changed while the cluster runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ log = logging.getLogger(__name__)
 
 
 async def watch(file: ConfigFile, services: Services) -> None:
-    """Take over each newer configuration, until cancelled."""
+    """Applies each newer configuration, until cancelled."""
     while True:
         if (config := file.newer()) is not None:
-            await take_over(services, config)
+            await apply_config(services, config)
         await asyncio.sleep(LOOK_S)
 
 
-async def take_over(services: Services, config: ClusterConfig) -> None:
-    """Models whose tokenizer cannot be loaded are left out until it can be."""
+async def apply_config(services: Services, config: ClusterConfig) -> None:
+    """Loads the new models' tokenizers and applies `config`. Models whose tokenizer cannot be
+    loaded are left out until it can be."""
     known = {model.name for model in services.config.models}
     added = [model for model in config.models if model.name not in known]
     unreadable: dict[str, str] = {}
@@ -34,13 +35,12 @@ async def take_over(services: Services, config: ClusterConfig) -> None:
         del services.unreadable[name]
     services.unreadable |= unreadable
     kept = {name: one for name, one in services.tokenizers.items() if name in names}
-    services.take_over(config, kept | loaded)
+    services.apply_config(config, kept | loaded)
     log.info("the configuration was reloaded (revision %d)", config.revision)
 
 
 async def retry_unreadable(services: Services) -> None:
-    """Load the tokenizers and chat templates that are missing as soon as they can be, until
-    cancelled."""
+    """Retries to load missing tokenizers and chat templates, until cancelled."""
     while True:
         await asyncio.sleep(RETRY_S)
         broken = {name for name, one in services.tokenizers.items() if one.template_error}

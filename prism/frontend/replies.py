@@ -1,6 +1,6 @@
-"""Send a generation to its client: as one JSON body, or as server-sent events.
+"""Sends a generation to its client: as one JSON body, or as server-sent events.
 
-Both watch the connection: a client that goes away ends the generation, which cancels it.
+Both watch the connection: if the client disconnects, the generation is cancelled.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from starlette.types import Message, Receive, Scope, Send
 from prism.errors import RequestError
 from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.generation import GenerationSpec, TextUpdate
+from prism.frontend.idempotency import AnyGeneration
 from prism.frontend.openai_types import StreamOptions
-from prism.frontend.repeats import Answering
 from prism.frontend.services import Services
 
 Made = TypeVar("Made")
 Event = dict[str, Any]  # in OpenAI's shape
 Events = AsyncGenerator[Event, None]
-# Tokens and log probabilities that take less time than handing them to a thread.
+# Tokens and log probabilities that are rendered in less time than handing them to a thread takes.
 _INLINE_TOKENS_MAX = 4096
-_PARSED_TOKENS_MAX = 256  # that are parsed
+_PARSED_TOKENS_MAX = 256  # the same for tokens that are parsed
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -40,10 +40,10 @@ def sse(event: Event, named: bool = False) -> bytes:
 async def reply_whole(
     request: Request,
     services: Services,
-    generation: Answering,
+    generation: AnyGeneration,
     render: Callable[[], dict[str, Any]],
 ) -> Response:
-    """Wait for all output, then send `render()`."""
+    """Waits for all output and returns the answer from `render`."""
     services.enter()
     outcome: str | None = "failed"
     try:
@@ -52,7 +52,7 @@ async def reply_whole(
         if not complete:
             return Response(status_code=STATUS_CLIENT_GONE)
         spec, tokens = generation.spec, _tokens_shown(generation)
-        content = await beside(lambda: msgspec.json.encode(render()), spec, tokens)
+        content = await run_in_thread_if_slow(lambda: msgspec.json.encode(render()), spec, tokens)
         return Response(content, media_type="application/json")
     except RequestError as error:
         outcome = error.code
@@ -62,18 +62,21 @@ async def reply_whole(
         services.leave()
 
 
-async def beside(make: Callable[[], Made], spec: GenerationSpec, tokens: int) -> Made:
-    """What shows so many tokens; made in a thread where that is not quick: the event loop's
-    heartbeat keeps all requests alive."""
+async def run_in_thread_if_slow(
+    make: Callable[[], Made], spec: GenerationSpec, tokens: int
+) -> Made:
+    """Returns the result of `make`, which renders so many tokens. It runs in a thread if it is
+    slow, since the event loop's heartbeat keeps all requests alive."""
     if not _is_quick(spec, tokens):
         return await asyncio.to_thread(make)
     if spec.parsing is not None:
-        await asyncio.sleep(0)  # others have their turn between two choices
+        await asyncio.sleep(0)  # yields to other tasks between two choices
     return make()
 
 
 def _is_quick(spec: GenerationSpec, tokens: int) -> bool:
-    """Not many are parsed, have log probabilities or are values of vectors."""
+    """Returns whether few of the tokens are parsed, have log probabilities, or are values of
+    vectors."""
     if spec.parsing is not None and tokens > _PARSED_TOKENS_MAX:
         return False
     if spec.logprobs is None and not spec.embeds:
@@ -81,22 +84,22 @@ def _is_quick(spec: GenerationSpec, tokens: int) -> bool:
     return tokens * (1 + (spec.logprobs or 0)) <= _INLINE_TOKENS_MAX
 
 
-def _tokens_shown(generation: Answering) -> int:
+def _tokens_shown(generation: AnyGeneration) -> int:
     tokens = sum(len(choice.token_ids) for choice in generation.choices)
     tokens += sum(len(choice.embedding) // 4 for choice in generation.choices)
     prompts = generation.spec.requests if generation.spec.echoes else []
     return tokens + sum(len(request.prompt_ids) for request in prompts)
 
 
-async def _run(generation: Answering) -> None:
+async def _run(generation: AnyGeneration) -> None:
     await generation.start()
     async for _ in generation.updates():
         pass
 
 
 async def _finished_before_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work` in this task: one of its own would cost as much again. False: the client went away,
-    and it was cancelled."""
+    """Runs `work` in this task, since a separate one would double the cost. Returns False if it was
+    cancelled because the client disconnected."""
     this, watching, interrupted = asyncio.current_task(), True, False
     assert this is not None
 
@@ -109,7 +112,7 @@ async def _finished_before_disconnect(receive: Receive, work: Coroutine[Any, Any
     try:
         await work
     except asyncio.CancelledError:
-        # Others may have cancelled this task, too.
+        # This task may have been cancelled for another reason too.
         if not interrupted or this.uncancel() > 0:
             raise
         return False
@@ -125,14 +128,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. However the response ends, `events` is closed and the generation
-    finished. `named`: each has its type as its name, and `events` tell of errors, and of the end,
-    themselves."""
+    """Response of server-sent events. However it ends, `events` is closed and the generation
+    finished. `named`: each event has its type as its name, and `events` contain errors and the end
+    of the stream."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, services: Services, generation: Answering, events: Events, named: bool
+        self, services: Services, generation: AnyGeneration, events: Events, named: bool
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -170,11 +173,11 @@ def _part(body: bytes, more: bool = True) -> Message:
 async def reply_stream(
     request: Request,
     services: Services,
-    generation: Answering,
+    generation: AnyGeneration,
     events: Events,
     named: bool = False,
 ) -> Response:
-    """Enqueue first, so that a refusal still has its HTTP status; then stream `events`."""
+    """Enqueues the request, so that a rejection has its HTTP status, and returns the stream."""
     services.enter()
     try:
         if not await _finished_before_disconnect(request.receive, generation.start()):
@@ -189,22 +192,22 @@ async def reply_stream(
 
 
 class ShownChoices(Protocol):
-    """The choices of a generation that has started, as a streaming client of one route sees them:
-    each item is `choices[0]` of one event."""
+    """Choices of a started generation in the shape of one route. Each item is `choices[0]` of one
+    event."""
 
-    begin: list[Event]  # before any output
+    begin: list[Event]  # sent before any output
 
     def show(self, update: TextUpdate) -> list[Event]: ...
 
 
 async def openai_events(
-    generation: Answering,
+    generation: AnyGeneration,
     kind: str,
     choices: Callable[[], ShownChoices],
     options: StreamOptions | None,
 ) -> Events:
-    """OpenAI's events. Where usage is included, a null is in every event, or the counts so far, and
-    the counts are in one more at the end."""
+    """Yields OpenAI's events. If usage is included, every event has a null or the counts so far as
+    `usage`, and a last event has the counts."""
     shown, head, spec = choices(), generation.head(kind), generation.spec
     asked = options or StreamOptions()
     usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
@@ -212,7 +215,9 @@ async def openai_events(
         yield {**head, "choices": [choice], **usage}
     echoed = max(len(request.prompt_ids) for request in spec.requests) if spec.echoes else 0
     async for update in generation.updates():
-        new = await beside(partial(shown.show, update), spec, echoed + len(update.token_ids))
+        new = await run_in_thread_if_slow(
+            partial(shown.show, update), spec, echoed + len(update.token_ids)
+        )
         if usage and asked.continuous_usage_stats:
             usage = {"usage": generation.usage()}
         for choice in new:

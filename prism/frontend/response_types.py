@@ -1,6 +1,6 @@
-"""The body of OpenAI's Responses API, and the chat completion that it asks for.
+"""Body of OpenAI's Responses API, and its conversion to a chat completion.
 
-Nothing is stored: a conversation comes whole, as items of `input`.
+Responses are not stored: each request has the whole conversation as items of `input`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pydantic import (
 )
 
 from prism.errors import BadRequestError
-from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, bounded, joined_parts
+from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, check_count, joined_parts
 from prism.frontend.errors import bad_request, from_validation
 from prism.frontend.openai_types import IGNORED, RequestBody, TokenCount
 
-# Of a chat completion: what is called otherwise here, or would have no place in the answer. Its
-# other fields are extensions here, too.
-_OTHERWISE = {
+# Fields of a chat completion that have another name in this API, or that its answer cannot show.
+# All other fields of chat completions are accepted as extensions.
+_NOT_EXTENSIONS = {
     "add_generation_prompt", "best_of", "continue_final_message", "echo", "logprobs",
     "max_completion_tokens", "max_tokens", "messages", "n", "reasoning_effort", "response_format",
     "return_token_ids", "stream_options", "top_logprobs",
 }  # fmt: skip
 _STORED = ("conversation", "previous_response_id", "store")
-# Text that was reasoned comes back as text: encrypted, it has no use here.
+# Accepted and ignored: reasoning is returned as text.
 _INCLUDED = ("reasoning.encrypted_content",)
 _TEXTS = ("input_text", "output_text", "refusal")
-# type of an item -> fields that it must have, and may have
+# Type of an item -> (required fields, optional fields).
 _FIELDS = {
     "message": (("role", "content"), ()),
     "function_call": (("call_id", "name", "arguments"), ()),
@@ -45,13 +45,13 @@ _FIELDS = {
 }
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataText = Annotated[str, Field(max_length=512)]
-# A chat completion's field -> what it is called here.
+# Field of a chat completion -> its name in this API.
 _NAMES = {"messages": "input", "response_format": "text.format"}
 
 
 class Item(BaseModel):
-    """Of `input`. Items of an earlier answer may come back as they were sent. `content`, `summary`
-    and `output` as text: parts are joined by newlines."""
+    """Item of `input`. Items of an earlier answer may be sent back unchanged. Parts of `content`,
+    `summary` and `output` are joined by newlines."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -71,20 +71,22 @@ class Item(BaseModel):
     def _with_its_fields(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        # OpenAI's client sends items that it has parsed back with a field of its own.
-        said = {k: v for k, v in value.items() if k != "parsed_arguments"}
-        said = {k: v for k, v in said.items() if v is not None and v != []}
-        kind = said.get("type", "message")
+        # OpenAI's client adds this field to items that it has parsed.
+        fields = {k: v for k, v in value.items() if k != "parsed_arguments"}
+        fields = {k: v for k, v in fields.items() if v is not None and v != []}
+        kind = fields.get("type", "message")
         if kind == "item_reference":
-            raise ValueError("nothing is stored here; send the item itself, not an item_reference")
+            raise ValueError(
+                "item_reference is not supported, since items are not stored; send the item"
+            )
         if not isinstance(kind, str) or kind not in _FIELDS:
-            return said
+            return fields
         needed, allowed = _FIELDS[kind]
-        if missing := [name for name in needed if name not in said]:
-            raise ValueError(f"a {kind} needs {missing[0]}")
-        if other := said.keys() - {"type", "id", "status", *needed, *allowed}:
-            raise ValueError(f"a {kind} has no {min(other)!r:.80}; remove it")
-        return said
+        if missing := [name for name in needed if name not in fields]:
+            raise ValueError(f"a {kind} requires {missing[0]}")
+        if other := fields.keys() - {"type", "id", "status", *needed, *allowed}:
+            raise ValueError(f"{min(other)!r:.80} is not a field of a {kind}; remove it")
+        return fields
 
     @field_validator("content", mode="before")
     @classmethod
@@ -113,7 +115,7 @@ class FunctionTool(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    """The tool that must be called."""
+    """Choice of the tool that must be called."""
 
     model_config = ConfigDict(strict=True)
 
@@ -122,15 +124,15 @@ class NamedFunction(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """`format`: text, json_object, or json_schema with a `schema`. `verbosity` changes nothing."""
+    """Format of the output."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    format: dict[str, Any] | None = None  # text, json_object, or json_schema with a `schema`
+    verbosity: str | None = None  # ignored
 
     def response_format(self) -> dict[str, Any] | None:
-        """As chat completions have it."""
+        """Returns the format in the shape of chat completions."""
         if self.format is None or self.format.get("type") != "json_schema":
             return self.format
         schema = {name: value for name, value in self.format.items() if name != "type"}
@@ -138,20 +140,20 @@ class TextOptions(BaseModel):
 
 
 class ReasoningOptions(BaseModel):
-    """`effort` goes to the model's template. There are no summaries: all reasoning is shown."""
+    """Options of the reasoning, which is always shown in full."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    effort: Annotated[str, Field(max_length=64)] | None = None
-    summary: Literal["auto"] | None = None
+    effort: Annotated[str, Field(max_length=64)] | None = None  # for the model's template
+    summary: Literal["auto"] | None = None  # ignored, as is generate_summary
     generate_summary: Literal["auto"] | None = None
 
 
 class ResponsesBody(RequestBody):
-    """POST /v1/responses. Fields of chat completions that have no name here are extensions."""
+    """POST /v1/responses. Other fields of chat completions are accepted as extensions."""
 
     MAX_TOKENS = "max_output_tokens"
-    EXTENSIONS: ClassVar[frozenset[str]] = frozenset(ChatBody.model_fields) - _OTHERWISE
+    EXTENSIONS: ClassVar[frozenset[str]] = frozenset(ChatBody.model_fields) - _NOT_EXTENSIONS
     IGNORED = (IGNORED - {"metadata", "store", "verbosity"}) | {"stream_options"} | EXTENSIONS
     NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base
         "background": (False,),
@@ -182,20 +184,20 @@ class ResponsesBody(RequestBody):
     def _items(cls, value: Any) -> Any:
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
-        return bounded(value, "items")
+        return check_count(value, "items")
 
     @field_validator("text", "reasoning", mode="before")
     @classmethod
     def _no_null(cls, value: Any) -> Any:
         return {} if value is None else value
 
-    def refuse_unsupported(self) -> None:
+    def reject_unsupported(self) -> None:
         for name in _STORED:
             value = (self.model_extra or {}).pop(name, None)
             if value is not None and value is not False:
-                remedy = "nothing is stored here; remove it, and send the whole conversation"
+                remedy = "responses are not stored; remove it, and send the whole conversation"
                 raise bad_request(f"{name}: {remedy} as input", name)
-        super().refuse_unsupported()
+        super().reject_unsupported()
         for name in self.include or ():
             if name not in _INCLUDED:
                 raise bad_request(f"include: {name!r:.80} is not supported; remove it", "include")
@@ -206,17 +208,17 @@ class ResponsesBody(RequestBody):
 
     @property
     def chat(self) -> ChatBody:
-        """What it asks for."""
+        """Chat completion equivalent to this body."""
         return self._chat
 
     @property
     def echo(self) -> dict[str, Any]:
-        """What the answer repeats; what may be long as JSON already."""
+        """Fields that the answer repeats. Long ones are already encoded as JSON."""
         return self._echo
 
 
 class _Chat(ChatBody):
-    """Errors name the client's fields."""
+    """Chat completion whose errors name the fields of this API."""
 
     MAX_TOKENS = "max_output_tokens"
     ID_PREFIX = "resp_"
@@ -227,7 +229,7 @@ class _Chat(ChatBody):
 
 
 def _chat_of(body: ResponsesBody) -> ChatBody:
-    """Raises BadRequestError."""
+    """Returns the equivalent chat completion. Raises BadRequestError."""
     extra = body.model_extra or {}
     choice: Any = body.tool_choice
     if isinstance(choice, NamedFunction):
@@ -245,12 +247,12 @@ def _chat_of(body: ResponsesBody) -> ChatBody:
         "reasoning_effort": body.reasoning.effort,
         **{name: extra[name] for name in extra.keys() & body.EXTENSIONS},
     }
-    said = {name: value for name, value in asked.items() if value is not None}
+    fields = {name: value for name, value in asked.items() if value is not None}
     try:
-        chat = _Chat.model_validate(said)
+        chat = _Chat.model_validate(fields)
     except ValidationError as error:
         raise from_validation(error, _Chat) from error
-    chat.refuse_unsupported()
+    chat.reject_unsupported()
     return chat
 
 
@@ -259,29 +261,30 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Reasoning, text and calls of one answer are one message, as templates expect it. Raises
-    BadRequestError."""
+    """Returns the messages of a chat completion. Reasoning, text and calls of one answer become one
+    message, as templates expect. Raises BadRequestError."""
     messages: list[dict[str, Any]] = []
     called: set[str | None] = set()
     for number, item in enumerate(items):
         if item.type == "function_call_output":
             if item.call_id not in called:
-                text = "there is no such function_call before it; nothing is stored here"
+                text = "no earlier function_call has this id; send the whole conversation"
                 raise bad_request(f"input[{number}].call_id: {text}", "input")
-            said = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
-            messages.append(said)
+            result = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+            messages.append(result)
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": item.role, "content": item.content})
         else:
-            if not messages or not _goes_on(messages[-1], item):
+            if not messages or not _belongs_to(messages[-1], item):
                 messages.append({"role": "assistant", "content": ""})
             _add(messages[-1], item)
             called.add(item.call_id)
     return messages
 
 
-def _goes_on(message: dict[str, Any], item: Item) -> bool:
-    """The item is a part of the same answer: after text come calls alone."""
+def _belongs_to(message: dict[str, Any], item: Item) -> bool:
+    """Returns whether the item is a part of the answer `message`, in which only calls follow the
+    text."""
     if message["role"] != "assistant":
         return False
     return item.type == "function_call" or not (message["content"] or "tool_calls" in message)
@@ -302,12 +305,12 @@ def _add(answer: dict[str, Any], item: Item) -> None:
 def _with_instructions(
     instructions: str | None, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Before the input. What the input begins with in the same role joins them: templates know one
-    system message."""
+    """Returns the messages with the instructions first. System messages at the start of the input
+    are merged with them, since templates support one system message."""
     if not instructions:
         return messages
-    first = list(takewhile(lambda said: said["role"] in ("system", "developer"), messages))
-    texts = [instructions, *(said["content"] for said in first)]
+    first = list(takewhile(lambda each: each["role"] in ("system", "developer"), messages))
+    texts = [instructions, *(each["content"] for each in first)]
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(first) :]]
 
 
@@ -330,7 +333,7 @@ def _echo_of(body: ResponsesBody) -> dict[str, Any]:
 
 
 def renamed(error: BadRequestError) -> BadRequestError:
-    """The same in the words of this API, where chat completions have others."""
+    """Returns `error` with this API's name of the field."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error

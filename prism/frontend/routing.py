@@ -1,4 +1,4 @@
-"""Routes that read their requests themselves."""
+"""Routes without FastAPI's handling of parameters and results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class PlainRoute(APIRoute):
-    """FastAPI describes it in `/openapi.json` and has no part in its requests: with no parameters
-    to find and no result to check, what it does takes longer than the route itself."""
+    """Route that FastAPI describes in `/openapi.json` but does not run: its handling of parameters
+    and results takes longer than the route itself."""
 
     def __init__(
         self, path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any
@@ -31,5 +31,5 @@ def _asgi(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
 
 
 def add_plain(app: FastAPI, router: APIRouter) -> None:
-    """The routes of `router` as they are: those of an included one are wrapped by FastAPI's own."""
+    """Adds the routes of `router` directly, since `include_router` wraps them."""
     app.router.routes += router.routes

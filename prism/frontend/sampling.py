@@ -1,4 +1,4 @@
-"""From a body's fields to an engine's `Sampling`."""
+"""Converts the fields of a body to the engine's `Sampling`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from prism.frontend.openai_types import CompletionBody, GenerationBody
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Grammar, Sampling
 
-# Engines hold it in 32 bits, where less becomes 0. Below this it means the likeliest token alone.
+# Engines store it in 32 bits, where smaller values become 0. At this value only the likeliest token
+# is left.
 _TOP_P_MIN = 1e-6
 _REPETITION_MIN = 1e-6
 
@@ -19,7 +20,7 @@ def sampling_of(
     eos_ids: tuple[int, ...],
     grammar: Grammar | None = None,
 ) -> Sampling:
-    """Fields that the body leaves out come from the model's generation_config.json.
+    """Returns the sampling parameters. Defaults are from the model's generation_config.json.
 
     Raises BadRequestError for a logit_bias outside the vocabulary.
     """
@@ -36,13 +37,13 @@ def sampling_of(
         max_tokens=max_tokens,
         temperature=asked("temperature", 1.0),
         top_p=max(asked("top_p", 1.0), _TOP_P_MIN),
-        # The whole vocabulary and more is all tokens.
+        # -1 for all tokens.
         top_k=-1 if top_k >= vocab_size else top_k,
         seed=body.seed,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         ignore_eos=body.ignore_eos,
-        # An id outside the vocabulary never comes.
+        # Ids outside the vocabulary are never generated.
         stop_token_ids=tuple(
             dict.fromkeys((*stop_ids, *(i for i in body.stop_token_ids if i < vocab_size)))
         ),
@@ -50,7 +51,7 @@ def sampling_of(
         repetition_penalty=max(asked("repetition_penalty", 1.0), _REPETITION_MIN),
         logit_bias=_logit_bias(body, vocab_size),
         min_tokens=min(body.min_tokens or 0, max_tokens),
-        # The best answers are those of the likeliest tokens.
+        # best_of ranks the choices by log probability.
         logprobs=0 if best_of and body.logprobs_asked is None else body.logprobs_asked,
         prompt_logprobs=_echoes(body) and body.logprobs_asked is not None,
         grammar=grammar,

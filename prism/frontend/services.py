@@ -1,4 +1,4 @@
-"""What all routes of one frontend use."""
+"""Services of one frontend that all routes use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fastapi import Request
 
 from prism.config.schema import ClusterConfig
 from prism.errors import UnknownModelError
-from prism.frontend.access import Rates, may_use
+from prism.frontend.access import RateLimits, may_use
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import UnavailableError
 from prism.frontend.generation import Generation, GenerationSpec
 from prism.frontend.grammars import GrammarTrials
+from prism.frontend.idempotency import AnswerFollower, AnyGeneration, IdempotencyKey, SharedAnswers
 from prism.frontend.metrics import Metrics
 from prism.frontend.parsers import AnswerParsers
-from prism.frontend.repeats import Answering, Key, Repeat, Repeats
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.frontend.write_check import WriteCheck
 from prism.messages.models import ModelSpec
@@ -26,7 +26,7 @@ from prism.queueing.requests import RequestQueue
 
 @dataclass(slots=True)
 class Services:
-    """The parts of a running frontend, and how many of its HTTP requests are open."""
+    """Components of a running frontend, and the number of its open HTTP requests."""
 
     config: ClusterConfig
     queue: RequestQueue
@@ -35,20 +35,20 @@ class Services:
     cluster: ClusterCollector
     tokenizers: dict[str, ModelTokenizer]
     started_unix_s: int
-    unreadable: dict[str, str] = field(default_factory=dict)  # model -> why it is left out
-    draining: bool = False  # the frontend is about to end and refuses new requests
-    repeats: Repeats = field(init=False)
-    rates: Rates = field(init=False)
+    unreadable: dict[str, str] = field(default_factory=dict)  # model -> why it cannot be loaded
+    draining: bool = False  # shutting down; new requests are rejected
+    shared_answers: SharedAnswers = field(init=False)
+    rates: RateLimits = field(init=False)
     writes: WriteCheck = field(init=False)
     _grammars: dict[str, GrammarTrials] = field(default_factory=dict)  # by adapter
-    _parsers: dict[str, AnswerParsers] = field(default_factory=dict)  # likewise
+    _parsers: dict[str, AnswerParsers] = field(default_factory=dict)  # by adapter
     _active: int = 0
     _left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.writes = WriteCheck(self.queue)
-        self.rates = Rates(self.queue, self.config.frontend.queue_timeout_s)
-        self.repeats = Repeats(
+        self.rates = RateLimits(self.queue, self.config.frontend.queue_timeout_s)
+        self.shared_answers = SharedAnswers(
             self.queue,
             self.dispatcher.frontend_id,
             generate=self._generation,
@@ -59,7 +59,8 @@ class Services:
         )
 
     def names(self) -> list[tuple[str, ModelSpec, str]]:
-        """What the present request may call models, aliases and adapters: name, model, adapter."""
+        """Returns (name, model, adapter) for each name that the current request may use: of models,
+        aliases and adapters."""
         named = [(n, m, m.adapter_in(n) or "") for m in self.config.models for n in m.names]
         return [(name, m, adapter) for name, m, adapter in named if may_use(m.named(adapter))]
 
@@ -67,8 +68,8 @@ class Services:
         return self.resolve(name)[0]
 
     def resolve(self, name: str) -> tuple[ModelSpec, str]:
-        """The model that the present request calls `name`, and the name of its adapter, if that is
-        meant. Raises UnknownModelError, UnavailableError."""
+        """Returns the model that `name` refers to, and the name of its adapter or an empty string.
+        Raises UnknownModelError, also if the current key may not use it, or UnavailableError."""
         for model in self.config.models:
             adapter = model.adapter_in(name)
             if adapter is not None and may_use(model.named(adapter)):
@@ -77,15 +78,16 @@ class Services:
         names = self.names()
         known = ", ".join(n for n, _, _ in names)
         every = sum(len(m.names) for m in self.config.models)
-        yours = "" if len(names) == every else ", or not for this key"
+        hint = "" if len(names) == every else ", or not for this key"
         error = UnknownModelError(
-            f"the model {name!r:.200} does not exist{yours}; models here: {known}"
+            f"the model {name!r:.200} does not exist{hint}; available models: {known}"
         )
         error.param = "model"
         raise error
 
     def tokenizer(self, name: str) -> ModelTokenizer:
-        """Raises UnknownModelError for a model that was removed since `model` knew it."""
+        """Returns the tokenizer of a model. Raises UnknownModelError if the model was removed after
+        the call of `model`."""
         meant = (m.name for m in self.config.models if m.adapter_in(name) is not None)
         model = next(meant, name)
         if model not in self.tokenizers:
@@ -93,14 +95,14 @@ class Services:
         return self.tokenizers[model]
 
     def grammars(self, model: ModelSpec) -> GrammarTrials:
-        """Of the model's engines."""
+        """Returns the grammar trials of the model's adapter."""
         adapter = self.config.adapter_of(model)
         if adapter not in self._grammars:
             self._grammars[adapter] = GrammarTrials(adapter)
         return self._grammars[adapter]
 
     def parsers(self, model: ModelSpec) -> AnswerParsers:
-        """Of the model's engines."""
+        """Returns the parsers of the model's adapter."""
         adapter = self.config.adapter_of(model)
         if adapter not in self._parsers:
             self._parsers[adapter] = AnswerParsers(adapter)
@@ -111,13 +113,13 @@ class Services:
         for trials in self._grammars.values():
             await trials.close()
 
-    def take_over(self, config: ClusterConfig, tokenizers: dict[str, ModelTokenizer]) -> None:
-        """`config` from now on, with a tokenizer for each readable model. What is open goes on."""
+    def apply_config(self, config: ClusterConfig, tokenizers: dict[str, ModelTokenizer]) -> None:
+        """Applies `config`, with a tokenizer for each readable model. Open requests continue."""
         self.config, self.tokenizers = config, tokenizers
         self.rates.queue_timeout_s = config.frontend.queue_timeout_s
-        self.repeats.queue_timeout_s = config.frontend.queue_timeout_s
-        self.repeats.runs_max = config.frontend.max_open_requests
-        self.dispatcher.take_over(config)
+        self.shared_answers.queue_timeout_s = config.frontend.queue_timeout_s
+        self.shared_answers.runs_max = config.frontend.max_open_requests
+        self.dispatcher.apply_config(config)
 
     def _check_readable(self, name: str) -> None:
         if reason := self.unreadable.get(name):
@@ -126,7 +128,7 @@ class Services:
             raise error
 
     def enter(self) -> None:
-        """A request begins; `leave` must follow. Raises UnavailableError while draining."""
+        """Counts a new request; `leave` must follow. Raises UnavailableError while draining."""
         if self.draining:
             error = UnavailableError("this server is shutting down; try again shortly")
             error.code = "shutting_down"
@@ -142,14 +144,18 @@ class Services:
         self._left.set()
 
     async def wait_idle(self) -> None:
-        """Until no request is open."""
+        """Waits until no request is open."""
         while self._active:
             self._left.clear()
             await self._left.wait()
 
-    def generation(self, spec: GenerationSpec, key: Key | None) -> Answering:
-        """`key`: the client's Idempotency-Key."""
-        return self._generation(spec) if key is None else Repeat(self.repeats, key, spec)
+    def generation(self, spec: GenerationSpec, key: IdempotencyKey | None) -> AnyGeneration:
+        """Returns the generation, which is shared between requests with the same `key`."""
+        return (
+            self._generation(spec)
+            if key is None
+            else AnswerFollower(self.shared_answers, key, spec)
+        )
 
     def _generation(self, spec: GenerationSpec) -> Generation:
         return Generation(

@@ -1,4 +1,4 @@
-"""The metrics of all frontends of a machine: the one that is scraped asks the others."""
+"""Metrics of all frontends of a machine, collected by the frontend that is scraped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from prism.messages.requests import FrontendMetrics, MetricsWanted
 from prism.transport import Channel
 
 Names = tuple[str, ...]
-ANSWER_S = 1.0  # one that answers later is left out
+ANSWER_S = 1.0  # frontends that answer later are left out
 _HELP = "# HELP "
 
 
 class Siblings:
-    """`own`: this frontend's metrics of these names (none: all), as text for Prometheus. For one
-    event loop."""
+    """Other frontends of the machine. For one event loop.
+
+    `own` returns this frontend's metrics of these names, or all, as text for Prometheus.
+    """
 
     def __init__(
         self,
@@ -32,13 +34,13 @@ class Siblings:
     ) -> None:
         self._context = context
         self._config = config
-        self._id = frontend_id.partition("@")[0]  # as its socket is called
+        self._id = frontend_id.partition("@")[0]  # the name of its socket
         self._own = own
         self._channels: dict[str, Channel[None]] = {}
         self._answers: dict[tuple[str, Names], asyncio.Future[str]] = {}
 
     async def metrics(self, names: Names = ()) -> list[str]:
-        """Of this frontend, and of all others that answer in time."""
+        """Returns the metrics of this frontend, and of the others that answer in time."""
         asked = [self._asked(other, names) for other in self._others()]
         if asked:
             await asyncio.wait(asked, timeout=ANSWER_S)
@@ -52,7 +54,8 @@ class Siblings:
             asked.set_result(message.text)
 
     def _others(self) -> set[str]:
-        """By their sockets, so that no Redis is needed. The launcher removes those of the dead."""
+        """Returns the ids of the other frontends. They are found by their sockets, without Redis;
+        the launcher removes the sockets of dead frontends."""
         prefix = Path(self._config.frontend_endpoint("").removeprefix("ipc://"))
         found = {path.name.removeprefix(prefix.name) for path in prefix.parent.glob("frontend-*")}
         for gone in self._channels.keys() - found:
@@ -62,7 +65,7 @@ class Siblings:
         return found - {self._id}
 
     def _asked(self, frontend_id: str, names: Names) -> asyncio.Future[str]:
-        """Two scrapes of the same at a time share an answer."""
+        """Requests metrics and returns their future, which concurrent scrapes share."""
         key = (frontend_id, names)
         if key not in self._answers:
             self._answers[key] = asyncio.get_running_loop().create_future()
@@ -75,20 +78,20 @@ class Siblings:
             channel.connect(self._config.frontend_endpoint(frontend_id))
         try:
             self._channels[frontend_id].send(message)
-        except zmq.ZMQError:  # it hangs
+        except zmq.ZMQError:  # the frontend hangs
             return
 
 
 def labelled(text: str, frontend_id: str) -> str:
-    """Each sample says which frontend it is of. REQUIRES: all samples have labels."""
+    """Adds the label `frontend` to each sample. REQUIRES: all samples have labels."""
     return re.sub(r"^(\w+)\{", rf'\1{{frontend="{frontend_id}",', text, flags=re.MULTILINE)
 
 
 def merged(texts: Iterable[str]) -> str:
-    """One text: the samples of a metric stand together, behind its name and type."""
+    """Merges texts for Prometheus: samples of a metric are grouped after its name and type."""
     families: dict[str, list[str]] = {}
     for text in texts:
         for family in f"\n{text}".split(f"\n{_HELP}")[1:]:
-            says, kind, *samples = family.splitlines()
-            families.setdefault(f"{_HELP}{says}\n{kind}", []).extend(samples)
+            text_of_help, kind, *samples = family.splitlines()
+            families.setdefault(f"{_HELP}{text_of_help}\n{kind}", []).extend(samples)
     return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())

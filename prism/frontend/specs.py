@@ -1,4 +1,4 @@
-"""From a checked body to a `GenerationSpec`: tokenise, fill in defaults, check the context."""
+"""Converts a checked body to a `GenerationSpec`: tokenizes, applies defaults, checks lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prism.frontend.errors import UnavailableError, bad_request
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
 from prism.frontend.openai_types import CompletionBody, GenerationBody, RequestBody
-from prism.frontend.parsers import Parsing, behind_reasoning, tool_grammar
+from prism.frontend.parsers import Parsing, after_reasoning, tool_grammar
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import ModelTokenizer
@@ -30,19 +30,19 @@ from prism.messages.requests import Grammar, Request, Sampling
 
 T = TypeVar("T")
 _SLO_MIN_S = 1e-6
-# Marks the end of a text that is to go on: what templates write behind it may look like the text.
-_GOES_ON = "ThisTextGoesOnHere"
+# Marks the end of a text to be continued, since templates may append similar text.
+_CONTINUATION_MARK = "ThisTextGoesOnHere"
 
 
 class _Ends(NamedTuple):
-    """What ends an output."""
+    """Conditions that end an output."""
 
     eos_ids: tuple[int, ...]
     grammar: Grammar | None
 
 
 async def completion_spec(services: Services, body: CompletionBody) -> GenerationSpec:
-    """Raises RequestError of the kind that fits."""
+    """Returns the spec of a completion. Raises RequestError."""
     model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     prompts = await encoded(model, body, body.prompt, tokenizer)
@@ -61,7 +61,7 @@ def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
 
 
 async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
-    """Raises RequestError of the kind that fits."""
+    """Returns the spec of a chat completion. Raises RequestError."""
     model = _generating(services, body)
     tokenizer = services.tokenizer(model.name)
     text = await conversation_text(model, body, tokenizer)
@@ -70,21 +70,21 @@ async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
     grammar = await _grammar(services, body, model)
     if body.must_call:
         if grammar:
-            message = "tool_choice: another field asks for a structure; give one of them, or auto"
+            message = "tool_choice: cannot be combined with a structured output; use auto"
             raise bad_request(message, "tool_choice")
-        _refuse_min_tokens(body, "tool_choice")
+        _reject_min_tokens(body, "tool_choice")
     if parsing is not None and grammar is not None:
-        grammar = behind_reasoning(parsing, grammar)
+        grammar = after_reasoning(parsing, grammar)
         await services.grammars(model).check(model, tokenizer, grammar, "response_format")
     elif parsing is not None:
         grammar = await _call_grammar(services, body, model, parsing)
     spec = _spec(services, body, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
-    # Tokens that begin a call or end the reasoning may be special.
+    # Special tokens are kept: they may begin a call or end the reasoning.
     return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
 
 
 async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: ModelTokenizer) -> str:
-    """The prompt, as the model's template writes it. Raises RequestError of the kind that fits."""
+    """Returns the prompt rendered by the model's template. Raises RequestError."""
     if tokenizer.template_error:
         unavailable = UnavailableError(
             f"conversations of {model.name} cannot be served now: {tokenizer.template_error};"
@@ -93,17 +93,19 @@ async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: Mod
         unavailable.code = "model_unavailable"
         raise unavailable
     if tokenizer.chat_template is None:
-        message = f"model: {model.name} has no chat template; use /v1/completions, with a prompt"
+        message = f"model: {model.name} does not have a chat template; use /v1/completions"
         raise bad_request(message, "model")
-    refuse_hopeless(model, body, tokenizer, sum(len(m.content) for m in body.messages))
-    text = await _made(body, partial(_rendered, body, tokenizer.chat_template))
-    refuse_hopeless(model, body, tokenizer, len(text))
+    reject_if_longer_than_context(
+        model, body, tokenizer, sum(len(m.content) for m in body.messages)
+    )
+    text = await _run_in_thread_if_long(body, partial(_rendered, body, tokenizer.chat_template))
+    reject_if_longer_than_context(model, body, tokenizer, len(text))
     return text
 
 
-async def _made(body: Conversation, make: Callable[[], T]) -> T:
-    """Returns the result of `make`, which runs in a thread for a long conversation. It must not
-    hold up the event loop, whose heartbeat keeps all requests alive."""
+async def _run_in_thread_if_long(body: Conversation, make: Callable[[], T]) -> T:
+    """Returns the result of `make`, which runs in a thread for a long conversation, since the event
+    loop's heartbeat keeps all requests alive."""
     return make() if body.is_short else await asyncio.to_thread(make)
 
 
@@ -111,7 +113,7 @@ async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -
     found = grammar_of(body)
     if found is None:
         return None
-    _refuse_min_tokens(body, found[1])
+    _reject_min_tokens(body, found[1])
     await services.grammars(model).check(model, services.tokenizer(model.name), *found)
     return found[0]
 
@@ -119,39 +121,41 @@ async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -
 async def _call_grammar(
     services: Services, body: ChatBody, model: ModelSpec, parsing: Parsing
 ) -> Grammar | None:
-    """What makes the model call. The arguments of a call that must be made follow its tool's
-    schema where that compiles, even if the tool is not strict."""
+    """Returns the grammar of the tool calls, or None. If a call is required, it enforces the schema
+    of all tools, or only of the strict ones if the schemas do not compile."""
     tokenizer = services.tokenizer(model.name)
     if body.must_call:
         with suppress(BadRequestError):
-            if grammar := await _made(body, partial(tool_grammar, parsing, body, all_strict=True)):
+            strict = partial(tool_grammar, parsing, body, all_strict=True)
+            if grammar := await _run_in_thread_if_long(body, strict):
                 await services.grammars(model).check(model, tokenizer, grammar, "tools")
                 return grammar
-    grammar = await _made(body, partial(tool_grammar, parsing, body))
+    grammar = await _run_in_thread_if_long(body, partial(tool_grammar, parsing, body))
     if grammar is not None:
         await services.grammars(model).check(model, tokenizer, grammar, "tools")
     return grammar
 
 
-def _refuse_min_tokens(body: GenerationBody, field: str) -> None:
-    """Where a grammar has come to its end, no token would be left."""
+def _reject_min_tokens(body: GenerationBody, field: str) -> None:
+    """Raises BadRequestError for min_tokens: after the end of a grammar no token is allowed."""
     if body.min_tokens:
-        raise bad_request(f"min_tokens: may not stand beside {field}; remove it", "min_tokens")
+        message = f"min_tokens: cannot be combined with {field}; remove one of them"
+        raise bad_request(message, "min_tokens")
 
 
 def _rendered(body: Conversation, template: ChatTemplate) -> str:
-    """The prompt. An answer that the client begins goes on where its text ends."""
+    """Returns the prompt, which ends with the client's text if the final message is continued."""
     messages = [message.for_template() for message in body.messages]
     if body.continue_final_message:
         content = messages[-1]["content"]
         if isinstance(content, list):
-            content[-1]["text"] += _GOES_ON
+            content[-1]["text"] += _CONTINUATION_MARK
         else:
-            messages[-1]["content"] = content + _GOES_ON
+            messages[-1]["content"] = content + _CONTINUATION_MARK
     text = template.render(messages, body.template_values())
     if not body.continue_final_message:
         return text
-    at = text.rfind(_GOES_ON)
+    at = text.rfind(_CONTINUATION_MARK)
     if at < 0:
         message = "continue_final_message: the model's template changes the last message"
         raise bad_request(message, "continue_final_message")
@@ -159,11 +163,11 @@ def _rendered(body: Conversation, template: ChatTemplate) -> str:
 
 
 def _generating(services: Services, body: GenerationBody) -> ModelSpec:
-    """Raises for a model that makes vectors."""
+    """Returns the model of the request. Raises BadRequestError for an embedding model."""
     model = services.model(body.model)
     if model.embedding is not None:
         error = bad_request(
-            f"model: {model.name} makes embeddings and generates no text; use /v1/embeddings",
+            f"model: {model.name} is an embedding model; use /v1/embeddings",
             "model",
         )
         error.code = "model_makes_embeddings"
@@ -177,10 +181,11 @@ async def encoded(
     prompts: Sequence[str | list[int]],
     tokenizer: ModelTokenizer,
 ) -> list[list[int]]:
-    """The prompts' token ids; all of them are texts, or none is. Raises RequestError."""
+    """Returns the prompts' token ids. REQUIRES: all prompts are texts, or none is. Raises
+    RequestError."""
     texts = [p for p in prompts if isinstance(p, str)]
     for text in texts:
-        refuse_hopeless(model, body, tokenizer, len(text))
+        reject_if_longer_than_context(model, body, tokenizer, len(text))
     if texts:
         return await tokenizer.encode(texts, special_tokens=True)
     id_lists = [p for p in prompts if not isinstance(p, str)]
@@ -192,7 +197,7 @@ async def encoded(
 
 
 def check_ids(ids: list[int], body: RequestBody, tokenizer: ModelTokenizer) -> None:
-    """Raises BadRequestError for one outside of the vocabulary."""
+    """Raises BadRequestError for an id outside of the vocabulary."""
     largest = max(ids, default=0)
     if largest >= tokenizer.vocab_size:
         raise bad_request(
@@ -202,11 +207,11 @@ def check_ids(ids: list[int], body: RequestBody, tokenizer: ModelTokenizer) -> N
         )
 
 
-def refuse_hopeless(
+def reject_if_longer_than_context(
     model: ModelSpec, body: RequestBody, tokenizer: ModelTokenizer, chars: int
 ) -> None:
-    """Raises if the text exceeds the context however it is tokenised. Other requests would wait
-    while megabytes are tokenised."""
+    """Raises ContextLengthError if the text exceeds the context however it is tokenized. Tokenizing
+    megabytes would delay other requests."""
     least = -(-chars // tokenizer.token_chars_max)
     if least > model.context_length:
         raise _too_long(model, body, least, "at least ")
@@ -217,15 +222,15 @@ def _too_long(
 ) -> ContextLengthError:
     asked = body.output_tokens_min
     excess = prompt_tokens + asked - model.context_length
-    what, beside, remedy = "prompt", "", ""
+    what, output, remedy = "prompt", "", ""
     if not body.MAX_TOKENS:
-        what, beside = body.prompt_field, f" and the {asked} kept free behind it"
+        what, output = body.prompt_field, f" and the {asked} reserved after it"
     elif asked:
-        beside, remedy = f" and {body.MAX_TOKENS} {asked}", f" or lower {body.MAX_TOKENS}"
-    # In words that LiteLLM knows, and then tries a model with a longer context.
+        output, remedy = f" and {body.MAX_TOKENS} {asked}", f" or lower {body.MAX_TOKENS}"
+    # LiteLLM recognizes this wording and then tries a model with a longer context.
     error = ContextLengthError(
         f"{model.name}: this model's maximum context length is {model.context_length} tokens;"
-        f" the {what}'s {how}{prompt_tokens}{beside} exceed it by {how}{excess}:"
+        f" the {what}'s {how}{prompt_tokens}{output} exceed it by {how}{excess}:"
         f" shorten the {what}{remedy}"
     )
     error.param = body.prompt_field
@@ -240,16 +245,16 @@ def _spec(
 ) -> GenerationSpec:
     began_s, arrival_unix_s = calls.arrival()
     model, adapter = services.resolve(body.model)
-    room = min(room_behind(model, prompt, body) for prompt in prompts)
+    left = min(output_tokens_left(model, prompt, body) for prompt in prompts)
     ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
     tpot_s = slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
     priority = checked_priority(body.priority or 0, services.config.frontend.priority)
     spec_id = f"{body.ID_PREFIX}{uuid4().hex}"
     tokenizer = services.tokenizer(model.name)
-    sampling = sampling_of(body, tokenizer, body.tokens_asked or room, *ends)
+    sampling = sampling_of(body, tokenizer, body.tokens_asked or left, *ends)
     samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]
     choices = [(prompt, each) for prompt in prompts for each in samplings]
-    refuse_too_many(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
+    reject_too_many_choices(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
     requests = [
         Request(
             id=f"{spec_id}-{number}",
@@ -280,8 +285,8 @@ def _spec(
 
 
 def _of_choice(sampling: Sampling, number: int) -> Sampling:
-    """Choices of one prompt differ although the client gives one seed. The first one computes what
-    is shown of the prompt."""
+    """Returns the sampling of one choice of a prompt. Each choice has its own seed, and only the
+    first computes the log probabilities of the prompt."""
     if not number:
         return sampling
     seed = sampling.seed
@@ -290,44 +295,45 @@ def _of_choice(sampling: Sampling, number: int) -> Sampling:
     return structs.replace(sampling, seed=seed, prompt_logprobs=False)
 
 
-def refuse_too_many(services: Services, model: ModelSpec, asked: int, param: str) -> None:
-    """More than can ever be open is no matter of trying again."""
-    most = services.dispatcher.log.most_of_one_model
+def reject_too_many_choices(services: Services, model: ModelSpec, asked: int, param: str) -> None:
+    """Raises BadRequestError for more choices than the limit. A retry can never succeed, so this is
+    400, not 429."""
+    most = services.dispatcher.log.max_per_model
     if asked > most:
-        bound = "fit at once (frontend.max_open_requests)"
-        message = f"{param}: makes {asked} choices; at most {most} of {model.name} {bound}"
-        raise bad_request(message, param)
+        limit = f"at most {most} of {model.name} can be open (frontend.max_open_requests)"
+        raise bad_request(f"{param}: requests {asked} choices; {limit}", param)
 
 
 def slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -> float:
-    """Raises BadRequestError for a target that is tighter than the model's bound. The least
-    positive numbers would become 0."""
+    """Returns the SLO in seconds, at least _SLO_MIN_S, since tiny numbers would become 0. Raises
+    BadRequestError for a target tighter than the model's limit."""
     if asked_ms is None:
         return usual_s
     if asked_ms < least_s * 1000:
         raise bad_request(
-            f"{field}: {asked_ms:g} is below the {least_s * 1000:g} that may be asked for", field
+            f"{field}: {asked_ms:g} is below the model's minimum of {least_s * 1000:g}", field
         )
     return max(asked_ms / 1000, _SLO_MIN_S)
 
 
 def checked_priority(asked: int, bounds: PriorityConfig) -> int:
-    """Raises BadRequestError."""
+    """Returns the priority. Raises BadRequestError if it is out of bounds."""
     if not bounds.min <= asked <= bounds.max:
         raise bad_request(
-            f"priority: {asked} is not between {bounds.min} and {bounds.max}, the bounds of this"
+            f"priority: {asked} is not between {bounds.min} and {bounds.max}, the limits of this"
             " server (frontend.priority)",
             "priority",
         )
     return asked
 
 
-def room_behind(model: ModelSpec, prompt: list[int], body: RequestBody) -> int:
-    """Tokens that the context leaves for the output. Raises where that is not enough."""
+def output_tokens_left(model: ModelSpec, prompt: list[int], body: RequestBody) -> int:
+    """Returns the number of tokens that the context leaves for the output. Raises BadRequestError
+    for an empty prompt, or ContextLengthError if that is too few."""
     if not prompt:
         field = body.prompt_field
         raise bad_request(f"{field}: is empty; give at least one token", field)
-    room = model.context_length - len(prompt)
-    if room < body.output_tokens_min:
+    left = model.context_length - len(prompt)
+    if left < body.output_tokens_min:
         raise _too_long(model, body, len(prompt))
-    return room
+    return left

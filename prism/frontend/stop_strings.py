@@ -1,4 +1,4 @@
-"""Find stop strings in text that arrives in pieces."""
+"""Stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from functools import lru_cache
 
 
 class StopMatcher:
-    """Passes text through until a stop string is complete; neither it nor what follows comes out.
+    """Filter that passes text through until a stop string is complete, and drops it and the rest.
 
-    The first stop string to be completed wins, the longer one where two end together, so the
-    result does not depend on how the text was cut into pieces. Text that may be the beginning
-    of a stop string is held back. Each character takes a time that does not depend on the strings'
-    length (Knuth, Morris, Pratt).
+    The first completed stop string wins, and the longer one if two end together, so that the result
+    does not depend on how the text is cut. Text that may begin a stop string is held back. The time
+    per character does not depend on the length of the strings (Knuth, Morris, Pratt).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self.wanted = bool(stops)  # without any, text may go out as it is
+        self.wanted = bool(stops)  # otherwise text need not be pushed
         self._held = ""
-        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self._matched = [0] * len(
+            self._stops
+        )  # length of each one's prefix that the text ends with
         self._borders = [_borders(stop) for stop in self._stops]
         self.stopped = False
-        self.found: str | None = None  # the one that was completed
+        self.found: str | None = None  # the completed stop string
 
     def push(self, text: str) -> str:
-        """Text that may go out now. REQUIRES: not stopped."""
+        """Appends text and returns the text that can be sent. REQUIRES: not stopped."""
         if not self._stops:
             return text
         for end, letter in enumerate(text, start=len(self._held) + 1):
@@ -40,7 +41,7 @@ class StopMatcher:
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Returns the text that was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 

@@ -1,8 +1,8 @@
-"""Forms of a message that a chat template takes: its content as text or as parts, and the arguments
-of its calls as an object or as JSON text.
+"""Forms of a message that a chat template supports: content as text or as parts, and arguments of
+calls as an object or as JSON text.
 
-Templates differ, and say so nowhere. Each one is rendered with marks in a short conversation, and a
-form is good where the prompt shows the marks.
+Templates do not declare their forms. Each template is rendered with marks in a short conversation,
+and a form is supported if the prompt contains the marks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 _MARKS = ("PrismFirstMark", "PrismLastMark")
-_ID = "prismcall"  # as long as Mistral's templates want it
+_ID = "prismcall"  # nine characters, as Mistral's templates require
 _TOOL = {
     "type": "function",
     "function": {
@@ -26,22 +26,22 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
     },
 }
-# Python's or JSON's text of a list of parts, and Python's of an object, are no prompt.
+# A list of parts as Python or JSON, or an object as Python: the form is not supported.
 _UNREAD = re.compile(rf"""text['"]: ?['"]{_MARKS[0]}|'{_MARKS[0]}': """)
 
 
 class Forms(NamedTuple):
-    """Forms that one template takes."""
+    """Forms that one template supports."""
 
-    parts: frozenset[str] = frozenset()  # roles whose content may come in parts
-    only_parts: frozenset[str] = frozenset()  # roles whose text is lost otherwise
-    text_arguments: bool = False  # concatenated, and not written as JSON
-    null_content: bool = False  # of a message that calls tools and says nothing
+    parts: frozenset[str] = frozenset()  # roles whose content may be in parts
+    only_parts: frozenset[str] = frozenset()  # roles whose content must be in parts
+    text_arguments: bool = False  # arguments must be JSON text
+    null_content: bool = False  # content must be null in a message with tool calls alone
 
 
 def forms_of(render: Render) -> Forms:
     """Returns the forms of a template. `render` renders messages and tools, or returns an empty
-    text where the template refuses them."""
+    string if the template rejects them."""
     forms = Forms()
     for role in ("user", "system", "assistant"):
         forms = _with_role(forms, role, render, None)
@@ -56,8 +56,7 @@ def forms_of(render: Render) -> Forms:
 
 
 def in_forms(messages: Sequence[Message], forms: Forms) -> list[Message]:
-    """Returns the messages as a template of these forms takes them. REQUIRES: content is text or
-    parts of text."""
+    """Returns the messages converted to these forms. REQUIRES: content is text or parts of text."""
     return [_in_form(message, forms) for message in messages]
 
 
@@ -86,7 +85,7 @@ def _call_in_form(call: dict[str, Any], forms: Forms) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """Returns text that is not JSON as it is."""
+    """Returns the parsed arguments, or the text unchanged if it is not JSON."""
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -110,7 +109,7 @@ def _shows(render: Render, messages: list[Message], tools: list[dict[str, Any]] 
 
 
 def _conversation(role: str, content: Any, forms: Forms) -> list[Message]:
-    """Returns a short one with this content; the other messages are in their forms."""
+    """Returns a short conversation with this content in a message of `role`."""
     if role == "tool":
         return _calling({}, content, forms)
     user: Message = {"role": "user", "content": "x"}

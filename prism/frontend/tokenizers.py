@@ -1,4 +1,4 @@
-"""The tokenizer of each model, with what its files say about special tokens."""
+"""Tokenizers of the models, with their special tokens and sampling defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Below this, encoding takes less time than handing it to a thread.
 _INLINE_CHARS_MAX = 4096
-# Sampling defaults of a model, and what requests may ask for.
+# Sampling parameter with a default in generation_config.json -> range that requests may use.
 _DEFAULTS = {
     "temperature": (0, 2),
     "top_p": (1e-6, 1),
@@ -29,44 +29,44 @@ _DEFAULTS = {
     "min_p": (0, 1),
     "repetition_penalty": (1e-6, 2),
 }
-# Longer than tokens of ordinary text are, for tokenizers that shorten it first (runs of spaces).
+# At least this, for tokenizers that shorten text before splitting it (runs of spaces).
 _TOKEN_CHARS_MIN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """A tokenizer, and what the model's files say about its special tokens."""
+    """Tokenizer of a model, with its special tokens and sampling defaults."""
 
     tokenizer: Tokenizer
     vocab_size: int  # ids below it are valid in a prompt
     eos_ids: tuple[int, ...]  # end a completion
-    chat_eos_ids: tuple[int, ...]  # end a turn of a conversation; they include eos_ids
+    chat_eos_ids: tuple[int, ...]  # end an answer in a conversation; they include eos_ids
     chat_template: ChatTemplate | None
-    template_error: str  # what is wrong with the chat template; conversations are refused
+    template_error: str  # error of the chat template, for which conversations are rejected
     token_chars_max: int  # longest text of one token
-    # temperature, top_p, ... of generation_config.json: for requests that say nothing
+    # temperature, top_p, ... of generation_config.json
     sampling_defaults: dict[str, float]
-    special_ids: frozenset[int] = frozenset()  # a text leaves them out, unless it is told not to
-    _token_bytes: dict[int, bytes] = field(default_factory=dict)  # of tokens that were shown
+    special_ids: frozenset[int] = frozenset()  # omitted from text by default
+    _token_bytes: dict[int, bytes] = field(default_factory=dict)  # cache
 
     async def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
-        """Token ids of each; `special_tokens` adds what the model wants around a text (BOS). Long
-        texts are encoded in a thread, so that streams do not stall."""
+        """Returns the token ids of each text. `special_tokens` adds the model's BOS and EOS tokens.
+        Long texts are encoded in a thread, so that streams do not stall."""
         if sum(map(len, texts)) <= _INLINE_CHARS_MAX:
             return self._ids(texts, special_tokens)
         return await asyncio.to_thread(self._ids, texts, special_tokens)
 
     def _ids(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
-        # The call for a batch, since it alone lets go of the interpreter's lock.
+        # The batch method, since only that releases the interpreter's lock.
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
     def count(self, text: str) -> int:
-        """Of tokens. REQUIRES: a thread, where the text is long."""
+        """Returns the number of tokens. REQUIRES: called in a thread for a long text."""
         return len(self._ids([text], special_tokens=False)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The text of one token alone. It may be a part of a character."""
+        """Returns the text of one token, which may be a part of a character."""
         found = self._token_bytes.get(token_id)
         if found is None:
             found = self._token_bytes[token_id] = self._decoded(token_id)
@@ -86,8 +86,8 @@ class ModelTokenizer:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies, as GPT-2 has them: printable
-    ones for themselves, the others in order from U+0100."""
+    """Returns letter -> byte of GPT-2's byte-level vocabularies: printable bytes are represented by
+    themselves, the others in order from U+0100."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {chr(byte): byte for byte in shown}
@@ -100,9 +100,10 @@ _BYTES = _byte_letters()
 def load_tokenizers(
     models: Sequence[ModelSpec], unreadable: dict[str, str] | None = None
 ) -> dict[str, ModelTokenizer]:
-    """Model name -> its tokenizer. Equal files are loaded once.
+    """Returns model name -> tokenizer. Equal files are loaded once.
 
-    Raises ConfigError for one that cannot be loaded, or puts the reason into `unreadable`.
+    If a tokenizer cannot be loaded, adds the reason to `unreadable`, or without it raises
+    ConfigError.
     """
     shared: dict[bytes, Tokenizer] = {}
     loaded: dict[str, ModelTokenizer] = {}
@@ -129,7 +130,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
     template, template_error = None, ""
     try:
         template = load_chat_template(directory, settings)
-    except ConfigError as error:  # completions of a text need none
+    except ConfigError as error:  # completions do not need the template
         template_error = str(error)
     return ModelTokenizer(
         tokenizer=tokenizer,
@@ -145,7 +146,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Values that a request could ask for; others are left out."""
+    """Returns the defaults that are within the range for requests."""
     defaults: dict[str, float] = {}
     for name, (least, most) in _DEFAULTS.items():
         value = generation.get(name)

@@ -1,8 +1,8 @@
-"""A request's way as OpenTelemetry spans, where `frontend.traces` asks for them.
+"""OpenTelemetry spans of requests, if `frontend.traces` is set.
 
-All spans of a request are made when it ends, by its frontend: agents say when they gave it to an
-engine (`Started`), so neither they nor engines need the library. It exports in a thread of its own,
-drops spans where the collector is slower, and reads OpenTelemetry's own environment variables.
+The frontend makes all spans of a request when it ends. Agents report the start in an engine
+(`Started`), so that neither agents nor engines need the library. The library exports in a separate
+thread, drops spans if the collector is too slow, and reads OpenTelemetry's environment variables.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ EXPORT_TIMEOUT_S = 5
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Of one HTTP request, in seconds since the epoch. first_unix_s: of its first token."""
+    """Times of one HTTP request, in seconds since the epoch."""
 
     began_unix_s: float
-    first_unix_s: float | None
+    first_unix_s: float | None  # first token
     ended_unix_s: float
 
 
 class Traces:
-    """Sends spans to a collector at `address`, by OTLP over HTTP. REQUIRES: the extra `traces`,
-    which is looked for when the configuration is read."""
+    """Exporter of spans to a collector at `address`, by OTLP over HTTP. REQUIRES: the extra
+    `traces`, which is checked when the configuration is read."""
 
     def __init__(self, address: str, frontend_id: str) -> None:
         from opentelemetry import trace
@@ -51,8 +51,8 @@ class Traces:
         self._parents = TraceContextTextMapPropagator()
 
     def close(self) -> None:
-        """Sends what is left; blocks for at most EXPORT_TIMEOUT_S. The library's own timeouts are
-        longer, or not kept."""
+        """Sends the remaining spans and blocks for at most EXPORT_TIMEOUT_S. The library's timeouts
+        are longer, or not kept."""
         closing = Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(EXPORT_TIMEOUT_S)
@@ -65,7 +65,8 @@ class Traces:
         output_tokens: int,
         parent: str,
     ) -> None:
-        """One HTTP request has ended. `opened`: its choices. `parent`: a `traceparent`, or ""."""
+        """Exports the spans of an ended HTTP request. `opened`: its choices. `parent`: a
+        `traceparent`, or ""."""
         first = opened[0].request
         root = self._tracer.start_span(
             f"generate {first.model}",
@@ -87,7 +88,8 @@ class Traces:
         root.end(_ns(times.ended_unix_s))
 
     def _choice(self, opened: OpenRequest, times: RequestTimes, inside: Context) -> None:
-        """It waits until an agent starts it, is prefilled until the first token, then decodes."""
+        """Exports the spans of one choice: queue until an agent starts it, prefill until the first
+        token, then decode."""
         started, end = opened.started, times.ended_unix_s
         about: dict[str, str | int] = {
             "prism.request": opened.request.id,

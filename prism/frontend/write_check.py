@@ -1,4 +1,4 @@
-"""Whether requests can be put into Redis, for probes."""
+"""Checks for probes whether Redis takes requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from prism.errors import QueueUnavailableError
 from prism.queueing.requests import RequestQueue
 
-_FRESH_S = 1.0  # a write that was taken is as good for so long
-_LOOKS, _LOOK_S = 10, 0.1
+_FRESH_S = 1.0  # validity of a successful write
+_POLLS, _POLL_S = 10, 0.1
 
 
 class WriteCheck:
-    """Check of Redis by a small write. However many probes ask, one write is under way at a time,
-    and a success holds for _FRESH_S. For one event loop."""
+    """Check of Redis by a small write, shared by all probes: one write at a time, whose success is
+    valid for _FRESH_S. For one event loop."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
@@ -22,21 +22,21 @@ class WriteCheck:
         self._asked_s = 0.0
 
     async def failure(self) -> str:
-        """Returns why Redis takes no requests, empty if it does. Takes about a second at most."""
+        """Returns why Redis takes no requests, or an empty string. Takes at most about a second."""
         now_s = time.monotonic()
         if self._asked is None or self._is_stale(now_s):
             self._asked, self._asked_s = asyncio.create_task(self._write()), now_s
-        # Not cancelled: a paused server answers when it goes on, a silent one times out. A time in
-        # which this process stood still counts as one look.
-        for _ in range(_LOOKS):
-            await asyncio.wait([self._asked], timeout=_LOOK_S)
+        # Not cancelled: a paused server answers once it resumes, and a silent one times out. A
+        # stall of this process counts as one poll.
+        for _ in range(_POLLS):
+            await asyncio.wait([self._asked], timeout=_POLL_S)
             if self._asked.done():
                 return self._asked.result()
         return "Redis takes no writes: it does not answer them"
 
     def _is_stale(self, now_s: float) -> bool:
-        """Returns whether to write again. A failure is stale at once, so that the next probe sees
-        its end."""
+        """Returns whether to write again. A failure is stale at once, so that the next probe sees a
+        recovery."""
         if self._asked is None or not self._asked.done():
             return False
         return bool(self._asked.result()) or now_s - self._asked_s >= _FRESH_S

@@ -160,8 +160,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a"}, "regex: cannot be compiled: Regex parsing error"),
     ({"ebnf": "root ::= nothing"}, "ebnf: cannot be compiled: EBNF parser error"),
     ({"guided_json": {"type": "object", "uniqueItems": True}}, "keyword(s) uniqueItems"),
-    ({"regex": "a", "ebnf": "b"}, "ebnf: regex asks for a structure, too; give one of them"),
-    ({"json_schema": "{"}, "json_schema: is not JSON"),
+    ({"regex": "a", "ebnf": "b"}, "ebnf: cannot be combined with regex; remove one of them"),
+    ({"json_schema": "{"}, "json_schema: is not valid JSON"),
     ({"regex": "\0"}, "regex: has a NUL character"),
     ({"response_format": {"type": "xml"}}, "response_format: type must be text, json_object"),
 ]
@@ -285,5 +285,7 @@ def test_adapters_and_aliases_are_models(client: openai.OpenAI) -> None:
         assert answer.model == name
         said[name] = answer.choices[0].text
     assert said[MODEL] == said["prod"] != said[f"{MODEL}:random"]
-    with pytest.raises(openai.NotFoundError, match=f"models here: {MODEL}, {MODEL}:random, prod"):
+    with pytest.raises(
+        openai.NotFoundError, match=f"available models: {MODEL}, {MODEL}:random, prod"
+    ):
         client.completions.create(model=f"{MODEL}:nobody", prompt="x")

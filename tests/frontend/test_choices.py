@@ -174,7 +174,7 @@ async def test_a_prompt_is_scored_without_an_output(stack: Stack) -> None:
     ids = ids_of("the fox")
     body = {"model": "base", "prompt": ids, "logprobs": 1, "max_tokens": 0}
     refused = await stack.client.post("/v1/completions", json=body)
-    assert refused.json()["error"]["message"] == "max_tokens: 0 needs echo: true"
+    assert refused.json()["error"]["message"] == "max_tokens: 0 requires echo: true"
     body["echo"] = True
     made = (await stack.client.post("/v1/completions", json=body)).json()
     [choice] = made["choices"]

@@ -88,7 +88,7 @@ async def test_steps_of_many_streams_share_events(
 ) -> None:
     """Where a frontend is late it rests, here until the test has sent two steps more."""
     rested, ids, agent = asyncio.Event(), ids_of(TEXT)[:3], stack.agent
-    monkeypatch.setattr(dispatcher, "_rest", lambda _: rested.wait())
+    monkeypatch.setattr(dispatcher, "_pause", lambda _: rested.wait())
     monkeypatch.setattr(dispatcher, "_LATE_IN_A_ROW", 0)
     choices = dispatcher._MANY_CHUNKS // 4
     body: dict[str, Any] = {"model": "base", "prompt": "p", "n": choices, "return_token_ids": True}
@@ -151,7 +151,7 @@ async def test_a_frontend_rests_only_where_it_is_late(
         rested.append(wrote_s)
 
     inbox = ScriptedInbox(*steps)
-    monkeypatch.setattr(dispatcher, "_rest", rest)
+    monkeypatch.setattr(dispatcher, "_pause", rest)
     monkeypatch.setattr(stack.services.dispatcher, "_inbox", inbox)
     receiving = asyncio.create_task(stack.services.dispatcher._receive())
     async with asyncio.timeout(30):
@@ -254,7 +254,7 @@ async def test_the_openai_client(stack: Stack) -> None:
         text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert text == TEXT
         assert chunks[-1].usage is not None
-        with pytest.raises(openai.NotFoundError, match="models here: chat, base"):
+        with pytest.raises(openai.NotFoundError, match="available models: chat, base"):
             await client.completions.create(model="nope", prompt="x")
 
 

@@ -79,11 +79,11 @@ async def shows_models_and_decisions(page: Page) -> None:
     served = page.get_by_role("row", name=re.compile("^base"))
     await expect(served).to_contain_text("100 %")
     refused = page.get_by_role("row", name=re.compile("^deepseek-v3"))
-    await expect(refused).to_contain_text("waits for a place")
+    await expect(refused).to_contain_text("waiting for placement")
     await expect(refused).to_contain_text("larger than any device")
     newest = page.locator("#decisions tbody tr").first
     await expect(newest).to_contain_text("2 requests wait for it")
-    await expect(newest).to_contain_text("under way")
+    await expect(newest).to_contain_text("in progress")
     await expect(page.locator("#health")).to_have_text("degraded")
     await expect(page.locator("#troubles")).to_contain_text("engine e2 was replaced")
 

@@ -78,8 +78,8 @@ async def test_cut_vectors_have_length_one(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
-        ({"model": "chat"}, "model", "chat generates text and has no embeddings"),
-        ({"dimensions": 5}, "dimensions", "no vectors of 5 values; give one of 4, 8"),
+        ({"model": "chat"}, "model", "chat does not have embeddings"),
+        ({"dimensions": 5}, "dimensions", "5 is not supported by base; give one of 4, 8"),
         ({"input": []}, "input", "has 0 inputs; give 1 to 2048"),
         ({"input": [[]]}, "input", "input: is empty"),
         ({"input": ["x", 3]}, "input", "must be a string"),
@@ -87,7 +87,7 @@ async def test_cut_vectors_have_length_one(stack: Stack) -> None:
         (
             {"input": [5] * 256},
             "input",
-            "the input's 256 and the 1 kept free behind it exceed it by 1: shorten the input",
+            "the input's 256 and the 1 reserved after it exceed it by 1: shorten the input",
         ),
         ({"slo_tpot_ms": 5}, "slo_tpot_ms", "unknown field"),
         ({"encoding_format": "int8"}, "encoding_format", "encoding_format"),

@@ -21,7 +21,7 @@ COMPLETION_ERRORS = [
     ({"prompt": ""}, "prompt", "prompt: is empty"),
     ({"prompt": [5, 300]}, "prompt", "token id 300 is outside the vocabulary of 300 tokens"),
     ({"prompt": [-1]}, "prompt", "prompt: must be a string, a list of strings"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 needs echo: true"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 requires echo: true"),
     ({"max_tokens": "9"}, "max_tokens", "max_tokens: Input should be a valid integer"),
     ({"max_tokens": True}, "max_tokens", "max_tokens: Input should be a valid integer"),
     ({"temperature": 2.5}, "temperature", "temperature: Input should be less than or equal to 2"),
@@ -33,7 +33,7 @@ COMPLETION_ERRORS = [
     ({"stream": "yes"}, "stream", "stream: Input should be a valid boolean"),
     ({"n": True}, "n", "n: Input should be a valid integer"),
     ({"n": 129}, "n", "n: Input should be less than or equal to 128"),
-    ({"n": 3, "best_of": 2}, "best_of", "best_of: must be at least n, 3"),
+    ({"n": 3, "best_of": 2}, "best_of", "best_of: must be >= n (3)"),
     ({"best_of": 2, "stream": True}, "best_of", "best_of: cannot be streamed"),
     ({"echo": 1}, "echo", "echo: Input should be a valid boolean"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
@@ -42,12 +42,12 @@ COMPLETION_ERRORS = [
     ({"min_p": 1.1}, "min_p", "min_p: Input should be less than or equal to 1"),
     ({"min_pp": 0.1}, "min_pp", "min_pp: unknown field; remove it"),
     ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
-    ({"logit_bias": {"5": 101}}, "logit_bias", "101 must lie between -100 and 100"),
-    ({"logit_bias": {"the": 1}}, "logit_bias", "the is no token id"),
-    ({"logit_bias": {"0" * 5000 + "5": 1}}, "logit_bias", "is no token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "101 is not between -100 and 100"),
+    ({"logit_bias": {"the": 1}}, "logit_bias", "the is not a token id"),
+    ({"logit_bias": {"0" * 5000 + "5": 1}}, "logit_bias", "is not a token id"),
     ({"logit_bias": {"300": 1}}, "logit_bias", "300 is outside the vocabulary of 300 tokens"),
     ({"suffix": "x"}, "suffix", "suffix: 'x' is not supported; remove it"),
-    ({"prompt": ["x"] * 128, "n": 128}, "n", "n: makes 16384 choices; at most"),
+    ({"prompt": ["x"] * 128, "n": 128}, "n", "n: requests 16384 choices; at most"),
     ({"slo_ttft_ms": 0}, "slo_ttft_ms", "slo_ttft_ms: Input should be greater than 0"),
 ]
 
@@ -78,15 +78,18 @@ CHAT_ERRORS = [
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "no tools here"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one of them"),
-    ({"model": "base"}, "base has no chat template; use /v1/completions"),
+    ({"model": "base"}, "base does not have a chat template; use /v1/completions"),
     ({"tools": [{"type": "function"}]}, "tools[0].function: Field required"),
-    ({"top_logprobs": 2}, "top_logprobs: needs logprobs: true"),
+    ({"top_logprobs": 2}, "top_logprobs: requires logprobs: true"),
     ({"tool_choice": "some"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function: Field required"),
     ({"tool_choice": {"function": {}}}, "tool_choice.function.name: Field required"),
-    ({"tool_choice": "required"}, "tool_choice: needs tools"),
+    ({"tool_choice": "required"}, "tool_choice: requires tools"),
     ({"stream_options": {"usage": True}}, "stream_options.usage: Extra inputs"),
-    ({"continue_final_message": True}, "continue_final_message: the last message must be"),
+    (
+        {"continue_final_message": True},
+        "continue_final_message: the last message must have the role assistant",
+    ),
 ]
 
 
@@ -108,7 +111,7 @@ async def test_options_are_none_of_what_a_template_is_given(stack: Stack, path: 
         response = await stack.client.post(path, json=body)
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
-        assert f"kwargs: {name} is what every template is given; remove it" in error["message"]
+        assert f"kwargs: {name} is set by the server; remove it" in error["message"]
     response = await stack.client.post(
         "/tokenize", json={**CHAT, "chat_template_kwargs": {"self": 1}}
     )
@@ -131,7 +134,7 @@ async def test_unknown_model(stack: Stack) -> None:
     ):
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (404, "model_not_found")
-        assert error["message"] == "the model 'gpt-9' does not exist; models here: chat, base"
+        assert error["message"] == "the model 'gpt-9' does not exist; available models: chat, base"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_what_ends_makes_room_for_any_model_again() -> None:
 
 def test_all_choices_of_a_request_or_none() -> None:
     log = RequestLog(80, models=4)
-    with pytest.raises(OverloadedError, match="30 are kept for other models"):
+    with pytest.raises(OverloadedError, match="30 are reserved for other models"):
         log.add(opened("a", 51))
     assert len(log) == 0
     log.add(opened("a", 50))

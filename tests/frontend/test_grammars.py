@@ -18,7 +18,7 @@ from prism.errors import BadRequestError, RequestError
 from prism.frontend import calls, grammars
 from prism.frontend.calls import Call
 from prism.frontend.errors import OverloadedError, UnavailableError
-from prism.frontend.grammars import CHARS_MAX, GrammarTrials, Turns, grammar_of
+from prism.frontend.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_of
 from prism.frontend.openai_types import CompletionBody
 from prism.messages.requests import Grammar
 from prism.process import PARENT_VARIABLE
@@ -66,7 +66,7 @@ async def test_failures_are_forgotten_and_verdicts_are_not(
     trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "TRIAL_CPU_S_MAX", 0.2)
-    ends = "ebnf: cannot be compiled: it ends the compiler"
+    ends = "ebnf: cannot be compiled: it crashes the compiler"
     late = "ebnf: cannot be compiled: it takes longer than 0.2 s"
     for turn in range(2):
         assert await error_of(trials, "dies") == ends
@@ -77,7 +77,7 @@ async def test_failures_are_forgotten_and_verdicts_are_not(
     for _ in range(2):
         assert await error_of(trials, "dies") == ends
     [(error, until_s)] = trials._known.values()
-    assert error == "it ends the compiler"
+    assert error == "it crashes the compiler"
     assert until_s <= asyncio.get_running_loop().time()
     assert await error_of(trials, "good") == ""
     assert trials._known.popitem()[1] == ("", float("inf"))
@@ -92,7 +92,7 @@ async def test_a_slow_one_holds_up_neither_known_ones_nor_too_many(
     other = asyncio.create_task(error_of(trials, "other"))
     await asyncio.sleep(0.1)
     assert await error_of(trials, "good") == ""
-    with pytest.raises(OverloadedError, match="too many new grammars"):
+    with pytest.raises(OverloadedError, match="too many grammars are waiting"):
         await trials.check(MODEL, TOKENIZER, Grammar("ebnf", "one more"), "ebnf")
     for task in slow[:3]:
         task.cancel()  # clients that go away take nothing from the others
@@ -139,22 +139,22 @@ async def test_a_client_with_slow_grammars_keeps_the_others_waiting_for_one_of_t
         group.create_task(ask("two", "second"))
     assert order == ["slow 0", "first", "second", "slow 1", "slow 2", "slow 3"]
     assert not trials._clients
-    assert not trials._turns._used_s
+    assert not trials._lock._used_s
 
 
 async def test_turns_are_lost_with_who_waits_for_them() -> None:
-    turns = Turns()
-    await turns.take("a")
-    waiting = [asyncio.create_task(turns.take(name)) for name in "abc"]
+    lock = FairLock()
+    await lock.acquire("a")
+    waiting = [asyncio.create_task(lock.acquire(name)) for name in "abc"]
     await asyncio.sleep(0)
     waiting[1].cancel()
     await asyncio.sleep(0)
-    turns.end("a", 1.0)
-    waiting[2].cancel()  # whose turn it is
+    lock.release("a", 1.0)
+    waiting[2].cancel()  # it has just got the lock
     await asyncio.gather(*waiting[1:], return_exceptions=True)
     await waiting[0]
-    turns.end("a", 1.0)
-    assert not turns._is_taken
+    lock.release("a", 1.0)
+    assert not lock._is_taken
 
 
 ORPHAN = f"""
@@ -216,7 +216,9 @@ def test_what_is_too_long_is_not_read(
 
 def test_a_format_has_nothing_that_is_left_out() -> None:
     for kind in ("json_object", "json_schema"):
-        with pytest.raises(RequestError, match="has no 'schema'; a schema goes with json_schema"):
+        with pytest.raises(
+            RequestError, match="'schema' is not a field of .*; set a schema as json_schema.schema"
+        ):
             asked_for(response_format={"type": kind, "json_schema": None, "schema": {}})
     asked_for(response_format={"type": "json_object", "json_schema": None})
 
@@ -233,9 +235,13 @@ def test_bounds_beside_a_pattern_are_refused() -> None:
     """The engine's grammar would leave them out."""
     both = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
     for schema in (both, {"properties": {"s": {"items": both}}}, {"anyOf": [both]}):
-        with pytest.raises(RequestError, match="guided_json: maxLength beside a pattern is not"):
+        with pytest.raises(
+            RequestError, match="guided_json: maxLength cannot be combined with a pattern"
+        ):
             asked_for(guided_json=schema)
-        with pytest.raises(RequestError, match="response_format: maxLength beside a pattern"):
+        with pytest.raises(
+            RequestError, match="response_format: maxLength cannot be combined with a pattern"
+        ):
             asked_for(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     named = {"pattern": {"type": "string", "maxLength": 3}, "maxLength": {"type": "integer"}}
     for schema in ({"properties": named}, {"const": both}, {"type": "string", "pattern": "a"}):

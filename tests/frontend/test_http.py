@@ -103,7 +103,10 @@ async def test_no_origin_but_those_that_are_named(
         many = {"model": "base", "prompt": ["a", "b", "c"]}
         refused = await stack.client.post("/v1/completions", json=many)
         assert refused.status_code == 400
-        assert "makes 3 choices; at most 2 of base fit" in refused.json()["error"]["message"]
+        assert (
+            "requests 3 choices; at most 2 of base can be open"
+            in refused.json()["error"]["message"]
+        )
 
 
 async def test_pages_of_other_sites_have_nothing_computed(

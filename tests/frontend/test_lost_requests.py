@@ -37,7 +37,7 @@ Script = Callable[[Request], AsyncIterator[Chunk | Failure]]
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_requests, "SILENT_S", 0.2)
-    monkeypatch.setattr(lost_requests, "LOOK_S", 0.05)
+    monkeypatch.setattr(lost_requests, "CHECK_S", 0.05)
 
 
 def text_of(events: list[dict[str, Any]]) -> str:
@@ -206,7 +206,7 @@ def test_output_of_an_agent_whose_start_was_lost_goes_on_elsewhere() -> None:
     begun(log, "old")
     assert log.take_chunk(Chunk("r0", 1, 0, [7]), "old") is ChunkOutcome.NOTHING
     assert log.take_chunk(Chunk("r0", 1, 1, [8]), "new") is ChunkOutcome.RETRY
-    entry.go_on()
+    entry.start_next_attempt()
     assert log.take_chunk(Chunk("r0", 2, 1, [8]), "new") is ChunkOutcome.NOTHING
     assert entry.received == [7, 8]
 

@@ -165,7 +165,7 @@ async def test_a_text_that_is_cut_behind_calls_stays_there(
     tools_stack: Stack,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(AnswerParsers, "_look", lambda *_: ("hermes", ""))
+    monkeypatch.setattr(AnswerParsers, "_find", lambda *_: ("hermes", ""))
     ids = ids_of(f"{CALLS.rstrip()} That is all")
     tools_stack.agent.script = answering([*ids, 0])
     made = await whole(tools_stack, tools=[WEATHER], max_tokens=len(ids))
@@ -309,18 +309,21 @@ async def test_tokens_are_counted(stack: Stack) -> None:
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "type 'image' is not supported"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "no tool of type"),
-    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "name goes with"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
-    ({"messages": TURNS[2:]}, "no tool_use 'c1' comes before it"),
-    ({"messages": TURNS[:2], "tools": [WEATHER]}, "the last tool_use has no tool_result"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tool type 'web_search_20250305' is not supported",
+    ),
+    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "name is required for"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
+    ({"messages": TURNS[2:]}, "tool_use 'c1' does not precede it"),
+    ({"messages": TURNS[:2], "tools": [WEATHER]}, "the last tool_use requires a tool_result"),
     ({"stop_sequences": [""]}, "stop_sequences: "),
     ({"max_tokens": None}, "max_tokens"),
     ({"mcp_servers": []}, "mcp_servers: unknown field"),
     ({"response_format": {"type": "json_object"}}, "response_format: unknown field"),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-        "output_config.format: the fake engine has no grammars",
+        "output_config.format: the fake engine does not support grammars",
     ),
     ({"model": "nobody"}, "model_not_found"),
 ]
@@ -337,7 +340,7 @@ async def test_what_is_refused(stack: Stack, body: Any, message: str) -> None:
 
 
 def test_a_count_refuses_what_a_message_does() -> None:
-    with pytest.raises(BadRequestError, match="needs tools"):
+    with pytest.raises(BadRequestError, match="requires tools"):
         chat_of(tool_choice={"type": "any"})
 
 

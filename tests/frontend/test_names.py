@@ -92,7 +92,7 @@ async def test_names_are_listed_and_unknown_ones_refused(named: Stack) -> None:
     for name in ("chat:nobody", "base:pirate", "prod:pirate", "pirate", "chat:", ":pirate"):
         refused = await post(named, "/v1/completions", name)
         assert refused.status_code == 404
-        assert "models here: chat, chat:pirate, chat:poet, prod, base" in refused.text
+        assert "available models: chat, chat:pirate, chat:poet, prod, base" in refused.text
 
 
 async def test_tokens_are_counted_for_every_name(named: Stack) -> None:

@@ -39,7 +39,7 @@ async def test_a_model_without_a_place_is_answered_with_the_reason(
         assert response.headers["retry-after"]
         error = response.json()["error"]
         assert error["code"] == "model_unavailable"
-        assert error["message"] == "base has no place now: 123 bytes are missing"
+        assert error["message"] == "base cannot be placed now: 123 bytes are missing"
         await until(lambda: len(stack.agent.cancelled) == 1)
         assert not other.done()
         other.cancel()
@@ -57,7 +57,7 @@ async def test_a_stream_that_is_sent_again_counts_from_then_on() -> None:
     watch.take(status(reason="full"), 1.0)
     watch.take(status(reason="full"), 100.0)
     assert not mailbox  # its engine drains
-    entry.go_on()
+    entry.start_next_attempt()
     again_s = entry.request.arrival_unix_s
     watch.take(status(reason="full"), again_s + 9.9)
     assert not mailbox

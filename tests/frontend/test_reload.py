@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from prism.config.access import ApiKey, hashed
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.errors import UnknownModelError
-from prism.frontend.reload import take_over, watch
+from prism.frontend.reload import apply_config, watch
 from prism.messages.cluster import FrontendState
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.server import BundledRedis
@@ -36,7 +36,7 @@ async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack)
     open_ = asyncio.create_task(stack.client.post("/v1/completions", json=body))
     await until(lambda: len(stack.agent.seen) == 1)
     chat_only = [config.model("chat")]
-    await take_over(services, replace(config, models=chat_only, revision=1))
+    await apply_config(services, replace(config, models=chat_only, revision=1))
 
     async def says(state: FrontendState) -> None:
         while await services.queue.frontends() != [state]:
@@ -64,7 +64,7 @@ async def test_a_model_is_added_and_bounds_change(stack: Stack) -> None:
     added = make_spec("added", Path(base.path))
     broken = make_spec("broken", Path(base.path) / "nowhere")
     frontend = replace(config.frontend, max_open_requests=1)
-    await take_over(
+    await apply_config(
         services, replace(config, models=[base, added, broken], frontend=frontend, revision=1)
     )
     await stack.agent.route("added")

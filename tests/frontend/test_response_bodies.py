@@ -52,12 +52,12 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 ERRORS = [
     ({"input": []}, "input", "input: List should have at least 1 item"),
     ({"input": None}, "input", "input: Input should be a valid array"),
-    ({"input": [{"role": "user"}]}, "input", "input[0]: a message needs content"),
-    ({"input": [{"content": "x"}]}, "input", "input[0]: a message needs role"),
+    ({"input": [{"role": "user"}]}, "input", "input[0]: a message requires content"),
+    ({"input": [{"content": "x"}]}, "input", "input[0]: a message requires role"),
     (
         {"input": [{"role": "user", "content": "x", "call_id": "c"}]},
         "input",
-        "input[0]: a message has no 'call_id'; remove it",
+        "input[0]: 'call_id' is not a field of a message; remove it",
     ),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -71,22 +71,26 @@ ERRORS = [
         "input[0].type: Input should be 'message', 'function_call'",
     ),
     ({"input": [{"type": {}}]}, "input", "input[0].type: Input should be 'message'"),
-    ({"input": [{"type": "item_reference", "id": "m"}]}, "input", "nothing is stored here; send"),
+    (
+        {"input": [{"type": "item_reference", "id": "m"}]},
+        "input",
+        "since items are not stored; send",
+    ),
     (
         {"input": [CALLED, {"type": "function_call_output", "call_id": "d", "output": "x"}]},
         "input",
-        "input[1].call_id: there is no such function_call before it",
+        "input[1].call_id: no earlier function_call has this id",
     ),
     ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", "has 4097 items; at most 4096"),
-    ({"store": True}, "store", "store: nothing is stored here"),
+    ({"store": True}, "store", "store: responses are not stored"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
-    ({"conversation": "conv_1"}, "conversation", "conversation: nothing is stored here"),
+    ({"conversation": "conv_1"}, "conversation", "conversation: responses are not stored"),
     ({"background": True}, "background", "background: True is not supported"),
     ({"truncation": "auto"}, "truncation", "truncation: 'auto' is not supported"),
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: Input should be 'function'"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice: needs tools"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice: requires tools"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name: Field required"),
-    ({"tools": [WEATHER]}, "tools", "tools: chat has no tool_parser"),
+    ({"tools": [WEATHER]}, "tools", "tools: chat does not have a tool_parser"),
     ({"include": ["message.output_text.logprobs"]}, "include", "is not supported; remove it"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ({"max_output_tokens": 300}, "input", "max_output_tokens 300 exceed it by 64"),
@@ -96,7 +100,7 @@ ERRORS = [
     ({"top_k": 0}, "top_k", "top_k: must be positive, or -1"),
     ({"metadata": {"a": "x" * 513}}, "metadata", "metadata.a: String should have at most 512"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning", "reasoning.summary: Input should be"),
-    ({"model": "base"}, "model", "base has no chat template"),
+    ({"model": "base"}, "model", "base does not have a chat template"),
 ]
 
 

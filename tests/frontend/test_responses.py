@@ -219,7 +219,7 @@ async def test_a_text_that_is_cut_behind_calls_stays_there(
     tools_stack: Stack,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(AnswerParsers, "_look", lambda *_: ("hermes", ""))
+    monkeypatch.setattr(AnswerParsers, "_find", lambda *_: ("hermes", ""))
     ids = ids_of(f"{CALLS.rstrip()} That is all")
     tools_stack.agent.script = answering([*ids, 0])
     output = (await whole(tools_stack, tools=[WEATHER], max_output_tokens=len(ids))).output
@@ -264,7 +264,9 @@ async def test_the_sdk_streams_calls_and_sends_its_items_back(
             {"type": "function_call_output", "call_id": c.call_id, "output": "rain"} for c in calls
         ]
         seen = len(tools_stack.agent.seen)
-        with pytest.raises(openai.BadRequestError, match="input: the model's chat template"):
+        with pytest.raises(
+            openai.BadRequestError, match="input: rejected by the model's chat template"
+        ):
             await client.responses.create(model="chat", input=said, tools=[WEATHER])
         assert len(tools_stack.agent.seen) == seen
     # The tiny template refuses tools' messages; what it was given:

@@ -32,9 +32,9 @@ async def test_bounds_and_shedding(
         post = stack.client.post
         refused = await post("/v1/completions", json=BODY | {"slo_ttft_ms": 49})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "slo_ttft_ms")
-        assert "slo_ttft_ms: 49 is below the 50 that may be asked for" in refused.text
+        assert "slo_ttft_ms: 49 is below the model's minimum of 50" in refused.text
         refused = await post("/v1/completions", json=BODY | {"slo_tpot_ms": 19.5})
-        assert "slo_tpot_ms: 19.5 is below the 20 that may be asked for" in refused.text
+        assert "slo_tpot_ms: 19.5 is below the model's minimum of 20" in refused.text
         # The agent is silent: this one misses its 60 ms, and is late after the model's 300 ms.
         tight = BODY | {"slo_ttft_ms": 60, "slo_tpot_ms": 20}
         late = asyncio.create_task(post("/v1/completions", json=tight))
@@ -49,7 +49,7 @@ async def test_bounds_and_shedding(
         shed = await post("/v1/completions", json=BODY)
         assert (shed.status_code, shed.headers["retry-after"]) == (429, "2")
         assert shed.json()["error"]["code"] == "shed"
-        assert "1 requests for base wait beyond their TTFT SLO" in shed.text
+        assert "1 requests for base have missed their TTFT SLO" in shed.text
         # Another model is served, and so is this one when nothing is late any more.
         stack.agent.script = answering([*ids_of("yes"), 0])
         chat = {"model": "chat", "messages": [{"role": "user", "content": "x"}], "temperature": 0}

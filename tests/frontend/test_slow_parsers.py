@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from prism.cpu_budget import CpuBudget
-from prism.frontend.replies import beside
+from prism.frontend.replies import run_in_thread_if_slow
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering
@@ -160,5 +160,5 @@ async def test_a_parsed_answer_of_some_length_is_shown_in_a_thread() -> None:
             loops.append(False)
 
     for tokens in (256, 257):
-        await beside(made, spec, tokens)
+        await run_in_thread_if_slow(made, spec, tokens)
     assert loops == [True, False]

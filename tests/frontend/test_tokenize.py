@@ -81,7 +81,7 @@ async def test_the_openai_client(stack: Stack) -> None:
         body = {"model": "base", "prompt": "hello"}
         made: Any = await client.post("/tokenize", cast_to=object, body=body)
         assert made["count"] == 1 + len(ids_of("hello"))
-        with pytest.raises(openai.NotFoundError, match="models here: chat, base"):
+        with pytest.raises(openai.NotFoundError, match="available models: chat, base"):
             await client.post("/detokenize", cast_to=object, body={"model": "no", "tokens": []})
 
 
@@ -95,9 +95,9 @@ ERRORS = [
     ("/tokenize", {}, "prompt", "prompt: give either prompt or messages"),
     ("/tokenize", {"prompt": "", "messages": SAID}, "prompt", "give either prompt or messages"),
     ("/tokenize", {"prompt": ["a"]}, "prompt", "prompt: Input should be a valid string"),
-    ("/tokenize", {"prompt": "a", "tools": []}, "tools", "tools: needs messages"),
+    ("/tokenize", {"prompt": "a", "tools": []}, "tools", "tools: requires messages"),
     ("/tokenize", {"messages": []}, "messages", "messages: List should have at least 1 item"),
-    ("/tokenize", {"messages": SAID}, "model", "base has no chat template"),
+    ("/tokenize", {"messages": SAID}, "model", "base does not have a chat template"),
     ("/tokenize", {"prompt": "a", "max_tokens": 1}, "max_tokens", "max_tokens: unknown field"),
     (
         "/tokenize",

@@ -234,5 +234,7 @@ async def test_an_answer_goes_on_within_its_reasoning(tools_stack: Stack) -> Non
 async def test_a_model_without_a_parser_is_named(stack: Stack) -> None:
     body = {"model": "chat", "messages": SAID, "tools": [WEATHER]}
     error = (await stack.client.post("/v1/chat/completions", json=body)).json()["error"]
-    assert error["message"].startswith("tools: chat has no tool_parser; name one in the YAML")
+    assert error["message"].startswith(
+        "tools: chat does not have a tool_parser; set one in the YAML"
+    )
     assert error["param"] == "tools"

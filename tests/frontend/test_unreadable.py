@@ -103,7 +103,7 @@ async def test_a_broken_template_costs_conversations_of_its_model_alone(
     ):
         agent.script = answering([7, 8, 0])
         if comes == "by a reload":
-            await reload.take_over(app.state.services, replace(config, revision=1))
+            await reload.apply_config(app.state.services, replace(config, revision=1))
 
         async def post(path: str, model: str, **body: Any) -> httpx.Response:
             return await client.post(path, json={"model": model, **body})

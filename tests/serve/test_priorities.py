@@ -70,6 +70,6 @@ def test_others_are_refused_by_name(cluster: Cluster) -> None:
         refused = cluster.post(priority=asked)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "priority"
-        text = f"priority: {asked} is not between -5 and 5, the bounds of this server"
+        text = f"priority: {asked} is not between -5 and 5, the limits of this server"
         assert text in refused.json()["error"]["message"]
     assert cluster.post(priority=5).status_code == cluster.post(priority=None).status_code == 200

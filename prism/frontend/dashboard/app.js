@@ -1,4 +1,4 @@
-// Asks for the status and the counters every two seconds, and shows them.
+// Polls the status and the counters every two seconds, and shows them.
 
 import { showDevices } from "./devices.js";
 import { el, keyed, setAttribute, setText } from "./dom.js";
@@ -30,8 +30,8 @@ async function ask(path) {
 }
 
 async function reasonOf(answer) {
-  const said = await answer.json().catch(() => ({}));
-  return said.reason ?? said.error?.message ?? `HTTP ${answer.status}`;
+  const body = await answer.json().catch(() => ({}));
+  return body.reason ?? body.error?.message ?? `HTTP ${answer.status}`;
 }
 
 async function poll() {
@@ -56,11 +56,11 @@ async function refresh() {
   if (models) names = models.data.map((model) => model.id);
   status = found;
   history.add(performance.now(), parseMetrics(metrics));
-  note();
+  addPoints();
   show();
 }
 
-function note() {
+function addPoints() {
   const rows = modelRows(status, names, history);
   const sum = (field) => rows.reduce((total, row) => total + row[field], 0);
   const point = {
@@ -125,7 +125,7 @@ function showTroubles() {
 function setPaused(value) {
   paused = value;
   setAttribute($("pause"), "aria-pressed", paused);
-  setText($("pause").firstChild, paused ? "Go on " : "Pause ");
+  setText($("pause").firstChild, paused ? "Resume " : "Pause ");
   showAge();
   poll();
 }

@@ -1,4 +1,4 @@
-// Devices as memory maps: a bar of segments, each model's together.
+// Devices as memory maps: a bar of segments, grouped by model.
 
 import { el, keyed, setAttribute, setText } from "./dom.js";
 import { bytes, number } from "./format.js";
@@ -13,11 +13,11 @@ const REST = [
   ["held", "reserved, not mapped"],
   ["free", "free"],
 ];
-// Degrees, far apart; neighbours by name differ most.
+// In degrees. Consecutive hues are far apart.
 const HUES = [262, 45, 165, 330, 95, 220, 20, 300, 190, 70];
 const hues = new Map();
 
-/** A model keeps its hue while the page is open. */
+/** Returns the hue of a model, which is constant while the page is open. */
 export function hueOf(model) {
   if (!hues.has(model)) hues.set(model, HUES[hues.size % HUES.length]);
   return hues.get(model);
@@ -146,12 +146,12 @@ function updatePart(node, part, map) {
   );
 }
 
-/** In MiB: parts of 1 would not fill the bar. */
+/** Sets the flex of a segment in MiB: flex factors with a sum below 1 would not fill the bar. */
 function grow(node, size) {
   node.style.setProperty("flex", `${size / 2 ** 20} 1 0`);
 }
 
-/** Arrow keys, Home and End go from segment to segment; Tab goes on to the next device. */
+/** Moves the focus between segments with arrow keys, Home and End. Tab moves to the next device. */
 function walk(bar, event) {
   const all = [...bar.querySelectorAll(".seg")].filter((seg) => seg.offsetParent !== null);
   const at = all.indexOf(event.target);

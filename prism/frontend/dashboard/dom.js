@@ -1,6 +1,6 @@
-// Small helpers. Text from the cluster goes in by textContent and attributes alone, never as HTML.
+// DOM helpers. Text from the cluster is set only by textContent and attributes, never as HTML.
 
-/** An element; `attributes` by name (`text` is its text), children behind them. */
+/** Returns an element with attributes (`text` sets its text) and children. */
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -21,14 +21,14 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Set it, or remove it where `value` is null. */
+/** Sets an attribute, or removes it if `value` is null. */
 export function setAttribute(node, name, value) {
   if (value === null) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
-/** Make `parent` hold one child for each item, in this order. A child whose key stays is kept, and
- * with it the focus. */
+/** Updates `parent` to hold one child per item, in this order. A child whose key remains is kept,
+ * and with it the focus. */
 export function keyed(parent, items, keyOf, create, update) {
   parent.prismChildren ??= new Map();
   const before = parent.prismChildren;

@@ -1,4 +1,4 @@
-// Figures as text.
+// Formatting of figures.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -20,7 +20,7 @@ export function number(value) {
 export function percent(part) {
   if (part === null) return "–";
   const shown = part * 100;
-  // 99.96 % is not all.
+  // 99.96 % must not be shown as 100 %.
   return `${shown === 100 ? "100" : Math.min(shown, 99.9).toFixed(1)} %`;
 }
 

@@ -1,8 +1,9 @@
 // The cluster's status as memory maps of its devices and rows of its models.
 
-/** By device: {name, capacity, reserved, groups, held, free, kvpr, engines, drained}; a group is one
- * model's memory on the device, in bytes by kind. `held`: promised by the ledger and not mapped.
- * `drained`: what is still there of a device that gets no more; undefined where it gets. */
+/** Returns per device: {name, capacity, reserved, groups, held, free, kvpr, engines, drained}.
+ * groups: one model's memory on the device, in bytes by kind.
+ * held: bytes granted by the ledger and not mapped.
+ * drained: remaining models of a device that is being drained; undefined for other devices. */
 export function deviceMaps(status) {
   return status.agents.map((agent) => {
     const groups = modelsOn(status, agent.device).map(groupOf);
@@ -26,7 +27,7 @@ export function deviceMaps(status) {
   });
 }
 
-/** Reports of one rank each: a model over several devices has as much on each of them. */
+/** Returns the models on a device. A model has one report, which holds for each of its devices. */
 function modelsOn(status, device) {
   const here = (agent, model) => agent.device === device || model.peers.includes(device);
   return status.agents.flatMap((agent) => agent.models.filter((model) => here(agent, model)));
@@ -46,7 +47,7 @@ function groupOf(report) {
   };
 }
 
-/** A row for each model that is configured or seen, by name. */
+/** Returns a row for each configured or reported model, ordered by name. */
 export function modelRows(status, names, history) {
   const reports = status.agents.flatMap((agent) => agent.models.map((model) => ({ agent, model })));
   const seen = [
@@ -81,5 +82,5 @@ function stateOf(status, name, mine) {
   const error = mine.map(({ model }) => model.error).find((text) => text);
   const why = error ?? status.refusals[name] ?? "";
   if (state) return { state, why };
-  return { state: status.unplaced[name] ? "waits for a place" : "not loaded", why };
+  return { state: status.unplaced[name] ? "waiting for placement" : "not loaded", why };
 }

@@ -1,11 +1,11 @@
-// What frontends count, read from /metrics, and what it came to over a window.
+// Counters of the frontends from /metrics, and their growth over a window.
 
 export const NAMES = ["prism_requests_total", "prism_output_tokens_total", "prism_slo_total"];
 const KEPT_MS = 5 * 60_000;
 const LINE = /^(\w+)\{(.*)\} (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
 
-/** Text for Prometheus -> Map of a series' name and labels -> {name, labels, value}. */
+/** Parses text for Prometheus to a Map of a series' name and labels -> {name, labels, value}. */
 export function parseMetrics(text) {
   const found = new Map();
   for (const line of text.split("\n")) {
@@ -22,7 +22,7 @@ function unescaped(value) {
   return value.replace(/\\(.)/g, (_, char) => (char === "n" ? "\n" : char));
 }
 
-/** Frontend -> the series of the first sample that has it. */
+/** Returns a Map of frontend -> the series of the first sample that has the frontend. */
 function firstOfEach(samples) {
   const found = new Map();
   for (const { series } of samples)
@@ -31,7 +31,7 @@ function firstOfEach(samples) {
   return found;
 }
 
-/** Samples of the last five minutes. Times are in ms. */
+/** Samples of the last five minutes, with times in ms. */
 export class History {
   #samples = []; // {ms, series}
 
@@ -40,9 +40,9 @@ export class History {
     while (this.#samples[0].ms < ms - KEPT_MS) this.#samples.shift();
   }
 
-  /** What the series that `wanted` accepts grew by, and in how many seconds. A counter that fell
-   * has started again at 0: its frontend has. A frontend that is missing at first, because it is
-   * new or did not answer in time, counts from its first sample on. */
+  /** Returns the growth of the series that `wanted` accepts, and the seconds in which it happened.
+   * A counter that fell restarted at 0 with its frontend. A frontend that is missing at first,
+   * because it is new or did not answer in time, counts from its first sample. */
   growth(wanted, windowMs = KEPT_MS) {
     const last = this.#samples.at(-1);
     if (!last) return { count: 0, seconds: 0 };
@@ -58,15 +58,15 @@ export class History {
     return { count, seconds: (last.ms - first.ms) / 1000 };
   }
 
-  /** Per second, over the last `windowMs`; null before the second sample. */
+  /** Returns the rate per second over the last `windowMs`, or null before the second sample. */
   rate(name, model, windowMs) {
     const wanted = (other, labels) => other === name && (model === null || labels.model === model);
     const { count, seconds } = this.growth(wanted, windowMs);
     return seconds > 0 ? count / seconds : null;
   }
 
-  /** {part, since}: of the requests that met their SLO in the last minutes; or since the frontends
-   * began, where none ended in them. part: null where none ended at all. */
+  /** Returns {part, since}: the part of requests that met their SLO in the last five minutes, or
+   * since the frontends started if none ended in that time. part is null if none ended at all. */
   attainment(slo, model) {
     const judged = (met) => (name, labels) =>
       name === "prism_slo_total" &&
@@ -74,7 +74,7 @@ export class History {
       labels.met === met &&
       (model === null || labels.model === model);
     let [met, missed] = ["true", "false"].map((each) => this.growth(judged(each)).count);
-    const since = met + missed > 0 ? "in the last 5 minutes" : "since the frontends began";
+    const since = met + missed > 0 ? "in the last 5 minutes" : "since the frontends started";
     if (met + missed === 0)
       [met, missed] = ["true", "false"].map((each) => this.#total(judged(each)));
     return { part: met + missed > 0 ? met / (met + missed) : null, since };

@@ -1,10 +1,10 @@
-// Models, decisions and totals.
+// Tables of models and decisions, and the totals.
 
 import { el, keyed, setAttribute, setText, svg } from "./dom.js";
 import { hueOf } from "./devices.js";
 import { ago, bytes, number, percent, seconds } from "./format.js";
 
-// [heading, text of the cell, what it is sorted by, whether it is a number]
+// [heading, text of the cell, sort key, whether it is a number]
 const COLUMNS = [
   ["Model", (row) => row.name, (row) => row.name, false],
   ["State", (row) => row.state, (row) => row.state, false],
@@ -20,15 +20,15 @@ const COLUMNS = [
 ];
 const GOOD = 0.99;
 const FAIR = 0.9;
-const sorted = { column: 0, falls: false };
+const sorted = { column: 0, descending: false };
 
-/** Headings that sort; `changed` is called when the order is another. */
+/** Adds headings that sort the table. `changed` is called when the order changes. */
 export function makeHeadings(table, changed) {
   const row = el("tr");
   COLUMNS.forEach(([heading, , , isNumber], column) => {
     const button = el("button", { type: "button", text: heading });
     button.addEventListener("click", () => {
-      sorted.falls = sorted.column === column ? !sorted.falls : isNumber;
+      sorted.descending = sorted.column === column ? !sorted.descending : isNumber;
       sorted.column = column;
       changed();
     });
@@ -40,9 +40,9 @@ export function makeHeadings(table, changed) {
 export function showModels(table, rows, filter) {
   const wanted = rows.filter((row) => row.name.toLowerCase().includes(filter.toLowerCase()));
   const by = COLUMNS[sorted.column][2];
-  wanted.sort((a, b) => compare(by(a), by(b)) * (sorted.falls ? -1 : 1) || compare(a.name, b.name));
+  wanted.sort((a, b) => compare(by(a), by(b)) * (sorted.descending ? -1 : 1) || compare(a.name, b.name));
   [...table.tHead.rows[0].cells].forEach((cell, column) => {
-    const order = sorted.falls ? "descending" : "ascending";
+    const order = sorted.descending ? "descending" : "ascending";
     setAttribute(cell, "aria-sort", column === sorted.column ? order : null);
   });
   keyed(table.tBodies[0], wanted, (row) => row.name, createModel, updateModel);
@@ -96,7 +96,7 @@ function grade(part) {
 }
 
 export function showDecisions(table, decisions, nowS) {
-  // Two of the same moment differ in their model.
+  // Decisions of the same time differ in their model.
   const key = (each) => `${each.time_unix_s} ${each.kind} ${each.model}`;
   keyed(table.tBodies[0], [...decisions].reverse(), key, createDecision, (node, each) =>
     updateDecision(node, each, nowS),
@@ -125,10 +125,10 @@ function createDecision(each) {
 function updateDecision(node, each, nowS) {
   setText(node.cells[0], ago(nowS - each.time_unix_s));
   setText(node.cells[4].lastChild, each.problem && `failed: ${each.problem}`);
-  setText(node.cells[5], each.seconds === null ? "under way" : seconds(each.seconds));
+  setText(node.cells[5], each.seconds === null ? "in progress" : seconds(each.seconds));
 }
 
-/** `totals`: {name, value, line, grade, title}; a line is a sequence of figures, or null. */
+/** Shows `totals`, each {name, value, line, grade, title}. A line is a list of figures, or null. */
 export function showTotals(parent, totals) {
   const create = (total) =>
     el("div", { class: "total" }, el("dt", { text: total.name }), el("dd"), sparkline());

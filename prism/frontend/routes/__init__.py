@@ -1,1 +1,1 @@
-"""The HTTP routes, one file per OpenAI resource."""
+"""HTTP routes, one file per resource."""

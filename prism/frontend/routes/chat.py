@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from prism.frontend.bodies import read_body
 from prism.frontend.chat_types import ChatBody
 from prism.frontend.generation import TextUpdate
+from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.logprobs import chat_logprobs
-from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
@@ -24,7 +24,7 @@ from prism.messages.requests import Logprobs
 
 router = APIRouter(route_class=PlainRoute)
 
-_DELTA_CHARS = 4  # about a token's
+_DELTA_CHARS = 4  # about those of a token
 
 
 @router.post("/v1/chat/completions")
@@ -42,28 +42,29 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 class _Choices:
-    """See `ShownChoices`."""
+    """`ShownChoices` of chat completions."""
 
-    def __init__(self, generation: Answering, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, generation: AnyGeneration, tokenizer: ModelTokenizer) -> None:
         self._generation, self._tokenizer = generation, tokenizer
         numbers = range(len(generation.choices))
         role = {"role": "assistant", "content": ""}
         self.begin: list[Event] = [
             {"index": number, "delta": role, "finish_reason": None} for number in numbers
         ]
-        self._told = [Told(generation, number) for number in numbers]
+        self._renderers = [ChoiceRenderer(generation, number) for number in numbers]
 
     def show(self, update: TextUpdate) -> list[Event]:
-        told = self._told[update.choice]
-        delta = {"delta": told.delta(update)}
-        reason = told.finish_reason(update)
+        renderer = self._renderers[update.choice]
+        delta = {"delta": renderer.delta(update)}
+        reason = renderer.finish_reason(update)
         return [_choice(update, delta, reason, self._generation, self._tokenizer)]
 
 
-class Told:
-    """One choice, told apart into reasoning, content and tool calls where the model has parsers."""
+class ChoiceRenderer:
+    """Renderer that splits a choice into reasoning, content and tool calls, if the model has
+    parsers."""
 
-    def __init__(self, generation: Answering, choice: int) -> None:
+    def __init__(self, generation: AnyGeneration, choice: int) -> None:
         self._parsing = generation.spec.parsing
         self._name = f"{generation.spec.id}-{choice}"
         self._begin()
@@ -84,7 +85,7 @@ class Told:
         return delta
 
     def message(self, update: TextUpdate) -> dict[str, Any]:
-        """The whole of it, as one message."""
+        """Returns the whole choice as a message."""
         message: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
         if self._parser is None:
             return message
@@ -98,8 +99,8 @@ class Told:
         return message
 
     def in_order(self, update: TextUpdate) -> list[dict[str, Any]]:
-        """The whole of it as a message, or, where text comes behind a call, as a stream's deltas: a
-        message does not say so, and they take a hundred times as long."""
+        """Returns the whole choice as a message, or as a stream's deltas if text follows a call. A
+        message does not have that order, and deltas take a hundred times as long."""
         message = self.message(update)
         text, words = update.text, (message["content"] or "").split()
         if "tool_calls" not in message or not words or not text.rstrip().endswith(words[-1]):
@@ -118,7 +119,7 @@ class Told:
             return {"index": number, "function": {"arguments": arguments}}
         self._calls += 1
         function = {"name": name, "arguments": arguments}
-        # The same each time that the answer is shown.
+        # Derived, so that a repeated answer has the same ids.
         digest = blake2b(f"{self._name}-{self._calls}".encode(), digest_size=16).hexdigest()
         return {
             "index": number,
@@ -128,36 +129,36 @@ class Told:
         }
 
 
-def calls_of(said: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Parts of calls in a delta: of one that has begun, which come before the delta's text, and of
-    those that begin."""
-    calls = said.get("tool_calls", [])
+def split_calls(delta: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the parts of calls in a delta: those that continue the open call, which precede the
+    delta's text, and those of new calls."""
+    calls = delta.get("tool_calls", [])
     first = next((place for place, call in enumerate(calls) if "id" in call), len(calls))
     return calls[:first], calls[first:]
 
 
 def _choice(
     update: TextUpdate,
-    said: dict[str, Any],
+    content: dict[str, Any],
     reason: str | None,
-    generation: Answering,
+    generation: AnyGeneration,
     tokenizer: ModelTokenizer,
 ) -> dict[str, Any]:
     logprobs = None
     if generation.spec.logprobs is not None:
         logprobs = chat_logprobs(tokenizer, update.token_ids, update.logprobs or Logprobs())
-    choice = {"index": update.choice, **said, "logprobs": logprobs, "finish_reason": reason}
+    choice = {"index": update.choice, **content, "logprobs": logprobs, "finish_reason": reason}
     if generation.spec.show_token_ids:
         choice["token_ids"] = update.token_ids
     return choice
 
 
-def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
+def _whole(generation: AnyGeneration, tokenizer: ModelTokenizer) -> dict[str, Any]:
     choices = []
     for each in generation.choices:
-        ended, told = each.so_far(), Told(generation, each.opened.choice)
-        message = told.message(ended)
-        reason = told.finish_reason(ended)
+        ended, renderer = each.so_far(), ChoiceRenderer(generation, each.opened.choice)
+        message = renderer.message(ended)
+        reason = renderer.finish_reason(ended)
         choices.append(_choice(ended, {"message": message}, reason, generation, tokenizer))
     head = generation.head("chat.completion")
     return {**head, "choices": choices, "usage": generation.usage()}

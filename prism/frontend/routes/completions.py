@@ -10,9 +10,9 @@ from fastapi.responses import Response
 
 from prism.frontend.bodies import read_body
 from prism.frontend.generation import GeneratedChoice, TextUpdate
+from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.openai_types import CompletionBody
-from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
@@ -39,9 +39,9 @@ async def create_completion(request: Request) -> Response:
 
 
 class _Choices:
-    """See `ShownChoices`."""
+    """`ShownChoices` of completions."""
 
-    def __init__(self, generation: Answering, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, generation: AnyGeneration, tokenizer: ModelTokenizer) -> None:
         self.begin: list[Event] = []
         numbers = range(len(generation.choices))
         self._shown = [_Shown(generation, tokenizer, number) for number in numbers]
@@ -49,12 +49,12 @@ class _Choices:
         self._held: list[TextUpdate] = []
 
     def show(self, update: TextUpdate) -> list[Event]:
-        """What can be shown now: this, perhaps, and what was held back."""
+        """Returns the updates that can be shown now, including those held back before."""
         if not self._may_wait:
             return [self._shown[update.choice].delta(update)]
-        come, self._held = [*self._held, update], []
+        updates, self._held = [*self._held, update], []
         ready = []
-        for each in come:
+        for each in updates:
             shown = self._shown[each.choice]
             if shown.can_begin():
                 ready.append(shown.delta(each))
@@ -64,18 +64,18 @@ class _Choices:
 
 
 class _Shown:
-    """One choice as its client sees it: behind its prompt where that is echoed."""
+    """Choice as the client sees it, after its prompt if that is echoed."""
 
-    def __init__(self, generation: Answering, tokenizer: ModelTokenizer, choice: int) -> None:
+    def __init__(self, generation: AnyGeneration, tokenizer: ModelTokenizer, choice: int) -> None:
         self._spec = generation.spec
         self._choice = generation.choices[choice]
-        # Of a prompt's choices the first one has the prompt's log probabilities.
+        # The first choice of a prompt has the prompt's log probabilities.
         self._first = generation.choices[choice - choice % self._spec.shown[1]]
         self._logprobs = CompletionLogprobs(tokenizer, not self._spec.skip_special_tokens)
         self._echo = self._spec.echoes[choice] if self._spec.echoes else ""
 
     def can_begin(self) -> bool:
-        """What it shows of the prompt is there."""
+        """Returns whether the log probabilities of the echoed prompt are available."""
         return not self._echo or bool(self._first.texts)
 
     def delta(self, update: TextUpdate) -> Event:
@@ -104,7 +104,7 @@ class _Shown:
         return joined(prompt, part) if prompt else part
 
 
-def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
+def _whole(generation: AnyGeneration, tokenizer: ModelTokenizer) -> dict[str, Any]:
     ended = [
         _Shown(generation, tokenizer, choice.opened.choice).delta(choice.so_far())
         for choice in _best(generation)
@@ -113,8 +113,8 @@ def _whole(generation: Answering, tokenizer: ModelTokenizer) -> dict[str, Any]:
     return {**generation.head(KIND), "choices": choices, "usage": generation.usage()}
 
 
-def _best(generation: Answering) -> list[GeneratedChoice]:
-    """Those that the client sees: of each prompt the likeliest, if more were made."""
+def _best(generation: AnyGeneration) -> list[GeneratedChoice]:
+    """Returns the choices that the client sees: the likeliest of each prompt."""
     shown, made = generation.spec.shown
     if shown == made:
         return generation.choices

@@ -1,4 +1,4 @@
-"""GET /dashboard: a page that shows the cluster live. It reads /status and /metrics."""
+"""GET /dashboard: page that shows the cluster live, from /status and /metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEDIA_TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# The page's own files and the figures it asks for: nothing from elsewhere, nothing inline.
+# Allows only this server's files and figures: nothing from other hosts, nothing inline.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
@@ -27,7 +27,7 @@ HEADERS = {
 }
 
 
-# By name; some 30 KB.
+# Name -> content; about 30 KB.
 _FILES = {
     file.name: file.read_bytes()
     for file in Path(__file__).parents[1].joinpath("dashboard").iterdir()
@@ -36,7 +36,7 @@ _FILES = {
 
 @router.get("/dashboard")
 async def to_the_page() -> Response:
-    """Relative, so that it also leads there behind a proxy's prefix."""
+    """Redirects to the page. The URL is relative, so that it works with a proxy's path prefix."""
     return RedirectResponse("dashboard/", headers=HEADERS)
 
 

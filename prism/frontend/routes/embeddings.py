@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, of models that make vectors."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fastapi.responses import Response
 
 from prism.frontend.bodies import read_body
 from prism.frontend.embeddings import embedding_spec, vector
+from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.openai_types import EmbeddingsBody
-from prism.frontend.repeats import Answering, read_key
 from prism.frontend.replies import reply_whole
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
@@ -27,7 +27,7 @@ async def create_embeddings(request: Request) -> Response:
     return await reply_whole(request, found, generation, lambda: _answer(generation, body))
 
 
-def _answer(generation: Answering, body: EmbeddingsBody) -> dict[str, Any]:
+def _answer(generation: AnyGeneration, body: EmbeddingsBody) -> dict[str, Any]:
     form, dimensions = body.encoding_format, body.dimensions
     data = [
         {

@@ -1,4 +1,4 @@
-"""GET /health, /metrics and /status: how the cluster is, for probes, Prometheus and people."""
+"""GET /health, /metrics and /status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prism import clock
 from prism.errors import QueueUnavailableError
 from prism.frontend.errors import RETRY_AFTER_S
-from prism.frontend.metrics import chosen
+from prism.frontend.metrics import render_samples
 from prism.frontend.services import Services, services
 from prism.frontend.siblings import merged
 from prism.messages.agent import AgentReport
@@ -33,7 +33,7 @@ _WHY: dict[str, Any] = {
 }
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {
-        "description": "not now, and why",
+        "description": "the cluster is not available; `reason` says why",
         "content": {"application/json": {"schema": _WHY}},
     }
 }
@@ -55,7 +55,7 @@ async def health(request: Request) -> JSONResponse:
     silence = _silence(found, published)
     if not published.ready:
         return _unavailable(silence or f"starting: {_progress(found, published)}")
-    # Devices go on serving while the scheduler is silent.
+    # Devices continue to serve while the scheduler is silent.
     degraded = _degraded(found, published, silence)
     return JSONResponse({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
 
@@ -70,7 +70,7 @@ async def status(request: Request) -> Response:
 
 @operators.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """`?name[]=` chooses samples by their names, as Prometheus' own libraries do."""
+    """Returns the metrics. `?name[]=` selects samples by name, as in Prometheus' libraries."""
     found = services(request)
     found.cluster.takes_requests = not await found.writes.failure()
     names = tuple(sorted(set(request.query_params.getlist("name[]"))))[:_NAMES_MAX]
@@ -79,12 +79,12 @@ async def metrics(request: Request) -> Response:
     except QueueUnavailableError:
         found.cluster.status = None
     frontends = await found.dispatcher.siblings.metrics(names)
-    text = merged([*frontends, chosen(found.cluster.registry, names)])
+    text = merged([*frontends, render_samples(found.cluster.registry, names)])
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def plain(value: Any) -> Any:
-    """Wire structs as dicts with every field (on the wire, defaults are left out)."""
+    """Returns wire structs as dicts with all fields (on the wire, defaults are omitted)."""
     if isinstance(value, msgspec.Struct):
         return {k: plain(v) for k, v in msgspec.structs.asdict(value).items()}
     if isinstance(value, list):
@@ -98,15 +98,16 @@ def _unavailable(reason: str) -> JSONResponse:
 
 
 def _silence(found: Services, published: ClusterStatus) -> str:
-    """What is wrong with the scheduler; empty while it reports."""
+    """Returns an error if the scheduler does not report, or an empty string."""
     age_s = clock.unix_s() - published.time_unix_s
     limit_s = max(_STATUS_AGE_MIN_S, _STATUS_AGE_INTERVALS * found.config.scheduler.interval_s)
     return f"the cluster scheduler has not reported for {age_s:.0f} s" if age_s > limit_s else ""
 
 
 def _degraded(found: Services, published: ClusterStatus, silence: str) -> dict[str, str]:
-    """What is wrong although requests are served: part, device or model -> why. The supervisor is
-    asked itself: the scheduler's status is old while that is what is in trouble."""
+    """Returns process, device or model -> problem, while requests are served. The supervisor's
+    problems are read from its file, since the scheduler's status is old if the scheduler itself
+    has failed."""
     silent = {"scheduler": silence} if silence else {}
     troubles = read_troubles(Path(found.config.run_dir))
     templates = {name: one.template_error for name, one in found.tokenizers.items()}

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: a chat completion, told in Anthropic's words."""
+"""POST /v1/messages and /v1/messages/count_tokens: chat completions in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pydantic_core import from_json
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.bodies import read_body
 from prism.frontend.errors import anthropic_error
+from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.message_types import CountBody, MessagesBody, renamed
-from prism.frontend.repeats import Answering, read_key
-from prism.frontend.replies import Event, Events, beside, reply_stream, reply_whole
-from prism.frontend.routes.chat import Told, calls_of
+from prism.frontend.replies import Event, Events, reply_stream, reply_whole, run_in_thread_if_slow
+from prism.frontend.routes.chat import ChoiceRenderer, split_calls
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec, conversation_text
@@ -58,38 +58,40 @@ async def count_tokens(request: Request) -> Response:
 
 
 class _Answer:
-    """One message, whole or as events."""
+    """Answer of one request, whole or as events."""
 
-    def __init__(self, generation: Answering) -> None:
+    def __init__(self, generation: AnyGeneration) -> None:
         self.generation = generation
 
     def whole(self) -> dict[str, Any]:
         [choice] = self.generation.choices
-        ended, told = choice.so_far(), Told(self.generation, 0)
+        ended, renderer = choice.so_far(), ChoiceRenderer(self.generation, 0)
         blocks = _Blocks()
-        for said in told.in_order(ended):
-            for _ in blocks.take(said):
+        for delta in renderer.in_order(ended):
+            for _ in blocks.take(delta):
                 pass
         for _ in blocks.end():
             pass
         usage = self._usage()
-        return self._message(blocks.content, usage=usage, **self._ending(told.finish_reason(ended)))
+        return self._message(
+            blocks.content, usage=usage, **self._ending(renderer.finish_reason(ended))
+        )
 
     async def events(self) -> Events:
-        """In Anthropic's order."""
-        blocks, told, reason = _Blocks(), Told(self.generation, 0), None
+        """Yields events in Anthropic's order."""
+        blocks, renderer, reason = _Blocks(), ChoiceRenderer(self.generation, 0), None
         try:
             async for update in self.generation.updates():
                 if not blocks.began:
-                    # What was found in the prefix cache is known from the first token on.
+                    # The number of cached tokens is known with the first token.
                     blocks.began = True
                     yield {"type": "message_start", "message": self._begun()}
-                said = await beside(
-                    partial(told.delta, update), self.generation.spec, len(update.token_ids)
+                delta = await run_in_thread_if_slow(
+                    partial(renderer.delta, update), self.generation.spec, len(update.token_ids)
                 )
-                for event in blocks.take(said):
+                for event in blocks.take(delta):
                     yield event
-                reason = told.finish_reason(update)
+                reason = renderer.finish_reason(update)
         except RequestError as error:
             yield anthropic_error(error)
             raise
@@ -105,8 +107,8 @@ class _Answer:
 
     def _message(self, content: list[Event], **more: Any) -> dict[str, Any]:
         head = self.generation.head("message")
-        said = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
-        return {**said, "content": content, **more}
+        fields = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
+        return {**fields, "content": content, **more}
 
     def _ending(self, reason: str | None) -> dict[str, Any]:
         stop = self.generation.choices[0].stop_string
@@ -126,35 +128,35 @@ class _Answer:
 
 
 class _Blocks:
-    """The content as it grows, block by block, and the events that tell of it. It takes what a chat
-    completion says: deltas, or the whole message as one."""
+    """Content of a message, built block by block, and its events. It takes deltas of a chat
+    completion, or its whole message as one."""
 
     def __init__(self) -> None:
         self.content: list[Event] = []
         self.began = False
-        self._open = ""  # the type of the last block, while it grows
+        self._open = ""  # type of the last block while it is open
         self._pieces: list[str] = []
-        self._space = ""  # that is a part of a text if one follows
+        self._space = ""  # held back: it belongs to a text if one follows
 
-    def take(self, said: dict[str, Any]) -> Iterator[Event]:
-        if reasoning := said.get("reasoning_content"):
+    def take(self, delta: dict[str, Any]) -> Iterator[Event]:
+        if reasoning := delta.get("reasoning_content"):
             yield from self._write("thinking", reasoning)
-        going_on, begun = calls_of(said)
-        for call in going_on:
+        continued, new = split_calls(delta)
+        for call in continued:
             yield from self._call(call)
-        if text := said.get("content"):
+        if text := delta.get("content"):
             yield from self._text(text)
-        for call in begun:
+        for call in new:
             yield from self._call(call)
 
     def end(self) -> Iterator[Event]:
-        """No more comes. Where nothing has, there is an empty text."""
+        """Closes the last block. Adds an empty text if none was written."""
         if not self.content:
             yield from self._write("text", self._space)
         yield from self._close()
 
     def _text(self, text: str) -> Iterator[Event]:
-        """Space before and between other blocks is no text of its own."""
+        """Writes text. Space before and between other blocks does not start a text block."""
         if self._open != "text" and not text.strip():
             self._space += text
             return
@@ -163,8 +165,8 @@ class _Blocks:
 
     def _write(self, kind: str, text: str) -> Iterator[Event]:
         if self._open != kind:
-            beside = {"signature": ""} if kind == "thinking" else {}
-            yield from self._begin({"type": kind, kind: "", **beside})
+            extra = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin({"type": kind, kind: "", **extra})
         self._pieces.append(text)
         if text:
             yield self._delta({"type": f"{kind}_delta", kind: text})
@@ -184,7 +186,7 @@ class _Blocks:
         yield from self._close()
         self.content.append(block)
         self._open, self._pieces = block["type"], []
-        # What it becomes is told later, by the same dict.
+        # A copy, since the block is filled later.
         yield {
             "type": "content_block_start",
             "index": len(self.content) - 1,
@@ -192,7 +194,7 @@ class _Blocks:
         }
 
     def _close(self) -> Iterator[Event]:
-        """The last block grows no more."""
+        """Closes the last block."""
         if not self._open:
             return
         kind, text, block = self._open, "".join(self._pieces), self.content[-1]
@@ -208,7 +210,7 @@ class _Blocks:
 
 
 def _arguments(text: str) -> Any:
-    """An object; of a call that was cut, as far as it came."""
+    """Returns the arguments as an object, as far as they are complete in a truncated call."""
     try:
         made = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:

@@ -1,5 +1,4 @@
-"""GET /v1/models: the configured models, their aliases and adapters, placed or
-not."""
+"""GET /v1/models: the configured models, their aliases and adapters, whether placed or not."""
 
 from __future__ import annotations
 
@@ -26,13 +25,12 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _card(found: Services, name: str, model: ModelSpec, adapter: str) -> dict[str, Any]:
-    """`root`: its own name, where `id` is an alias. `parent`: of an adapter."""
     return {
         "id": name,
         "object": "model",
         "created": found.started_unix_s,
         "owned_by": "prism",
         "max_model_len": model.context_length,
-        "root": model.named(adapter),
+        "root": model.named(adapter),  # the name that `id` may be an alias of
         "parent": model.name if adapter else None,
     }

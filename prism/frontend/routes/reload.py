@@ -1,5 +1,5 @@
-"""POST /reload, where the pages of operators have a socket of their own: what `prism-serve reload`
-does with the YAML that the cluster follows."""
+"""POST /reload: runs `prism-serve reload` with the cluster's YAML. Served only on the separate
+socket of the operators' pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ router = APIRouter()
 
 @router.post("/reload")
 async def reload(request: Request) -> JSONResponse:
-    """Answers when all processes follow, with what has changed; 400 where nothing has, and why."""
+    """Answers with the changes once all processes have applied them, or with 400 and the reason if
+    nothing was changed."""
     run_dir = services(request).config.run_dir
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "prism.serve.reload", run_dir,
@@ -26,8 +27,8 @@ async def reload(request: Request) -> JSONResponse:
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(),
     )  # fmt: skip
-    said, _ = await process.communicate()
-    text = said.decode(errors="replace").strip()
+    output, _ = await process.communicate()
+    text = output.decode(errors="replace").strip()
     if process.returncode:
         error = bad_request(text)
         error.code = "reload"

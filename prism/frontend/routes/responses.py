@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat completion, told in items."""
+"""POST /v1/responses: a chat completion as items."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fastapi.responses import Response
 
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.bodies import read_body
-from prism.frontend.repeats import Answering, read_key
-from prism.frontend.replies import Events, beside, reply_stream, reply_whole
+from prism.frontend.idempotency import AnyGeneration, read_key
+from prism.frontend.replies import Events, reply_stream, reply_whole, run_in_thread_if_slow
 from prism.frontend.response_types import ResponsesBody, renamed
-from prism.frontend.routes.chat import Told, calls_of
+from prism.frontend.routes.chat import ChoiceRenderer, split_calls
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
@@ -24,7 +24,8 @@ from prism.frontend.tokenizers import ModelTokenizer
 router = APIRouter(route_class=PlainRoute)
 Event = dict[str, Any]
 
-# type of an item with text -> its id begins so, what it has beside, its part, what its part has
+# Type of an item with text -> (prefix of its id, further fields, type of its part, further fields
+# of its part).
 _WITH_TEXT: dict[str, tuple[str, Event, str, Event]] = {
     "message": ("msg", {"role": "assistant"}, "output_text", {"annotations": [], "logprobs": []}),
     "reasoning": ("rs", {"summary": []}, "reasoning_text", {}),
@@ -48,35 +49,35 @@ async def create_response(request: Request) -> Response:
 
 
 class _Answer:
-    """One response, whole or as events."""
+    """Answer of one request, whole or as events."""
 
     def __init__(
-        self, body: ResponsesBody, generation: Answering, tokenizer: ModelTokenizer
+        self, body: ResponsesBody, generation: AnyGeneration, tokenizer: ModelTokenizer
     ) -> None:
         self._body, self._generation, self._tokenizer = body, generation, tokenizer
 
     def whole(self) -> dict[str, Any]:
         items = _Items(self._generation.spec.id)
         [choice] = self._generation.choices
-        for said in Told(self._generation, 0).in_order(choice.so_far()):
-            for _ in items.take(said):
+        for delta in ChoiceRenderer(self._generation, 0).in_order(choice.so_far()):
+            for _ in items.take(delta):
                 pass
         for _ in items.end(self._cut):
             pass
         return self._ended(items)
 
     async def events(self) -> Events:
-        """In OpenAI's order."""
+        """Yields events in OpenAI's order."""
         number = count()
-        items, told = _Items(self._generation.spec.id), Told(self._generation, 0)
+        items, renderer = _Items(self._generation.spec.id), ChoiceRenderer(self._generation, 0)
         for kind in ("created", "in_progress"):
             yield _event(f"response.{kind}", number, response=self._response("in_progress", []))
         try:
             async for update in self._generation.updates():
-                said = await beside(
-                    partial(told.delta, update), self._generation.spec, len(update.token_ids)
+                delta = await run_in_thread_if_slow(
+                    partial(renderer.delta, update), self._generation.spec, len(update.token_ids)
                 )
-                for event in items.take(said):
+                for event in items.take(delta):
                     yield event | {"sequence_number": next(number)}
         except RequestError as error:
             yield _event("response.failed", number, response=self._failed(items, error))
@@ -84,7 +85,9 @@ class _Answer:
         for event in items.end(self._cut):
             yield event | {"sequence_number": next(number)}
         tokens = len(self._generation.choices[0].token_ids)
-        ended = await beside(lambda: self._ended(items), self._generation.spec, tokens)
+        ended = await run_in_thread_if_slow(
+            lambda: self._ended(items), self._generation.spec, tokens
+        )
         yield _event(f"response.{ended['status']}", number, response=ended)
 
     @property
@@ -101,9 +104,10 @@ class _Answer:
     def _failed(self, items: _Items, error: RequestError) -> dict[str, Any]:
         for _ in items.close("incomplete"):
             pass
-        code = "server_error" if error.status >= 500 else "invalid_prompt"  # of a fixed set
-        shown = {"code": code, "message": f"{error.code}: {error}"}
-        return self._response("failed", items.output, error=shown)
+        # Both codes are in OpenAI's fixed set.
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        fields = {"code": code, "message": f"{error.code}: {error}"}
+        return self._response("failed", items.output, error=fields)
 
     def _response(self, status: str, output: list[Event], **more: Any) -> dict[str, Any]:
         head = self._generation.head("response")
@@ -142,41 +146,41 @@ class _Answer:
 
 
 class _Items:
-    """The output as it grows, item by item, and the events that tell of it, but for their numbers.
-    It takes what a chat completion says: deltas, or the whole message as one."""
+    """Output of a response, built item by item, and its events without their numbers. It takes
+    deltas of a chat completion, or its whole message as one."""
 
     def __init__(self, response_id: str) -> None:
         self.output: list[Event] = []
         self._name = response_id.removeprefix("resp_")
-        self._open = ""  # the type of the last item, while it grows
+        self._open = ""  # type of the last item while it is open
         self._pieces: list[str] = []  # of its text, or of a call's arguments
-        self._space: list[str] = []  # that is a part of a message if one follows
+        self._space: list[str] = []  # held back: it belongs to a message if one follows
 
     @property
     def reasoning(self) -> str:
-        """All of it."""
-        told = [item["content"] for item in self.output if item["type"] == "reasoning"]
-        return "".join(part["text"] for content in told for part in content)
+        """Text of all reasoning items."""
+        contents = [item["content"] for item in self.output if item["type"] == "reasoning"]
+        return "".join(part["text"] for content in contents for part in content)
 
-    def take(self, said: dict[str, Any]) -> Iterator[Event]:
-        if reasoning := said.get("reasoning_content"):
+    def take(self, delta: dict[str, Any]) -> Iterator[Event]:
+        if reasoning := delta.get("reasoning_content"):
             yield from self._write("reasoning", reasoning)
-        going_on, begun = calls_of(said)
-        for call in going_on:
+        continued, new = split_calls(delta)
+        for call in continued:
             yield from self._call(call)
-        if text := said.get("content"):
+        if text := delta.get("content"):
             yield from self._message(text)
-        for call in begun:
+        for call in new:
             yield from self._call(call)
 
     def end(self, cut: bool) -> Iterator[Event]:
-        """No more comes. Where nothing has, there is an empty message."""
+        """Closes the last item. Adds an empty message if none was written."""
         if not self.output:
             yield from self._write("message", "".join(self._space))
         yield from self.close("incomplete" if cut else "completed")
 
     def close(self, status: str) -> Iterator[Event]:
-        """The last item grows no more."""
+        """Closes the last item."""
         if not self._open:
             return
         kind, text, item = self._open, "".join(self._pieces), self.output[-1]
@@ -197,7 +201,7 @@ class _Items:
         }
 
     def _message(self, text: str) -> Iterator[Event]:
-        """Space before and between calls is no message of its own."""
+        """Writes text. Space before and between calls does not start a message."""
         if self._open != "message" and not text.strip():
             self._space.append(text)
             return
@@ -206,8 +210,8 @@ class _Items:
 
     def _write(self, kind: str, text: str) -> Iterator[Event]:
         if self._open != kind:
-            prefix, beside, _, _ = _WITH_TEXT[kind]
-            yield from self._begin(kind, prefix, {**beside, "content": []})
+            prefix, extra, _, _ = _WITH_TEXT[kind]
+            yield from self._begin(kind, prefix, {**extra, "content": []})
             part = self._part(kind, "")
             yield self._of_item("response.content_part.added", content_index=0, part=part)
         self._pieces.append(text)
@@ -218,8 +222,8 @@ class _Items:
         function = call["function"]
         if "id" in call:
             self._space = []
-            said = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-            yield from self._begin("function_call", "fc", said)
+            fields = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+            yield from self._begin("function_call", "fc", fields)
         self._pieces.append(function["arguments"])
         if function["arguments"]:
             delta = function["arguments"]
@@ -232,13 +236,13 @@ class _Items:
         item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
         self.output.append(item)
         self._open, self._pieces = kind, []
-        # What it becomes is told later, by the same dict.
+        # A copy, since the item is filled later.
         yield {"type": "response.output_item.added", "output_index": number, "item": {**item}}
 
     @staticmethod
     def _part(kind: str, text: str) -> Event:
-        _, _, part, beside = _WITH_TEXT[kind]
-        return {"type": part, "text": text, **beside}
+        _, _, part, extra = _WITH_TEXT[kind]
+        return {"type": part, "text": text, **extra}
 
     def _of_text(self, kind: str, what: str, **fields: Any) -> Event:
         if kind == "message":

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shape; below /v1 as well, where SGLang has them."""
+"""POST /tokenize and /detokenize in vLLM's shape, also under /v1 as in SGLang."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from prism.frontend.chat_types import TokenizeBody
 from prism.frontend.openai_types import DetokenizeBody
 from prism.frontend.routing import PlainRoute
 from prism.frontend.services import Services, services
-from prism.frontend.specs import check_ids, conversation_text, refuse_hopeless
+from prism.frontend.specs import check_ids, conversation_text, reject_if_longer_than_context
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 
 router = APIRouter(route_class=PlainRoute)
-# Tokens that are written down in less time than handing them to a thread takes.
+# Tokens that are encoded as JSON in less time than handing them to a thread takes.
 _INLINE_TOKENS_MAX = 4096
 
 
@@ -64,14 +64,14 @@ async def _ids(body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer) 
         text = await conversation_text(model, body, tokenizer)
     else:
         text = body.prompt
-        refuse_hopeless(model, body, tokenizer, len(text))
+        reject_if_longer_than_context(model, body, tokenizer, len(text))
     special = body.add_special_tokens
     [ids] = await tokenizer.encode([text], body.prompt is not None if special is None else special)
     return ids
 
 
 async def _reply(make: Callable[[], dict[str, Any]], tokens: int) -> Response:
-    """What `make` makes of so many tokens."""
+    """Returns the result of `make` as JSON, from a thread if it has many tokens."""
 
     def content() -> bytes:
         return msgspec.json.encode(make())
@@ -93,6 +93,6 @@ def _tokenized(
 
 def _detokenized(body: DetokenizeBody, tokenizer: ModelTokenizer) -> dict[str, Any]:
     check_ids(body.tokens, body, tokenizer)
-    # The call for a batch, since it alone lets go of the interpreter's lock.
+    # The batch method, since only that releases the interpreter's lock.
     [text] = tokenizer.tokenizer.decode_batch([body.tokens], skip_special_tokens=False)
     return {"prompt": text}

@@ -1,4 +1,4 @@
-"""Redis may be away for a while: what a request asks of it is tried again."""
+"""Retries queue operations while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.5)
 _PAUSE_MAX_S = 1.0
 
 
-async def patiently(attempt: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    """What `attempt` returns, once Redis answers. Raises QueueUnavailableError after `timeout_s`
-    seconds (`frontend.queue_timeout`)."""
-    error = QueueUnavailableError("Redis is silent")
+async def retry_until_available(attempt: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+    """Returns the result of the first successful `attempt`. Raises the last QueueUnavailableError
+    after `timeout_s` seconds (`frontend.queue_timeout`)."""
+    error = QueueUnavailableError("Redis does not answer")
     try:
         async with asyncio.timeout(timeout_s):
             for pause_s in chain(_PAUSES_S, repeat(_PAUSE_MAX_S)):
@@ -29,4 +29,4 @@ async def patiently(attempt: Callable[[], Awaitable[T]], timeout_s: float) -> T:
                 await asyncio.sleep(pause_s)
     except TimeoutError:
         raise error from None
-    raise AssertionError("pauses have no end")
+    raise AssertionError("the pauses are endless")

@@ -1,8 +1,9 @@
-"""Requests with an Idempotency-Key: one that comes again gets the same answer, computed once.
+"""Requests with an Idempotency-Key: a repeated request gets the same answer, computed once.
 
-The first one claims the key in Redis and computes. Those that come again at the same frontend
-follow its output; at another frontend they wait for the answer that it keeps there. A claim ends
-with the heartbeat of its frontend, so the next one computes what a dead frontend had not finished.
+The first request claims the key in Redis and computes the answer. Repeats at the same frontend
+follow its output. Repeats at another frontend wait until the answer is stored in Redis. A claim
+ends with its frontend's heartbeat, so the next repeat computes what a dead frontend had not
+finished.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 
 KEPT_S = 600.0
 _KEY_CHARS_MAX = 255
-_LOOK_S = 0.2
-_RECORD_S = 1.0  # an answer's end waits no longer for Redis; it is kept later then
+_POLL_S = 0.2
+_STORE_WAIT_S = 1.0  # longest time that the end of an answer waits to be stored in Redis
 
 
 class KeyReusedError(RequestError):
@@ -43,16 +44,17 @@ class KeyReusedError(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """Hashes: Redis has no client's key, and no digest of a prompt to try guesses on. Those of two
-    API keys differ, though both clients count from 1."""
+class IdempotencyKey:
+    """Hashes of an Idempotency-Key and its request. They depend on the API key, so that equal keys
+    of two clients differ. Redis stores neither the clients' keys nor digests of prompts that
+    guesses could be compared with."""
 
     name: str
-    fingerprint: str
+    fingerprint: str  # of the path and body
 
 
-async def read_key(request: Request, body: RequestBody) -> Key | None:
-    """None where the client sent no key. Raises BadRequestError."""
+async def read_key(request: Request, body: RequestBody) -> IdempotencyKey | None:
+    """Returns the request's key, or None if the client sent none. Raises BadRequestError."""
     given = request.headers.get("idempotency-key")
     if given is None:
         return None
@@ -61,71 +63,71 @@ async def read_key(request: Request, body: RequestBody) -> Key | None:
     call = calls.current.get()
     given = f"{call.key if call else ''}\n{given}"
     secret = blake2b(given.encode(), person=b"fingerprint").digest()
-    # A body may have megabytes.
-    said = await asyncio.to_thread(body.model_dump_json)
-    said = f"{request.url.path}\n{said}"
+    # In a thread, since a body may have megabytes.
+    content = await asyncio.to_thread(body.model_dump_json)
+    content = f"{request.url.path}\n{content}"
     name = blake2b(given.encode(), digest_size=16).hexdigest()
-    return Key(name, blake2b(said.encode(), key=secret, digest_size=16).hexdigest())
+    return IdempotencyKey(name, blake2b(content.encode(), key=secret, digest_size=16).hexdigest())
 
 
 class SharedAnswer:
-    """One answer, as it grows, and who follows it."""
+    """One answer as it is generated, and its followers."""
 
-    def __init__(self, key: Key, spec: GenerationSpec) -> None:
+    def __init__(self, key: IdempotencyKey, spec: GenerationSpec) -> None:
         self.key = key
         self.spec = spec
-        self.generation: Generation | None = None  # from its begin on
+        self.generation: Generation | None = None  # set once the answer begins
         self.updates: list[TextUpdate] = []
         self.error: RequestError | None = None
         self.ended = False
         self.followers = 0
         self.task: asyncio.Task[None] | None = None
-        self.settling: asyncio.Task[None] | None = None  # its answer is being kept
-        self.news = asyncio.Event()  # another one after each
+        self.settling: asyncio.Task[None] | None = None  # stores the answer in Redis
+        self.changed = asyncio.Event()  # replaced after each change
 
     def begin(self, generation: Generation) -> None:
         self.generation = generation
-        self._tell()
+        self._notify()
 
     def show(self, update: TextUpdate) -> None:
         self.updates.append(update)
-        self._tell()
+        self._notify()
 
     def end(self, error: RequestError | None = None) -> None:
         if not self.ended:
             self.ended, self.error = True, error
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
-class Repeat:
-    """What one HTTP request sees of a SharedAnswer; it takes the place of a Generation."""
+class AnswerFollower:
+    """View of one HTTP request on a SharedAnswer, with the interface of a Generation."""
 
-    def __init__(self, repeats: Repeats, key: Key, spec: GenerationSpec) -> None:
-        self._repeats = repeats
+    def __init__(self, answers: SharedAnswers, key: IdempotencyKey, spec: GenerationSpec) -> None:
+        self._answers = answers
         self._key = key
-        self._spec: GenerationSpec | None = spec  # not kept for longer than it is needed
+        self._spec: GenerationSpec | None = spec  # released in `start`
         self._run: SharedAnswer | None = None
 
     async def start(self) -> None:
-        """Wait until output may come. Raises RequestError."""
+        """Waits until the answer begins. Raises RequestError."""
         assert self._spec is not None
-        self._run = run = self._repeats.join(self._key, self._spec)
+        self._run = run = self._answers.join(self._key, self._spec)
         self._spec = None
         while run.generation is None:
             if run.error is not None:
                 raise run.error
-            await run.news.wait()
+            await run.changed.wait()
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
-        """All output from its beginning. Raises RequestError."""
+        """Yields all output from the beginning. Raises RequestError."""
         assert self._run is not None
         run, seen = self._run, 0
         while True:
-            news = run.news
+            changed = run.changed
             for update in run.updates[seen:]:
                 seen += 1
                 yield update
@@ -135,13 +137,14 @@ class Repeat:
                 raise run.error
             if run.ended:
                 return
-            await news.wait()
+            await changed.wait()
 
     def finish(self, outcome: str | None = None) -> None:
-        """A run that has begun goes on without followers: its client may come again."""
+        """Stops following. An answer that has begun is finished without followers, for a client
+        that repeats the request."""
         run, self._run = self._run, None
         if run is not None:
-            self._repeats.unfollow(run)
+            self._answers.unfollow(run)
 
     @property
     def _generation(self) -> Generation:
@@ -164,12 +167,11 @@ class Repeat:
         return self._generation.usage()
 
 
-Answering = Generation | Repeat
+AnyGeneration = Generation | AnswerFollower
 
 
-class Repeats:
-    """The runs of one frontend. `generate` makes a generation; `enter` and `leave` are called
-    around each computation. For one event loop."""
+class SharedAnswers:
+    """Shared answers of one frontend. For one event loop."""
 
     def __init__(
         self,
@@ -182,6 +184,7 @@ class Repeats:
         runs_max: int,
         queue_timeout_s: float,
     ) -> None:
+        """Creates the object. `enter` and `leave` are called around each computation."""
         self._queue = queue
         self._id = frontend_id
         self._generate = generate
@@ -193,8 +196,9 @@ class Repeats:
         self._followers = 0
         self._closing = False
 
-    def join(self, key: Key, spec: GenerationSpec) -> SharedAnswer:
-        """The run of this key; a new one if there is none. Raises RequestError."""
+    def join(self, key: IdempotencyKey, spec: GenerationSpec) -> SharedAnswer:
+        """Returns the answer of this key, which is started if there is none. Raises RequestError.
+        `unfollow` must follow."""
         run = self._runs.get(key.name)
         full = self._followers if run is not None else max(self._followers, len(self._runs))
         if full >= self.runs_max:
@@ -212,7 +216,7 @@ class Repeats:
         self._followers -= 1
         run.followers -= 1
         if not run.followers and run.generation is None and run.task is not None and not run.ended:
-            # Who joins from now on has another one, which waits for this one's end.
+            # Later repeats start another run, which waits for the end of this one.
             run.end(_unfinished())
             run.task.cancel()
 
@@ -221,7 +225,7 @@ class Repeats:
         await cancel_all(run.task for run in self._runs.values() if run.task is not None)
 
     async def _answer(self, run: SharedAnswer, failed: asyncio.Task[None] | None) -> None:
-        """`failed`: an earlier run, whose claim has to end first."""
+        """Computes or replays an answer. `failed`: an earlier run, whose claim must end first."""
         try:
             if failed is not None:
                 await asyncio.wait([failed])
@@ -238,14 +242,15 @@ class Repeats:
         finally:
             run.end(_unfinished())
             try:
-                # An error is not kept: who comes again has it computed again.
+                # Errors are not stored: a repeat computes the answer again.
                 await (run.settling or self._settle(run.key, None))
             finally:
                 if self._runs.get(run.key.name) is run:
                     del self._runs[run.key.name]
 
     async def _claim(self, run: SharedAnswer) -> KeptAnswer | None:
-        """None: it is computed here. Raises QueueUnavailableError when Redis was away for long."""
+        """Returns the stored answer, or None if it must be computed here. Raises
+        QueueUnavailableError if Redis was unavailable for `frontend.queue_timeout`."""
         until_s = time.monotonic() + self.queue_timeout_s
         while True:
             try:
@@ -261,7 +266,7 @@ class Repeats:
                 if isinstance(found, KeptAnswer):
                     return found
                 until_s = time.monotonic() + self.queue_timeout_s
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _compute(self, run: SharedAnswer) -> None:
         outcome: str | None = "failed"
@@ -273,7 +278,7 @@ class Repeats:
             async for update in generation.updates():
                 if all(choice.finish_reason is not None for choice in generation.choices):
                     run.settling = asyncio.create_task(self._settle(run.key, _kept(run)))
-                    await asyncio.wait([run.settling], timeout=_RECORD_S)
+                    await asyncio.wait([run.settling], timeout=_STORE_WAIT_S)
                 run.show(update)
             outcome = None
         except RequestError as error:
@@ -293,7 +298,7 @@ class Repeats:
         for choice, output in zip(generation.choices, kept.outputs, strict=True):
             run.show(choice.take(output))
 
-    async def _settle(self, key: Key, kept: KeptAnswer | None) -> None:
+    async def _settle(self, key: IdempotencyKey, kept: KeptAnswer | None) -> None:
         until_s = time.monotonic() + self.queue_timeout_s
         while True:
             try:
@@ -302,7 +307,7 @@ class Repeats:
                 if self._closing or time.monotonic() >= until_s:
                     log.warning("an answer is not kept for its Idempotency-Key: %s", error)
                     return
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
             else:
                 return
 
@@ -311,10 +316,10 @@ def _unfinished() -> RequestError:
     return GenerationError("internal_error", "the request was not finished; try again")
 
 
-def _check(fingerprint: str, key: Key) -> None:
+def _check(fingerprint: str, key: IdempotencyKey) -> None:
     if fingerprint != key.fingerprint:
         raise KeyReusedError(
-            "Idempotency-Key: it was used with another body in the last"
+            "Idempotency-Key: was used with another body in the last"
             f" {KEPT_S / 60:.0f} minutes; send a new key with a new request"
         )
 
