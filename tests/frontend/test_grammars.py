@@ -216,9 +216,7 @@ def test_what_is_too_long_is_not_read(
 
 def test_a_format_has_nothing_that_is_left_out() -> None:
     for kind in ("json_object", "json_schema"):
-        with pytest.raises(
-            RequestError, match="'schema' is not a field of .*; set a schema as json_schema.schema"
-        ):
+        with pytest.raises(RequestError, match=f"'schema' is not a field of {kind}; set a schema"):
             asked_for(response_format={"type": kind, "json_schema": None, "schema": {}})
     asked_for(response_format={"type": "json_object", "json_schema": None})
 
