@@ -58,7 +58,7 @@ def spec(name: str, **more: Any) -> ModelSpec:
 
 
 class Cluster:
-    """Everything of one test; `stop` ends what is still running."""
+    """Cluster of one test. `stop` ends all that is still running."""
 
     def __init__(self, url: str, namespace: str, directory: Path) -> None:
         self._url = url
@@ -74,7 +74,7 @@ class Cluster:
     def configure(
         self, *models: ModelSpec, rooms: tuple[float, ...] = (2.0,), engines: int = 2, **more: Any
     ) -> ClusterConfig:
-        """`rooms`: each device's capacity in models."""
+        """Writes the configuration. `rooms` is each device's capacity in models."""
         devices = [
             DeviceConfig(f"host:{i}", int(room * MODEL_BYTES) // 4096 * 4096, 4096, engines)
             for i, room in enumerate(rooms)
@@ -101,7 +101,7 @@ class Cluster:
         return self.config
 
     async def start(self, **agent: Any) -> None:
-        """The scheduler and an agent for every device; returns when the cluster is ready."""
+        """Starts the scheduler and an agent for every device. Returns when the cluster is ready."""
         self.start_scheduler()
         for device in self.config.devices:
             await self.start_agent(device.name, **agent)
@@ -114,7 +114,7 @@ class Cluster:
         self._scheduler = asyncio.create_task(run(self.config, TIMING, self._stop, file=file))
 
     def reload(self, *models: ModelSpec) -> None:
-        """The same with these models, as `prism-serve reload` does it."""
+        """Replaces the models, as `prism-serve reload` does."""
         loaded = msgspec.structs.replace(self.config, models=list(models), redis_url="")
         bundled = msgspec.structs.replace(self.config, redis_url=f"unix://{self.config.run_dir}/")
         leaving = [model.name for model in self.config.leaving]
@@ -163,7 +163,7 @@ class Cluster:
         return await self.queue.enqueue(request)
 
     async def serves(self, model: str, timeout_s: float = 30.0) -> None:
-        """Send a request and wait until some agent has served it."""
+        """Sends a request and waits until an agent has served it."""
         before = self.finished(model)
         await self.send(model)
         await eventually(lambda: self.finished(model) > before, timeout_s)
@@ -175,7 +175,7 @@ class Cluster:
         return {device: agent.active() for device, agent in self.agents.items()}
 
     def orders(self) -> list[tuple[str, str]]:
-        """All agents' orders; in sequence for a cluster of one device."""
+        """Returns all agents' orders, in sequence for a cluster of one device."""
         return [order for agent in self.agents.values() for order in agent.orders]
 
     async def status(self) -> ClusterStatus:
@@ -186,7 +186,7 @@ class Cluster:
         return status is not None and status.ready
 
     async def command(self, kind: str, **more: Any) -> ActionResult:
-        """As an operator's tool would ask."""
+        """Sends a command as an operator's tool."""
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         try:

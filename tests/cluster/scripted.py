@@ -80,7 +80,7 @@ class ScriptedAgent:
             self._spawn(loop)
 
     async def kill(self) -> None:
-        """As kill -9: no goodbye, the lease runs out by itself."""
+        """Stops like kill -9: sends no message, and the lease expires."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -92,7 +92,7 @@ class ScriptedAgent:
         await self._queue.close()
 
     async def lose(self, model: str) -> None:
-        """The model's engine dies; the pool has another one."""
+        """Kills the model's engine; the pool has another one."""
         del self.residents[model]
         await self.report()
 
@@ -227,7 +227,7 @@ class ScriptedAgent:
 
 
 async def eventually(holds: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Wait until `holds()` (or what it awaits) is true; returns its value."""
+    """Waits until `holds()` (or its awaited result) is true. Returns that value."""
     end_s = time.monotonic() + timeout_s
     while True:
         value = holds()

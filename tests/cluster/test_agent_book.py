@@ -1,5 +1,4 @@
-"""Which agents a cluster waits for before it is ready the first time; what the book knows of
-models, and what that costs."""
+"""Agents that a cluster waits for before it is first ready; the book's models, and its cost."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def test_an_agent_that_is_never_heard_is_waited_for_until_the_grace_ends() -> No
 
 
 def test_the_book_knows_each_model_as_its_last_reports_say() -> None:
-    """Against a plain dict of reports, over random ones."""
+    """Compares the book with a plain dict over random reports."""
     random, devices = Random(7), [f"host:{i}" for i in range(9)]
     agents, last = AgentBook(devices, 0.0, GRACE_S), dict[str, AgentReport]()
     for now_s in range(400):
@@ -99,7 +98,7 @@ def test_the_book_knows_each_model_as_its_last_reports_say() -> None:
 
 
 def steps(work: Callable[[], object]) -> int:
-    """How many bytecodes it runs."""
+    """Returns the number of bytecodes that `work` runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -118,7 +117,7 @@ def steps(work: Callable[[], object]) -> int:
 
 
 def test_a_step_costs_as_much_for_each_device_of_a_large_cluster() -> None:
-    """What is planned on, what is repaired and what is published grow with the cluster."""
+    """Covers view, repairs and status, which all grow with the cluster."""
 
     def step(state: SchedulerState) -> None:
         repairs(state, 100.0)
@@ -129,7 +128,7 @@ def test_a_step_costs_as_much_for_each_device_of_a_large_cluster() -> None:
 
 
 def full_of(devices: int) -> SchedulerState:
-    """Five models on each, and as many that another one brings up."""
+    """Returns a cluster with five models on each device, and as many that another activates."""
     names = [f"m{i}" for i in range(10 * devices)]
     state = make_state(*map(spec, names))
     config = [DeviceConfig(f"host:{i}", 20 * MODEL_BYTES, 4096, 12) for i in range(devices)]

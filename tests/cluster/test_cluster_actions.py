@@ -95,7 +95,7 @@ async def test_models_take_turns_on_a_device_for_one(cluster: Cluster) -> None:
 async def test_a_place_is_free_when_an_idle_time_is_reached_not_a_look_later(
     cluster: Cluster,
 ) -> None:
-    """Nothing happens between: without the policy's patience the next look is a minute away."""
+    """Reports once a minute, so that only the policy's next plan time wakes the scheduler."""
     config = cluster.configure(spec("a"), spec("b"), rooms=(1.5,))
     cluster.config = structs.replace(config, report_interval_s=60.0)
     await cluster.start()
@@ -195,14 +195,14 @@ async def test_a_hint_that_fails_stops_no_activation(cluster: Cluster) -> None:
 
 
 async def test_a_model_over_two_devices_gets_both_and_gives_both_back(cluster: Cluster) -> None:
-    """Each part needs a whole device: whoever is on one of them must have left before."""
+    """Needs a whole device for each part, so that other models must be evicted first."""
     wide = spec("wide", tp=2, num_kv_heads=4, weight_bytes=81920, token_bytes=512)
     cluster.configure(spec("x"), spec("y"), wide, rooms=(1.5, 1.5), engines=1)
     await cluster.start(delay_s=0.3)
     first, second = cluster.agents["host:0"], cluster.agents["host:1"]
 
     def of_wide() -> tuple[ScriptedAgent, ScriptedAgent]:
-        """The agents of rank 0's device and of the other; each part fills its own."""
+        """Returns the agents of rank 0's device and of the other; each part fills its device."""
         home, peer = (first, second) if "wide" in first.residents else (second, first)
         assert set(home.residents) == {"wide"}
         assert not peer.residents

@@ -11,7 +11,7 @@ from tests.cluster.scripted import eventually
 
 
 async def copies(cluster: Cluster, count: int, devices: int) -> None:
-    """`count` of them serve model a, on the first of `devices` that have room for one each."""
+    """Starts `count` copies of model a on `devices` devices with room for one each."""
     cluster.configure(spec("a", replicas_min=count, replicas_max=devices), rooms=(1.0,) * devices)
     await cluster.start()
     await eventually(lambda: routed(cluster, *range(count)))

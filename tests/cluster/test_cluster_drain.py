@@ -63,7 +63,7 @@ async def test_a_scheduler_that_is_started_again_goes_on(cluster: Cluster) -> No
 async def test_undrain_is_kept_by_a_scheduler_that_has_just_begun(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command comes before the scheduler has read what the one before it knew."""
+    """Sends the command before the scheduler has read its predecessor's state."""
     cluster.configure(spec("a"), rooms=(1.0, 1.0))
     await cluster.start()
     assert (await cluster.command("drain", device="host:0")).ok

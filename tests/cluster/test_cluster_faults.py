@@ -92,7 +92,7 @@ async def test_a_restarted_scheduler_changes_nothing(cluster: Cluster) -> None:
 
 
 async def test_a_restarted_scheduler_does_not_wait_for_a_dead_agent(cluster: Cluster) -> None:
-    """It is ready with the first report, and serves the dead one's models within the bound."""
+    """Checks that it is ready with the first report and serves the dead agent's models in time."""
     cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0))
     await cluster.start()
     placement = await cluster.queue.placement()
@@ -170,7 +170,7 @@ async def test_an_active_model_that_is_not_routed_gets_routed(cluster: Cluster) 
 
 
 async def test_a_second_copy_is_taken_down(cluster: Cluster) -> None:
-    """As after a scheduler that died in the middle of a migration."""
+    """Simulates a scheduler that died in the middle of a migration."""
     cluster.configure(spec("a"), rooms=(1.0, 1.0))
     await cluster.start()
     home = (await cluster.queue.placement())["a"][0]
@@ -252,11 +252,11 @@ async def test_troubles_that_the_supervisor_sees_are_in_the_status(cluster: Clus
     await cluster.start()
     write_troubles(Path(cluster.config.run_dir), {"redis": "ended 3 times in a row"})
 
-    async def told() -> bool:
+    async def is_reported() -> bool:
         status = await cluster.status()
         return status.ready and status.degraded == {"redis": "ended 3 times in a row"}
 
-    await eventually(told)
+    await eventually(is_reported)
 
 
 async def test_an_agent_that_hangs_is_lost_and_may_come_back(cluster: Cluster) -> None:

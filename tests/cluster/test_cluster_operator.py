@@ -20,7 +20,7 @@ async def test_evict_and_activate(cluster: Cluster) -> None:
     assert agent.active() == set()
     assert await cluster.queue.placement() == {}
     await asyncio.sleep(0.4)
-    assert agent.active() == set(), "an evicted model stays away until somebody asks for it"
+    assert agent.active() == set(), "an evicted model is absent until a request arrives"
     assert (await cluster.command("evict", model="a")).message == "a is not active"
     result = await cluster.command("activate", model="a")
     assert (result.ok, result.message) == (True, "a is active on host:0")

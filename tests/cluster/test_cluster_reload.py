@@ -12,7 +12,7 @@ TTL_S = 60.0
 
 
 async def followed(cluster: Cluster) -> ClusterStatus:
-    """The status, once it says that all follow the configuration of now."""
+    """Returns the status once all processes use the current configuration."""
 
     async def found() -> ClusterStatus | None:
         status = await cluster.status()
@@ -22,7 +22,7 @@ async def followed(cluster: Cluster) -> ClusterStatus:
 
 
 async def test_a_removed_model_leaves_when_its_last_request_has(cluster: Cluster) -> None:
-    """Also if the scheduler is started again meanwhile."""
+    """Restarts the scheduler meanwhile."""
     cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
     await cluster.start()
     await cluster.queue.beat("f0", TTL_S, FrontendState(0))
@@ -83,7 +83,7 @@ async def test_a_new_model_comes_up_and_changed_ones_keep_what_is_known(cluster:
 
 
 async def test_a_model_that_is_back_may_have_other_files(cluster: Cluster) -> None:
-    """It has left, and nothing of the old one counts."""
+    """Checks that the old model was evicted and that its size is not used."""
     cluster.configure(spec("a"), spec("b"), rooms=(3.0,))
     await cluster.start()
     cluster.reload(spec("a"))
@@ -95,7 +95,7 @@ async def test_a_model_that_is_back_may_have_other_files(cluster: Cluster) -> No
 
 
 async def test_requests_of_an_unknown_model_are_refused_by_name(cluster: Cluster) -> None:
-    """A frontend that was suspended may send one for a model that has left."""
+    """Simulates a frontend that was suspended during the removal of a model."""
     cluster.configure(spec("a"))
     await cluster.start()
     assert await cluster.send("z") == "unplaced"

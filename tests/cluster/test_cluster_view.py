@@ -1,4 +1,4 @@
-"""What policies see, from reports and actions under way; backoff and sizes on their own."""
+"""Views from reports and current actions; unit tests of backoff and sizes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_migration_counts_on_both_devices(there: tuple[ModelReport, ...]) -> N
 
 
 def test_a_model_over_two_devices_is_on_both() -> None:
-    """On its way, when it is there, and on its way out, with half of its bytes on each."""
+    """Checks the model while activating, active and draining, with half its bytes on each."""
     part_bytes = 40960 + 16384
     state = make_state(spec("w", tp=2, num_kv_heads=2, weight_bytes=81920, token_bytes=256))
     seen(state, report("host:0"), report("host:1"))
@@ -167,7 +167,7 @@ def test_the_copy_that_is_routed_is_the_one_shown() -> None:
 
 
 def test_each_copy_has_a_view_with_its_share() -> None:
-    """Of the rate; what waits and runs is its device's, and what waits nowhere is everybody's."""
+    """Divides the rate evenly. Requests count on their device, unplaced ones on each copy."""
     state = make_state()
     first = ModelReport("a", "active", waiting=5, running=3, oldest_wait_s=2.0)
     seen(state, report("host:0", first), report("host:1", ModelReport("a", "active", running=1)))
@@ -215,7 +215,7 @@ def test_a_copy_that_does_not_serve_is_routed_no_more(stage: str) -> None:
 
 
 def test_a_copy_that_comes_back_joins_and_shows_meanwhile() -> None:
-    """So that no other action of the model is planned."""
+    """Prevents that another action of the model is planned."""
     state = both_active(spec("a", replicas_max=2))
     state.placement["a"], state.reviving["a"] = ("host:0",), frozenset({"host:1"})
     seen(state, report("host:1", ModelReport("a", "activating")))

@@ -70,7 +70,7 @@ def test_the_status_names_who_holds_what() -> None:
 
 
 def test_policies_see_what_idle_engines_leave() -> None:
-    """Their contexts stay when all models are gone."""
+    """Excludes the engines' contexts, which stay when all models are gone."""
     state = make_state()
     devices = [msgspec.structs.replace(d, idle_bytes=1000) for d in state.config.devices]
     state.config = msgspec.structs.replace(state.config, devices=devices)

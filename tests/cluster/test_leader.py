@@ -61,7 +61,7 @@ async def test_one_leads_until_it_ends(
     second.task.cancel()  # killed: its lease runs out
     await soon(third.leads)
 
-    # Somebody else has taken it, as after a suspension of this process.
+    # Another process has taken it, as after a suspension of this one.
     queue = RequestQueue.connect(redis_server.url, namespace)
     await queue._redis.delete(f"{namespace}:lease:{SCHEDULER}")
     epoch = await queue.acquire(SCHEDULER, "other", 60)

@@ -58,8 +58,10 @@ def view(models: Sequence[ModelView], gpus: Sequence[GpuView], **more: Any) -> C
 
 @st.composite
 def clusters(draw: st.DrawFn, wide: bool = False) -> ClusterView:
-    """Any consistent cluster: residents fit where they are, within capacity and engines. `wide`:
-    with tensor-parallel models and nodes of two devices."""
+    """Draws a consistent cluster: residents fit on their devices, within capacity and engines.
+
+    `wide`: with tensor-parallel models and nodes of two devices.
+    """
     most = 4 if wide else 3
     capacities = draw(st.lists(st.integers(0, 60), min_size=1, max_size=most))
     devices = [f"host:{i}" for i in range(len(capacities))]
@@ -121,7 +123,7 @@ def _any_model(
 def _widened(
     draw: st.DrawFn, made: ModelView, home: int | None, room: list[int], engines: list[int]
 ) -> ModelView:
-    """With tensor parallelism of two, if it is absent or the other device of its node has room."""
+    """Returns the model with tp 2, if it is absent or the other device of its node has room."""
     two = structs.replace(made, tp=2, pinned_device=None)
     if home is None:
         return two
@@ -138,8 +140,10 @@ def actions_of(kind: type[Any], actions: Sequence[Any]) -> list[Any]:
 
 
 def check_capacity(view: ClusterView, actions: Sequence[Any]) -> None:
-    """Carry the plan out in its order; no device may ever hold more than it has, and the
-    models on their way out count as gone, since activations wait for them."""
+    """Applies the plan in order, and checks that no device exceeds its capacity.
+
+    Draining models count as gone, since activations wait for them.
+    """
     by_name = {m.name: m for m in view.models}
     room = {g.name: g.capacity_bytes - g.fixed_bytes for g in view.gpus}
     engines = {g.name: g.engines_free for g in view.gpus}

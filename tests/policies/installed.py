@@ -17,9 +17,9 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "least_loaded"
 
 
 def install_example(folder: Path) -> Path:
-    """The example's package, built by its own build backend. Returns where it can be imported."""
+    """Builds the example's package by its build backend. Returns the folder to import it from."""
     source, target = folder / "source", folder / "site"
-    shutil.copytree(EXAMPLE, source)  # setuptools builds beside the sources
+    shutil.copytree(EXAMPLE, source)  # setuptools builds next to the sources
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(target)]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", str(source)]
     subprocess.run([*command, *offline], check=True)
@@ -27,7 +27,7 @@ def install_example(folder: Path) -> Path:
 
 
 def write_package(folder: Path, package: str, code: str, *entry_points: str) -> None:
-    """What an installed package of one module looks like."""
+    """Writes an installed package of one module."""
     module = package.replace("-", "_")
     info = folder / f"{module}-1.dist-info"
     info.mkdir(parents=True)
@@ -38,7 +38,7 @@ def write_package(folder: Path, package: str, code: str, *entry_points: str) -> 
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """In this process, with what is known of installed policies looked up anew."""
+    """Makes a folder importable in this process and resets the cache of installed policies."""
     before = {*sys.modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))

@@ -13,7 +13,7 @@ LAYER_KV_BYTES = {"7b": 524_288, "13b": 819_200, "30b": 1_597_440, "65b": 2_621_
 
 
 def spec(name: str, size: str = "7b", rate: float = 1.0, **more: Any) -> ModelSpecView:
-    """A LLaMA of that size under ShareGPT's mean lengths (MuxServe §2.1)."""
+    """Returns a LLaMA of that size under ShareGPT's mean lengths (MuxServe §2.1)."""
     defaults = {
         "prompt_tokens": 161.0,
         "output_tokens": 338.0,
@@ -32,7 +32,7 @@ def devices(count: int, per_node: int = 8, gb: int = 72) -> tuple[DeviceSpecView
 
 
 def times(models: tuple[ModelSpecView, ...]) -> StepTimes:
-    """An A100 as a roofline: prefill by compute, decode by bandwidth, a little for each TP hop."""
+    """Returns step times of an A100 roofline: compute, bandwidth and a cost of each TP hop."""
     weights = {m.name: m.weight_bytes for m in models}
     kv = {m.name: m.token_bytes for m in models}
 

@@ -53,7 +53,7 @@ class Machine:
     state: Any = None
 
     def run(self, arrivals: Sequence[Request], until_s: float = math.inf) -> dict[str, float]:
-        """Request -> latency, of those that ended by then."""
+        """Returns request -> latency of the requests that have ended by then."""
         waiting = sorted(arrivals, key=lambda r: (r.arrival_s, r.id))
         self.state = self.control.start(self.view())
         while waiting or self.running or self.open():

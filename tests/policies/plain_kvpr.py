@@ -10,7 +10,7 @@ from prism.policies.data import GpuView, ModelView
 
 
 def place(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> kvpr.Assignment:
-    """For models on one device each."""
+    """Runs Algorithm 1 without heaps, for models with tp 1."""
     bins = _greedy(models, gpus, tau)
     if _placed(bins) < len(models):
         packed = _packed(models, gpus, bins)
@@ -21,7 +21,7 @@ def place(models: Sequence[ModelView], gpus: Sequence[GpuView], tau: float) -> k
 
 
 def least_pressed(model: ModelView, bins: Bins) -> Bin | None:
-    """REQUIRES: no part of the model is in any of them"""
+    """Returns the least pressed bin that fits. REQUIRES: no bin holds a part of the model."""
     fitting = (b for b in bins.values() if b.fits(model))
     return min(fitting, key=lambda b: b.rank, default=None)
 

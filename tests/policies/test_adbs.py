@@ -75,7 +75,7 @@ def test_prefills_go_one_at_a_time_and_in_turn() -> None:
 
 
 def test_a_prefill_without_compute_stops_new_decodes() -> None:
-    """Algorithm 3: prefill_waiting."""
+    """Checks `prefill_waiting` of Algorithm 3."""
     decoding = engine("a", decode=1, busy=frozenset())
     running = engine("b", busy=frozenset({DECODE}))
     view = device(decoding, running, engine("c", prefill=1), sm_free=0.3)
@@ -91,7 +91,7 @@ def test_a_prefill_without_memory_stops_nobody() -> None:
 
 
 def test_decodes_share_what_nobody_else_takes() -> None:
-    """MuxServe §3.4: SMs are assigned at run time, all of them to a job that is alone."""
+    """Assigns SMs at run time, all of them to a job that is alone (MuxServe §3.4)."""
     assert jobs(device(engine("a", decode=1), engine("b"))) == [("a", DECODE, 1.0)]
     both = device(engine("a", decode=1), engine("b", decode=1, decode_sm_share=0.1))
     assert jobs(both) == [("a", DECODE, 0.75), ("b", DECODE, 0.25)]
@@ -102,7 +102,7 @@ def test_decodes_share_what_nobody_else_takes() -> None:
 
 
 def test_shares_may_be_fixed() -> None:
-    """As SeaLLM §6.2 has MuxServe; the rest of the device stays idle."""
+    """Follows SeaLLM §6.2 on MuxServe; the rest of the device stays idle."""
     fixed = AdbsSettings(wider=False)
     view = device(engine("a", decode=1), engine("b"))
     choice, _ = adbs.choose(view, adbs.start(view, fixed), fixed)
@@ -142,7 +142,7 @@ def test_nobodys_turn_is_over_where_all_decode() -> None:
 
 
 def test_a_decode_with_less_than_its_share_does_not_hold() -> None:
-    """It would have more at its next step, when others have stepped back."""
+    """Ends the choice, since the next step could have a larger share."""
     others = engine("b", busy=frozenset({DECODE}), decode_sm_share=0.1)
     squeezed = device(engine("a", decode=1), others, sm_free=0.4)
     state = adbs.start(squeezed, SETTINGS)
@@ -216,7 +216,7 @@ END_S = 20.0
 
 
 def step_s(model: str, phase: Phase, batch: int, sm_share: float) -> float:
-    """A decode needs 40 % of the SMs for all the bandwidth; a prefill all of them."""
+    """Returns the speed of a job: a decode needs 40 % of the SMs, a prefill all of them."""
     if phase is DECODE:
         return STEP_S[model] * (1 + 0.01 * batch) / min(1.0, sm_share / 0.4)
     return 0.5 * STEP_S[model] * batch / sm_share
@@ -245,7 +245,7 @@ def demand() -> dict[str, float]:
 
 
 def measured(control: StepControl) -> tuple[float, dict[str, float]]:
-    """(requests per second, KV usage / demand per model, as parts of their sum)."""
+    """Returns requests per second and the normalised KV usage / demand of each model."""
     machine = unit(control, demand())
     done = machine.run(arrivals(RATES), until_s=END_S)
     usage = {name: machine.kv_byte_s[name] / demand()[name] for name in RATES}
@@ -254,13 +254,16 @@ def measured(control: StepControl) -> tuple[float, dict[str, float]]:
 
 
 def unfairness(parts: dict[str, float]) -> float:
-    """0 where usage follows demand exactly (equation 2's constraint)."""
+    """Returns 0 if usage is exactly proportional to demand (equation 2's constraint)."""
     return max(parts.values()) - min(parts.values())
 
 
 def test_usage_follows_demand_and_throughput_is_highest() -> None:
-    """Figure 10a, where KV memory is short: ADBS is fairer than FCFS and round robin, and serves
-    1.5 times as many requests (the paper: 1.6 and 1.5 times)."""
+    """Reproduces Figure 10a, where KV memory is short.
+
+    ADBS is fairer than FCFS and round robin, and serves 1.5 times as many requests (the paper: 1.6
+    and 1.5 times).
+    """
     adaptive, fcfs, turns = (
         measured(c) for c in (adbs.control(), temporal.FCFS, round_robin.ROUND_ROBIN)
     )
@@ -270,7 +273,7 @@ def test_usage_follows_demand_and_throughput_is_highest() -> None:
 
 
 def test_quotas_adapt_to_a_burst() -> None:
-    """A model with little expected traffic gets blocks once it fills its own, and loses them."""
+    """Gives blocks to a model that fills its quota, and takes them back later."""
     machine = unit(adbs.control(), {"7b": 1.0, "13b": 8.0, "30b": 1.0})
     machine.run(arrivals({"7b": 30.0, "13b": 0.5, "30b": 0.05}), until_s=END_S)
     quotas = adbs.control().kv_quotas(machine.state)

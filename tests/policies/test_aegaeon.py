@@ -15,21 +15,25 @@ def batch(model: str, step_s: float, switch_s: float, slo_s: float = 0.1) -> Tur
 
 
 def test_turns_of_a_full_round_end_at_the_longest() -> None:
-    """n = 4 and 5: sum 1/n = .45; c = 2: alpha = 2 / (4 x 4) + .45 = .575, above .5. The turn of
-    the slower batch is QMAX, 2 / (4 x .125), the other one 2 / (5 x .125)."""
+    """Checks n = 4 and 5, c = 2: sum 1/n = .45, alpha = 2 / (4 x 4) + .45 = .575, above .5.
+
+    The turn of the slower batch is QMAX, 2 / (4 x .125), the other one 2 / (5 x .125).
+    """
     found = quotas_s([batch("slow", 0.025, 1.5), batch("fast", 0.02, 0.5)])
     assert found == pytest.approx((4.0, 3.2))
 
 
 def test_turns_of_a_round_with_time_to_spare_are_shorter() -> None:
-    """n = 10 and 10, c = .5: .5 / 40 + .2 = .2125 is below .5, so alpha is .5 and each turn
-    .5 / (10 x .3): 17 steps of 10 ms, 1.67 s of reading, for a round of .83 s."""
+    """Checks n = 10 and 10, c = .5: .5 / 40 + .2 = .2125 is below .5, so alpha is .5.
+
+    Each turn is .5 / (10 x .3): 17 steps of 10 ms, 1.67 s of delivery, for a round of .83 s.
+    """
     found = quotas_s([batch("a", 0.01, 0.25), batch("b", 0.01, 0.25)])
     assert found == pytest.approx((1 / 6, 1 / 6))
 
 
 def test_all_turns_of_a_round_are_worth_the_same_part_of_it() -> None:
-    """1 / alpha of the round, as the paper estimates attainment; here alpha is 1.575."""
+    """Checks 1 / alpha of the round, the paper's estimate of attainment; here alpha is 1.575."""
     batches = [batch(str(k), 0.005 * k, 0.1 * k, 0.04 * k**0.5) for k in range(1, 7)]
     quotas = quotas_s(batches)
     round_s = sum(quotas) + sum(b.switch_s for b in batches)

@@ -72,7 +72,7 @@ def test_models_that_fit_nowhere_are_refused() -> None:
 
 
 def test_a_model_whose_requests_would_be_late_has_a_home_all_the_same() -> None:
-    """Without one, nothing would be worse by attainment, and the others' latency is better."""
+    """Checks that models with late requests are placed, although others' latency grows."""
 
     def simulate(placement: Placement) -> PlacementOutcome:
         late = {"late"} & {h.model for u in placement.units for h in u.models}
@@ -87,7 +87,7 @@ def test_a_model_whose_requests_would_be_late_has_a_home_all_the_same() -> None:
 
 
 def best_by_trying_all(problem: Problem) -> float:
-    """Over uniform groups of each size and every subset of models in each group."""
+    """Returns the best attainment over uniform groups and all subsets of models in each group."""
     assert problem.simulate is not None
     best = 0.0
     for size in groups.degrees(problem):

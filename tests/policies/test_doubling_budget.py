@@ -87,7 +87,7 @@ def test_batches_have_one_service_and_phase_in_order_of_priority() -> None:
 
 
 def test_a_new_request_joins_the_service_that_runs() -> None:
-    """The decode has less left, but its service prefills first; to the letter it decodes."""
+    """Prefills first, although the decode has less left. Without `join` it decodes."""
     new, begun = StepRequest("new", 9.0, 1, 1), StepRequest("old", 0.0, 1, 1, executed_s=0.5)
     engine = replace(LONG, prefill=(new,), decode=(begun,))
     assert names(chosen(engine)) == ("new",)
@@ -116,7 +116,7 @@ def test_a_choice_holds_until_the_budget_ends_or_somebody_starves() -> None:
 
 
 def optimum(jobs: Sequence[Job]) -> Fraction:
-    """The least sum of completion / execution time over all preemptive schedules of unit steps."""
+    """Returns the least sum of completion / execution time over all preemptive schedules."""
 
     @cache
     def best(now: int, left: tuple[int, ...]) -> Fraction:
@@ -135,7 +135,7 @@ def optimum(jobs: Sequence[Job]) -> Fraction:
 
 
 def scheduled(jobs: Sequence[Job]) -> Fraction:
-    """The same sum under the doubling-budget control, one request a step."""
+    """Returns the same sum under the doubling-budget control, one request per step."""
     kinds = {size: EngineStepView(str(size), execution_s=size, batch_max=1) for _, size in jobs}
     left, now, total = [size for _, size in jobs], 0, Fraction(0)
     while any(left):
@@ -161,7 +161,7 @@ def _ready(
 
 
 def two_services() -> Iterator[tuple[Job, ...]]:
-    """Every set of up to four requests of two services, execution times 1 to 4, arrivals 0 to 3."""
+    """Yields all sets of up to 4 requests of two services, execution times 1-4, arrivals 0-3."""
     for sizes in itertools.combinations(range(1, 5), 2):
         kinds = list(itertools.product(range(4), sizes))
         for count in range(1, 5):
@@ -169,7 +169,7 @@ def two_services() -> Iterator[tuple[Job, ...]]:
 
 
 def test_theorem_1_on_two_services_and_one_server() -> None:
-    """All 2,964 instances: no schedule has a smaller normalised latency."""
+    """Checks all 2,964 instances: no schedule has a smaller normalised latency."""
     checked = 0
     for jobs in two_services():
         assert scheduled(jobs) == optimum(jobs), jobs
@@ -188,8 +188,10 @@ def test_theorem_1_on_larger_requests(sizes: Job, rows: list[tuple[int, bool]]) 
 
 
 def test_three_services_have_a_counter_example() -> None:
-    """The proof assumes two services. Here 7 begins alone, 5 waits behind it although it should
-    have gone first, and 2 then delays both."""
+    """Shows that the proof needs two services.
+
+    7 begins alone. 5 waits for it although it should be first, and 2 then delays both.
+    """
     jobs = ((0, 7), (3, 5), (7, 2))
     assert scheduled(jobs) == Fraction(17, 2)
     assert optimum(jobs) == Fraction(83, 10)
@@ -203,7 +205,7 @@ FIGURE_2 = [("A", "S0", 0), ("B", "S0", 2), ("C", "S1", 5), ("D", "S0", 9), ("E"
 
 
 def figure_2(control: StepControl) -> tuple[float, float, int]:
-    """(mean latency of S0, normalised latency of all, most requests with KV at a time)."""
+    """Returns (mean latency of S0, normalised latency, peak number of requests with KV)."""
     engines = {name: EngineStepView(name, execution_s=size) for name, size in SIZES.items()}
     machine = Machine(control, engines, lambda *_: 1.0)
     service = {name: s for name, s, _ in FIGURE_2}
@@ -217,8 +219,11 @@ def figure_2(control: StepControl) -> tuple[float, float, int]:
 
 
 def test_the_ratios_of_figure_2() -> None:
-    """§2.2: FCFS 2.3 times the L0, twice the L_N; round robin 1.3 times the L_N, and KV of three
-    requests instead of two."""
+    """Compares with SeaLLM §2.2.
+
+    FCFS has 2.3 times the L0 and twice the L_N. Round robin has 1.3 times the L_N, and KV of three
+    requests instead of two.
+    """
     ours = figure_2(db.control(LITERAL))
     joining = figure_2(db.control(PATIENT))
     fcfs, turns = figure_2(temporal.FCFS), figure_2(round_robin.ROUND_ROBIN)
@@ -241,8 +246,10 @@ def test_the_starved_go_first_the_longest_waiting_before_all() -> None:
 
 
 def test_a_stream_of_short_requests_starves_nobody() -> None:
-    """Without the threshold the long one would never be served; with it, it never waits longer than
-    its threshold and the step that is under way."""
+    """Checks that a long request never waits longer than its threshold and the current step.
+
+    Without the threshold it would never be served.
+    """
     engines = {"short": SHORT, "long": LONG}
     stream = [Request(f"s{i}", "short", i * 0.98, decodes=1) for i in range(400)]
     long = Request("l", "long", 0.5, decodes=7)

@@ -21,7 +21,7 @@ def drained(name: str, **more: Any) -> GpuView:
 
 
 def steps(policy: str, models: list[ModelView], gpus: list[GpuView]) -> list[tuple[str, ...]]:
-    """What the loop that live and simulated clusters share does."""
+    """Returns the actions of the loop that live and simulated clusters share."""
     done: list[Any] = []
 
     class Port:
@@ -45,7 +45,7 @@ def test_nothing_is_placed_there(policy: str) -> None:
 
 
 def test_models_move_one_by_one_to_each_device() -> None:
-    """What has requests, or must stay up, first."""
+    """Puts models that have requests or must stay up first."""
     models = [
         active("idle", "g0", idle_s=20.0),
         active("kept", "g0", never_evict=True),
@@ -70,7 +70,7 @@ def test_without_room_idle_models_go_and_busy_ones_wait() -> None:
 
 
 def test_idle_models_elsewhere_make_room_for_busy_ones() -> None:
-    """They leave first; the move follows."""
+    """Evicts idle models first; the move follows."""
     young = active("young", "g1", weight=95, idle_s=5.0)
     gpus = [drained("g0"), gpu("g1", 100)]
     busy = active("busy", "g0", running=1)
@@ -111,7 +111,7 @@ def test_a_model_over_several_devices_moves_as_a_whole() -> None:
 
 
 def test_a_model_that_is_pinned_elsewhere_moves_there() -> None:
-    """As after a reload; one whose own device is drained leaves when it is idle."""
+    """Simulates a reload. A model pinned to a drained device is evicted when it is idle."""
     here = active("a", "g0", running=1, pinned_device="g1")
     assert planned([here], [gpu("g0"), gpu("g1")]) == [("migrate", "a", "g0", "g1")]
     own = structs.replace(here, pinned_device="g0")

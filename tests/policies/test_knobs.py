@@ -44,7 +44,7 @@ def test_only_the_part_that_they_are_of_changes(name: str) -> None:
 
 
 def test_a_variant_keeps_the_other_knobs() -> None:
-    """With fixed shares a prefill takes what it waits for, and decodes nothing more."""
+    """Checks fixed shares: a prefill takes its minimum, and decodes keep their shares."""
     decoding = replace(
         EngineStepView("a", decode=(StepRequest("d", 0.0, 1, 1),)), decode_sm_share=0.1
     )

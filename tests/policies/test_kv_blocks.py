@@ -1,4 +1,4 @@
-"""What sharing one pool of KV blocks costs: SeaLLM's and MuxServe's own examples."""
+"""Cost of sharing a pool of KV blocks: SeaLLM's and MuxServe's own examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LLAMA_70B = KvShape(layers=80, kv_heads=8, head_dim=128)
 
 
 def test_sizes_of_llama() -> None:
-    """SeaLLM §2.3: 8,192 tokens of Llama2-7B take 4 GB."""
+    """Checks SeaLLM §2.3: 8,192 tokens of Llama2-7B take 4 GB."""
     assert LLAMA_7B.block_bytes // 16 == 524_288
     assert LLAMA_7B.block_bytes * 8192 // 16 == 4 * 2**30
 
@@ -30,7 +30,7 @@ def test_a_merged_block_holds_whole_blocks_of_the_smaller_model() -> None:
 
 
 def test_what_does_not_fill_a_merged_block_is_lost() -> None:
-    """One 7B block in a 13B-sized one wastes 36 % of it."""
+    """Checks that one 7B block in a 13B-sized one wastes 36 % of it."""
     merged = pool(KvBlocks.MERGED, LLAMA_7B, [LLAMA_7B, LLAMA_13B])
     assert merged.grain_tokens == 16
     assert LLAMA_7B.block_bytes / merged.grain_bytes == pytest.approx(0.64)

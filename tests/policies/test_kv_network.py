@@ -1,4 +1,4 @@
-"""Whether KV goes to another machine or is computed again there."""
+"""Choice between sending KV to another machine and recomputing it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_the_shorter_time_is_chosen_whatever_the_length(tokens: int) -> None:
 
 
 def test_it_is_computed_again_where_both_take_as_long() -> None:
-    """Sending takes room on both machines meanwhile."""
+    """Recomputes on a tie, since sending takes memory on both machines."""
     assert not sends_kv(1000, 1000.0, 1e6)
     assert sends_kv(1000, 999.0, 1e6)

@@ -19,7 +19,7 @@ from tests.policies.clusters import active, clusters, gpu, model
 
 
 def placed(models: list[ModelView], gpus: list[GpuView], tau: float = 0.0) -> dict[str, str]:
-    """REQUIRES: models on one device each."""
+    """Returns model -> device. REQUIRES: all models have tp 1."""
     return {name: home for name, (home,) in kvpr.place(models, gpus, tau).devices.items()}
 
 
@@ -121,8 +121,7 @@ def test_refusal_of_a_pin_to_an_unknown_or_dead_device() -> None:
 @given(clusters(), st.floats(0, 1))
 @settings(max_examples=200, deadline=None)
 def test_placement_properties(view, tau) -> None:
-    """Within capacity and engines, pins kept, every model either placed or refused, the order
-    of the input does not matter."""
+    """Checks capacity, engines, pins, completeness, and independence of the input order."""
     placement = kvpr.place(view.models, view.gpus, tau)
     assert set(placement.devices) | set(placement.refused) == {m.name for m in view.models}
     assert not set(placement.devices) & set(placement.refused)
@@ -138,7 +137,7 @@ def test_placement_properties(view, tau) -> None:
 
 
 def exact_kvpr(models: list[ModelView], homes: tuple[int, ...], gpus: list[GpuView]) -> Fraction:
-    """The largest KVPR of an assignment, in exact arithmetic."""
+    """Returns the largest KVPR of an assignment, in exact arithmetic."""
     worst = Fraction(0)
     for i, g in enumerate(gpus):
         here = [m for m, home in zip(models, homes, strict=True) if home == i]
@@ -148,8 +147,10 @@ def exact_kvpr(models: list[ModelView], homes: tuple[int, ...], gpus: list[GpuVi
 
 
 def instances() -> Iterator[tuple[list[ModelView], list[GpuView]]]:
-    """Every multiset of up to 4 models of 3 rates x 3 sizes on 2 and 3 devices; everything fits
-    on one device, as the bound requires."""
+    """Yields all multisets of up to 4 models of 3 rates x 3 sizes, on 2 and 3 devices.
+
+    All models fit on one device, as the bound requires.
+    """
     kinds = list(itertools.product((1.0, 4.0, 10.0), (2, 10, 24)))
     for count in range(1, 5):
         for picks in itertools.combinations_with_replacement(kinds, count):
@@ -159,8 +160,10 @@ def instances() -> Iterator[tuple[list[ModelView], list[GpuView]]]:
 
 
 def test_the_bound_of_the_appendix_on_all_small_instances() -> None:
-    """max KVPR <= optimum x (1 + C / (S - m)): m and S belong to the last model placed on the
-    device with the largest KVPR."""
+    """Checks max KVPR <= optimum x (1 + C / (S - m)).
+
+    m and S belong to the last model placed on the device with the largest KVPR.
+    """
     checked, above_optimum = 0, 0
     for models, gpus in instances():
         homes = placed(models, gpus)

@@ -36,7 +36,7 @@ def test_parts_go_to_distinct_devices() -> None:
 
 
 def test_the_second_least_pressed_takes_the_second_part() -> None:
-    """Appendix A.1.2: although the first is the least pressed still."""
+    """Skips a device with a part, although it is still the least pressed (Appendix A.1.2)."""
     models = [model("a", 8, 0, tp=2, token_rate=2.0), model("hot", 2, 0, token_rate=90.0)]
     models += [model("cold", 2, 0, token_rate=2.0)]
     placed = homes(models, row(3))
@@ -142,7 +142,7 @@ def any_model(random: Random, i: int, gpus: list[GpuView]) -> ModelView:
 
 
 def fits_somehow(models: list[ModelView], gpus: list[GpuView]) -> bool:
-    """By trying all assignments."""
+    """Returns True if all models fit in some assignment, by trying all."""
     if not models:
         return True
     first, *rest = models
@@ -155,8 +155,11 @@ def fits_somehow(models: list[ModelView], gpus: list[GpuView]) -> bool:
 
 
 def test_an_honest_report_on_instances_that_do_not_fit() -> None:
-    """What is refused lacks exactly the bytes that it says, on the device that it names; where
-    everything fits somehow, nearly always all is placed, and where not, something is refused."""
+    """Compares refusals with all assignments.
+
+    A refused model lacks exactly the stated bytes on the named device. If all models fit in some
+    assignment, nearly always all are placed; if not, some model is refused.
+    """
     feasible = infeasible = left_out = 0
     for seed in range(400):
         random = Random(seed)

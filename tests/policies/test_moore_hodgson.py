@@ -22,7 +22,7 @@ def job(id: str, prefill_s: float, deadline_s: float, arrival_s: float = 0.0) ->
 
 
 def all_in_time(jobs: tuple[AdmissionJob, ...], start_s: float) -> bool:
-    """Served in the given order from `start_s`, does each prefill end by its deadline?"""
+    """Returns True if all prefills, in this order from `start_s`, end by their deadlines."""
     for each in jobs:
         start_s += each.prefill_s
         if start_s > each.deadline_s:
@@ -31,7 +31,7 @@ def all_in_time(jobs: tuple[AdmissionJob, ...], start_s: float) -> bool:
 
 
 def best_counts(prefills: NDArray[np.int64], deadlines: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The size of the largest subset that can be on time, of each row, by trying all subsets.
+    """Returns the size of the largest on-time subset of each row, by trying all subsets.
 
     A set can be on time in some order if and only if it is in deadline order, and rows come
     sorted by deadline.

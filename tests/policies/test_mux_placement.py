@@ -43,8 +43,10 @@ def test_large_clusters_are_thinned() -> None:
 
 
 def best_by_trying_all(task: Problem) -> float:
-    """The largest total throughput over all mesh groups and all assignments of every model; 0
-    where not all of them fit."""
+    """Returns the largest total throughput over all mesh groups and assignments.
+
+    Returns 0 if not all models fit.
+    """
     assert task.times is not None
     planner = mux.Planner(task.models, task.devices, task.times)
     best = 0.0
@@ -75,8 +77,10 @@ def _total(
 def test_close_to_exhaustive_search_on_small_clusters(
     gpus: int, models: int, feasible: int, optimal: int, worst: float
 ) -> None:
-    """The greedy search is no optimum, in the paper neither; 40 random clusters of each kind hold
-    how near it comes. Wherever all models fit, it places all of them."""
+    """Bounds the distance of the greedy search from the optimum on 40 random clusters of each kind.
+
+    Wherever all models fit, it places all of them.
+    """
     ratios = []
     for seed in range(40):
         task = problem(random_models(Random(seed), models), gpus)

@@ -69,14 +69,14 @@ def test_one_candidate_per_degree_and_none_where_it_does_not_fit() -> None:
     assert sorted(found) == [4, 8]
 
 
-def test_a_hopeless_rate_still_has_a_candidate_with_everything() -> None:
+def test_a_rate_that_cannot_be_met_has_a_candidate_with_all_sms() -> None:
     model = spec("a", rate=1e6)
     found = mux.candidates(model, times((model,)), {1: 50 * GB})[1]
     assert (found.sm_share, found.batch) == (1.0, mux.batch_limit(model, 50 * GB))
 
 
 def test_memory_is_shared_by_demand() -> None:
-    """Usage normalised by rate and size is equal: the constraint of equation 2."""
+    """Checks that usage normalised by rate and size is equal (constraint of equation 2)."""
     models = [spec("a", rate=6.0), spec("b", "13b", rate=1.0), spec("c", rate=0.5)]
     shares = mux.fair_shares(models)
     assert sum(shares) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Until when a plan of the prism policy holds: no later than it changes."""
+"""Time of the next plan of the prism policy: no later than the plan changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summ
 
 
 def later(now: ClusterView, seconds: float) -> ClusterView:
-    """Nothing but time passes."""
+    """Returns the view after `seconds` in which nothing but time changes."""
     models = tuple(
         structs.replace(
             m,
@@ -78,7 +78,7 @@ def test_who_waits_for_a_place_is_seated_when_one_may_leave(
 
 @pytest.mark.parametrize("early_s", [1e-12, -1e-12])
 def test_a_look_that_comes_early_by_rounding_is_not_repeated_at_once(early_s: float) -> None:
-    """Or times that differ in their last digit alone would have looks at other times."""
+    """Prevents that times which differ in their last digit cause plans at different times."""
     idle_s = SETTINGS.min_idle_s + MARGIN_S - early_s
     models = [active("a", "g0", weight=60, idle_s=idle_s), model("b", 60, waiting=1)]
     now = view(models, [gpu("g0", free_bytes=40)], rebalance=False)
@@ -93,7 +93,7 @@ def test_without_anybody_who_waits_there_is_no_hurry() -> None:
 
 
 def test_a_queue_gets_its_copy_when_it_has_lasted() -> None:
-    """At any step: the scheduling interval is for what is moved."""
+    """Checks any step, since the scheduling interval only limits migrations."""
     hot = active(
         "a",
         "g0",
@@ -111,8 +111,10 @@ def test_a_queue_gets_its_copy_when_it_has_lasted() -> None:
 
 
 def test_a_copy_without_room_is_tried_again_as_rates_come() -> None:
-    """Whether idle models make way for it hangs on rates: as often as these are reported, and not
-    at the next interval, which came 1.4 s later in a simulation than live."""
+    """Checks that plans follow the interval of reports, since evictions for a copy depend on rates.
+
+    The scheduling interval ended 1.4 s later in a simulation than live.
+    """
     hot = active("a", "g0", token_rate=9.0, waiting=5, oldest_wait_s=3.0, replicas_max=2)
     now = view([hot], [gpu("g0")], rebalance=False)
     assert not plans(now)

@@ -26,7 +26,7 @@ def by_deadline(job: AdmissionJob) -> tuple[float, float, str]:
 
 
 def most_on_time(jobs: list[AdmissionJob], start_s: float) -> int:
-    """By trying all subsets."""
+    """Returns the size of the largest on-time subset, by trying all."""
     for size in range(len(jobs), 0, -1):
         for some in combinations(sorted(jobs, key=by_deadline), size):
             end_s, in_time = start_s, True

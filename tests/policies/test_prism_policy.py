@@ -153,9 +153,11 @@ def test_room_of_models_on_their_way_out_counts() -> None:
 def test_memory_pressure_evicts_what_was_idle_over_the_threshold(
     waiting: int, running: int
 ) -> None:
-    """§6.2: "evicts a model if it remains idle longer than an empirical threshold", "only when GPU
-    resources are constrained", "prioritizes evicting models with larger SLOs". A backlog, or none
-    of it running yet, is no condition."""
+    """Checks §6.2: "evicts a model if it remains idle longer than an empirical threshold", "only
+    when GPU resources are constrained", "prioritizes evicting models with larger SLOs".
+
+    A backlog, or none of it running yet, does not matter.
+    """
     busy = active("busy", "g0", waiting=waiting, running=running)
     strict = active("strict", "g0", idle_s=1000, slo_ttft_s=0.5)
     models = [busy, strict, active("lax", "g0", idle_s=46, slo_ttft_s=9.0)]
@@ -167,7 +169,7 @@ def test_memory_pressure_evicts_what_was_idle_over_the_threshold(
 
 
 def test_a_model_stays_for_as_long_as_it_took_to_load() -> None:
-    """Else models that take turns would spend more time coming than being there."""
+    """Prevents that alternating models spend more time loading than serving."""
     for owes_s, expected in ((0.1, [("refuse", "a")]), (0.0, [("evict", "b", "g0")])):
         models = [active("b", "g0", weight=80, idle_s=99, owes_s=owes_s), model("a", 40, waiting=1)]
         assert planned(models, [gpu("g0")])[:1] == expected
@@ -209,7 +211,7 @@ def test_one_move_at_a_time_and_no_eviction_meanwhile() -> None:
 
 
 def test_a_move_that_makes_no_room_for_it_keeps_no_model_waiting() -> None:
-    """Elsewhere a model is moving; here a young idle one is in the way."""
+    """Has a migration on another device, and a recently idle model on this one."""
     models = [
         active("young", "g0", weight=60, idle_s=10),
         model("a", 50, waiting=1),
@@ -229,7 +231,7 @@ def test_migration_needs_a_gain_above_tau() -> None:
 
 
 def test_nothing_moves_off_a_device_without_contention() -> None:
-    """Pressures are as uneven, but beside the busiest model fewer than two requests run."""
+    """Has equally uneven pressures, but fewer than two contending requests."""
     gpus = [gpu("g0"), gpu("g1")]
     models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
     calm = [structs.replace(m, slo_tpot_s=0.6) for m in models]
@@ -240,7 +242,7 @@ def test_nothing_moves_off_a_device_without_contention() -> None:
 
 
 def test_nothing_moves_off_a_device_that_is_not_pressed() -> None:
-    """What is asked for is served: uneven rates of the past are no reason to touch it."""
+    """Has uneven rates of the past, but all requests are served."""
     gpus = [gpu("g0"), gpu("g1")]
     warm = active("warm", "g0", token_rate=3.0)
     hot = {n: active("hot", "g0", token_rate=5.0, running=9, waiting=n) for n in (0, 1, 2)}
@@ -291,7 +293,7 @@ def test_no_migration_between_intervals() -> None:
 
 @pytest.mark.parametrize("state", ["activating", "draining", "migrating"])
 def test_no_migration_from_or_to_a_device_where_models_come_or_go(state: str) -> None:
-    """The rest of the cluster is balanced meanwhile."""
+    """Balances the rest of the cluster meanwhile."""
     models = [active("hot", "g0", token_rate=5.0, waiting=2), active("warm", "g0", token_rate=3.0)]
     gpus = [gpu("g0"), gpu("g1"), gpu("g2", capacity=50)]
     for device, expected in (

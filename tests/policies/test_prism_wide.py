@@ -48,7 +48,7 @@ def test_idle_models_make_room_on_the_cheapest_node() -> None:
 
 
 def test_a_wide_model_moves_to_devices_that_hold_no_part_of_it() -> None:
-    """To make room, on one node."""
+    """Makes room on one node."""
     gpus = [gpu(f"g{i}", engines_free=0 if i < 2 else 1) for i in range(4)]
     models = [wide("a", "g0", "g1", weight=100, running=1), model("b", 80, waiting=1)]
     models[1] = structs.replace(models[1], pinned_device="g0")
@@ -60,7 +60,7 @@ def test_a_wide_model_moves_to_devices_that_hold_no_part_of_it() -> None:
 
 
 def test_a_resident_moves_for_a_wide_model_only_if_that_is_enough() -> None:
-    """Else the next plan moves it back, for ever: nodes of two devices cannot hold four parts."""
+    """Prevents endless moves: nodes of two devices cannot hold four parts."""
     busy = [active("p", "g0", weight=60, running=1), active("q", "g1", weight=60, running=1)]
     gpus = [gpu(f"g{i}", node=f"n{i // 2}") for i in range(4)]
     one = [busy[0], wide("a", weight=100, waiting=1)]

@@ -39,7 +39,7 @@ def queue_view(
     queues: Sequence[VirtualQueue] = (),
     now_s: float = 0.0,
 ) -> QueueView:
-    """100 tokens/s: a second for each request; a swap takes five."""
+    """Returns a view with 100 tokens/s, one second per request and five per swap."""
     speed, swap = dict.fromkeys(MODELS, 100.0), dict.fromkeys(MODELS, 5.0)
     return QueueView(now_s, tuple(waiting), tuple(devices), tuple(queues), speed, swap)
 
@@ -71,7 +71,7 @@ def test_groups_are_bounded_and_newcomers_join_them() -> None:
 
 
 def test_the_first_idle_instance_is_taken_whatever_it_holds() -> None:
-    """Prism §7.5: this is what triggers unnecessary swaps."""
+    """Reproduces the cause of unnecessary swaps (Prism §7.5)."""
     devices = [device("g0", "b"), device("g1", "a")]
     assert ids(qlm.assign(queue_view([request("1", "a")], devices))) == {"g0": [("1",)], "g1": []}
     aware = partial(qlm.assign, settings=QlmSettings(swap_aware=True))
@@ -117,7 +117,7 @@ def test_an_urgent_group_goes_before_but_no_swap_is_made_for_nothing() -> None:
 
 
 def test_a_queue_with_a_late_group_may_go_by_deadline() -> None:
-    """As QLM's published code: what is late already is served, whoever else becomes late by it."""
+    """Follows QLM's published code: late groups are served even if others become late."""
     by_deadline = partial(qlm.assign, settings=QlmSettings(by_deadline=True))
 
     def orders(slo_s: float) -> list[list[tuple[str, ...]]]:
@@ -131,7 +131,7 @@ def test_a_queue_with_a_late_group_may_go_by_deadline() -> None:
 
 
 def test_a_group_that_starts_is_closed() -> None:
-    """All of it leaves the queue as it starts; who comes later is in another group."""
+    """Removes a starting group from the queue. Later requests form another group."""
     first = qlm.assign(queue_view([request("1"), request("2")], [device("g0", "a")]))
     assert ids(first) == {"g0": [("1", "2")]}
     running = device("g0", "a", running=2)

@@ -12,7 +12,7 @@ from tests.policies.clusters import SETTINGS, active, gpu, model, planned, view
 
 
 def hot(name: str, device: str, **more: Any) -> ModelView:
-    """A queue of 9 has lasted for 5 s, and a copy comes up in 2 s."""
+    """Returns a model with a queue of 9 for 5 s, and an activation time of 2 s."""
     load = {"token_rate": 50.0, "waiting": 9, "running": 8, "oldest_wait_s": 5.0, "load_s": 2.0}
     return active(name, device, **{"replicas_max": 4, **load, **more})
 
@@ -37,7 +37,7 @@ def test_a_copy_joins_also_where_memory_is_more_pressed() -> None:
     assert action.joins
     assert "saturated" in action.reason
     # With half of the rate the other device is more pressed than the saturated one is now. What the
-    # copy lacks is compute: its memory is free, and nobody waits there.
+    # copy lacks is compute: its memory is free, and no requests wait there.
     busy = active("b", "host:1", token_rate=30.0)
     assert planned([hot("a", "host:0"), busy], four()[:2]) == [("activate", "a", "host:1")]
     queued = structs.replace(busy, waiting=5)
@@ -110,7 +110,7 @@ def test_the_last_copy_stays_however_little_it_does() -> None:
 
 
 def test_copies_make_way_for_a_model_without_any() -> None:
-    """Their running requests go on at the other copy; the last one stays."""
+    """Moves running requests to the other copy; the last copy stays."""
     pair = [calm("a", "host:0", token_rate=30.0), calm("a", "host:1", token_rate=30.0)]
     rooms = [gpu(f"host:{i}", capacity=20, free_bytes=5) for i in range(2)]
     asked = model("b", waiting=1)
@@ -124,7 +124,7 @@ def test_copies_make_way_for_a_model_without_any() -> None:
 
 
 def test_an_idle_copy_is_evicted_alone() -> None:
-    """Its sibling on another device has the same name and keeps its place."""
+    """Evicts one copy; the other one has the same name and stays."""
     rooms = [gpu("host:0", capacity=20, free_bytes=0), gpu("host:1", capacity=20, free_bytes=0)]
     pair = [
         calm("a", "host:0", token_rate=40.0, running=2),
@@ -134,7 +134,7 @@ def test_an_idle_copy_is_evicted_alone() -> None:
 
 
 def test_two_devices_short_of_memory_lose_one_copy_of_a_model() -> None:
-    """A model has one action at a time."""
+    """Plans one action per model at a time."""
     rooms = [gpu(f"host:{i}", capacity=20, free_bytes=0) for i in range(3)]
     three = [
         active("a", f"host:{i}", idle_s=60.0, token_rate=40.0, replicas_max=4) for i in range(3)
@@ -172,7 +172,7 @@ def idle(name: str, device: str, **more: Any) -> ModelView:
 
 
 def test_one_plan_takes_one_copy_of_a_model() -> None:
-    """The live system carries out one action of a model at a time."""
+    """Plans one action per model, as the live system executes them."""
     pair = [idle("a", "host:0"), idle("a", "host:1")]
     asked = [model(name, weight=80, waiting=1) for name in "bc"]
     evicted = [a for a in planned([*pair, *asked], four()[:2]) if a[0] == "evict"]

@@ -41,7 +41,7 @@ def test_every_service_has_a_home_and_groups_hold_two() -> None:
 
 
 def test_more_than_two_share_a_group_where_groups_are_few() -> None:
-    """Each service must have a home (equation 3)."""
+    """Places each service (equation 3)."""
     models = [spec(f"m{i}", rate=0.3, kv_floor_bytes=GB) for i in range(8)]
     placement = seallm.search(toy_problem(models, 2))
     assert sorted(homes(placement)) == sorted(m.name for m in models)
@@ -49,13 +49,13 @@ def test_more_than_two_share_a_group_where_groups_are_few() -> None:
 
 
 def test_groups_are_filled_with_replicas() -> None:
-    """Algorithm 1 allocates until nothing fits: two services on four GPUs have several homes."""
+    """Allocates until nothing fits: two services on four GPUs get replicas (Algorithm 1)."""
     models = [spec("a", rate=3.0, tp_degrees=(1,)), spec("b", rate=0.5, tp_degrees=(1,))]
     assert homes(seallm.search(toy_problem(models, 4))) == {"a": [1] * 4, "b": [1] * 4}
 
 
 def test_replicas_leave_room_for_the_kv_of_all() -> None:
-    """§4.1: memory is checked "with profiled memory usage"."""
+    """Checks memory "with profiled memory usage" (§4.1)."""
     large = spec("large", "13b", rate=0.1, tp_degrees=(1,), kv_floor_bytes=GB)
 
     def found(rate: float) -> dict[str, list[int]]:
@@ -122,7 +122,7 @@ def test_the_result_is_the_best_of_all_group_sizes() -> None:
 
 
 def filled(problem: Problem, made: Sequence[groups.Group], models: list[ModelSpecView]) -> float:
-    """The attainment when the same groups are filled in order of the models instead."""
+    """Returns the attainment if the same groups are filled in the order of the models."""
     for group in made:
         for model in models:
             if group.can_allocate(model, 2) and not any(model in g.models for g in made):
@@ -132,7 +132,7 @@ def filled(problem: Problem, made: Sequence[groups.Group], models: list[ModelSpe
 
 
 def test_the_interval_follows_the_error() -> None:
-    """Equation 8 with beta = 0.1."""
+    """Checks equation 8 with beta = 0.1."""
     assert seallm.next_interval(100.0, real=0.8, estimated=0.95) == pytest.approx(90.0)
     assert seallm.next_interval(100.0, real=0.9, estimated=0.95) == pytest.approx(110.0)
     assert seallm.next_interval(100.0, real=1.2, estimated=1.0, beta=0.3) == pytest.approx(130.0)
@@ -142,7 +142,7 @@ def test_the_interval_follows_the_error() -> None:
 
 
 def test_a_home_for_every_service_comes_before_attainment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equation 3: few simulated requests of a service must not leave it without a home."""
+    """Places a service with few simulated requests, too (equation 3)."""
     problem = toy_problem([spec("often"), spec("rarely")], 2)
     without = Placement((), {"rarely": "no room"})
     placements = {1: without, 2: Placement(())}
@@ -161,7 +161,7 @@ def test_a_home_for_every_service_comes_before_attainment(monkeypatch: pytest.Mo
 
 
 def test_a_replica_that_made_it_worse_is_not_kept() -> None:
-    """The last step of a size need not be its best one. Of equal ones the last is kept."""
+    """Keeps the best step of a size, the last one of equals."""
     models = [spec("a", rate=3.0, tp_degrees=(1,)), spec("b", rate=0.5, tp_degrees=(1,))]
 
     def searched(worse_from: int) -> int:
@@ -177,8 +177,10 @@ def test_a_replica_that_made_it_worse_is_not_kept() -> None:
 
 
 def test_larger_groups_hold_more_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each partition must be able to give every service a home: with the limit of the finest one,
-    no group of several GPUs could be chosen."""
+    """Raises the limit of services for partitions with few groups, so that all services are placed.
+
+    Otherwise no group of several GPUs could be chosen.
+    """
     limits: dict[int, int] = {}
 
     def allocated(

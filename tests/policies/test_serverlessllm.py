@@ -71,7 +71,7 @@ def test_an_idle_instance_is_reclaimed_after_its_keep_alive() -> None:
 
 
 def test_a_close_checkpoint_beats_a_free_device() -> None:
-    """An eviction is worth it where the model then starts sooner."""
+    """Evicts a model if another then starts sooner."""
     idle = active("old", "g0", idle_s=99.0)
     asked = model("a", waiting=1, startup_s={"g0": 1.0, "g1": 8.0})
     assert planned([idle, asked], [gpu("g0"), gpu("g1")])[0] == ("evict", "old", "g0")

@@ -90,8 +90,10 @@ def test_two_full_devices_swap_by_evicting_the_idler() -> None:
 
 
 def test_no_second_copy_moves_to_where_one_is_on_its_way() -> None:
-    """Two on their way to one home: the requests of the first would have been left in a queue that
-    the second took over."""
+    """Does not move two copies to one device.
+
+    The first one's requests would be left in a queue that the second takes over.
+    """
     leaving = structs.replace(active("a", "g0"), state="migrating", moving_to=("g2",))
     models = [leaving, active("a", "g1")]
     gpus = [gpu("g0"), gpu("g1"), gpu("g2"), gpu("g3")]
@@ -102,7 +104,7 @@ def test_no_second_copy_moves_to_where_one_is_on_its_way() -> None:
 
 
 def test_no_copy_comes_where_one_is_still_leaving() -> None:
-    """An operator moves it from g1, which the target has: it serves there meanwhile."""
+    """Has an operator's migration from g1, a device in the target, where it serves meanwhile."""
     leaving = structs.replace(active("a", "g1"), state="migrating", moving_to=("g2",))
     gpus, units = [gpu("g0"), gpu("g1"), gpu("g2")], [unit("g0", "a"), unit("g1", "a")]
     assert planned([leaving], gpus, units) == ()
@@ -111,7 +113,7 @@ def test_no_copy_comes_where_one_is_still_leaving() -> None:
 
 
 def test_copies_that_leave_are_not_counted_again() -> None:
-    """Of three, two were told to leave: the third is the one that moves."""
+    """Has three copies with two draining; the third moves."""
     leaving = [structs.replace(active("a", d), state="draining") for d in ("g0", "g1")]
     gpus = [gpu("g0"), gpu("g1"), gpu("g2"), gpu("g3")]
     found = planned([*leaving, active("a", "g2")], gpus, [unit("g3", "a")])
@@ -119,8 +121,10 @@ def test_copies_that_leave_are_not_counted_again() -> None:
 
 
 def test_moves_that_wait_for_each_other_do_not_begin() -> None:
-    """What runs on g1 fills it and could leave for g0 alone, whose model waits for g1: begun, the
-    move would hold both until it is given up."""
+    """Has two full devices whose models can only swap.
+
+    A migration would hold both until it fails.
+    """
     models = [active("a", "g0", weight=60), active("b", "g1", weight=30)]
     full = gpu("g1", free_bytes=0)
     units = [unit("g1", "a"), unit("g0", "b")]
@@ -135,7 +139,7 @@ def test_moves_that_wait_for_each_other_do_not_begin() -> None:
 
 
 def test_a_move_may_wait_for_the_requests_of_who_stays() -> None:
-    """They end, and the copy serves until then where it is."""
+    """Migrates although the target is full of requests: they end, and the copy serves meanwhile."""
     models = [active("a", "g0", weight=30), active("b", "g1", weight=30)]
     full = gpu("g1", free_bytes=0)
     found = planned(models, [gpu("g0"), full], [unit("g1", "a", "b")])
@@ -143,7 +147,7 @@ def test_a_move_may_wait_for_the_requests_of_who_stays() -> None:
 
 
 def test_the_last_copy_that_serves_stays_until_another_one_does() -> None:
-    """Its requests would have nowhere to go on."""
+    """Keeps the only copy that serves, since its requests could not resume."""
     gpus, units = [gpu("g0"), gpu("g1"), gpu("g2")], [unit("g2", "a")]
     coming = structs.replace(active("a", "g2"), state="activating")
     assert planned([active("a", "g0"), coming], gpus, units) == ()
@@ -161,7 +165,7 @@ def test_a_model_that_is_left_out_finishes_what_runs() -> None:
 
 
 def test_who_has_a_copy_on_its_way_is_not_the_one_to_go() -> None:
-    """The two swap, on full devices; a's other copy is not up yet."""
+    """Has two models that swap on full devices; a's other copy is not active yet."""
     coming = structs.replace(active("a", "g2"), state="activating")
     models = [active("a", "g0", weight=60), active("b", "g1", weight=60, running=5), coming]
     units = [unit("g1", "a"), unit("g0", "b"), unit("g2", "a")]
@@ -202,7 +206,7 @@ MESHES = (("g0",), ("g1",), ("g2",), ("g0", "g1"))
 
 @st.composite
 def targets(draw: st.DrawFn) -> Placement:
-    """Each model in at most one unit and at most two parts of 40 on a device of 100."""
+    """Draws a placement: a model in at most one unit, at most two parts of 40 on a device."""
     homes: dict[tuple[str, ...], list[str]] = {mesh: [] for mesh in MESHES}
     load = dict.fromkeys(DEVICES, 0)
     for name in NAMES:
@@ -219,7 +223,7 @@ def part(mesh: tuple[str, ...]) -> int:
 
 
 def carry_out(seen: ClusterView, actions: Sequence[Action]) -> ClusterView:
-    """Every action at once, as if time had passed."""
+    """Applies all actions, as if time had passed."""
     homes = {m.name: devices_of(m) for m in seen.models}
     for action in actions:
         match action:

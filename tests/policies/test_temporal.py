@@ -73,8 +73,10 @@ def test_round_robin_takes_turns_and_skips_the_idle() -> None:
 
 
 def test_the_head_of_the_line_blocks() -> None:
-    """SeaLLM §2.2: under FCFS a long request delays the short ones of another service; taking turns
-    it does so less."""
+    """Checks SeaLLM §2.2: under FCFS a long request delays another service's short ones.
+
+    Under round robin it delays them less.
+    """
     engines = {name: EngineStepView(name) for name in ("long", "short")}
 
     def latency(control: temporal.StepControl) -> float:

@@ -31,7 +31,7 @@ def requests(
 def simulator(
     models: Sequence[ModelSpecView], trace: Sequence[tuple[float, str]], slo_scale: float = 5.0
 ) -> Callable[[Placement], PlacementOutcome]:
-    """Latency over slo_scale x execution time on one GPU counts as unserved."""
+    """Counts a latency over slo_scale x execution time on one GPU as unserved."""
     by_name = {m.name: m for m in models}
 
     def play(placement: Placement) -> PlacementOutcome:
@@ -64,5 +64,5 @@ def toy_problem(models: list[ModelSpecView], gpus: int, length_s: float = 60.0) 
 
 
 def small(problem: Problem) -> Problem:
-    """Without the KV floor, so that memory leaves room for choices."""
+    """Removes the KV floor, so that memory leaves choices."""
     return replace(problem, models=tuple(replace(m, kv_floor_bytes=0) for m in problem.models))

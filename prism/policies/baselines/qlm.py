@@ -135,7 +135,7 @@ def _named(members: Sequence[QueuedRequest]) -> RequestGroup:
 
 
 def _join(request: QueuedRequest, queues: Queues, most: int) -> bool:
-    """Adds the request to the newest group of its model and SLO with room. False: there is none."""
+    """Adds the request to the newest group of its kind with room. Returns False without one."""
     kind = (request.model, _slo_s(request))
     for groups in queues.values():
         for i in range(len(groups) - 1, -1, -1):

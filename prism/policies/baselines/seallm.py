@@ -122,7 +122,7 @@ def _fits_alone(made: Sequence[Group], model: ModelSpecView) -> bool:
 
 
 def _merge(made: list[Group], model: ModelSpecView) -> bool:
-    """Merges the two smallest neighbours whose total size the model can use. False: none."""
+    """Merges the two smallest neighbours of a usable total size. Returns False without any."""
     pairs = sorted(_neighbours(made), key=lambda pair: (made[pair].mesh.size, pair))
     for i in pairs:
         merged = Mesh(
