@@ -15,7 +15,7 @@ import typer
 from lab.calibration import measured
 from lab.calibration.closed_loop import ClosedLoop, run_closed_loop
 from lab.calibration.measured import DedicatedRow, ServingRow, StepRow
-from prism.cli.ends import new_app, run
+from prism.cli.exit_codes import new_app, run
 from prism.errors import ConfigError
 from prism_sim.costs.catalog import HOST_S, cost_table, model_shape
 from prism_sim.costs.gpus import gpu_spec

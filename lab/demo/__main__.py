@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from lab.demo.page import write_page
-from prism.cli.ends import new_app, run
+from prism.cli.exit_codes import new_app, run
 from prism.cli.models import find_recipes
 from prism.config.reader import read_yaml
 from prism.models.store import prepare

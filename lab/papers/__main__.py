@@ -14,7 +14,7 @@ from lab.papers import catalog, report
 from lab.papers.catalog import Study
 from lab.papers.lab import Lab
 from lab.papers.sources import Sources
-from prism.cli.ends import new_app, run
+from prism.cli.exit_codes import new_app, run
 from prism.errors import ConfigError
 from prism_sim.cli.console import Bar
 from prism_sim.cli.options import make_folder

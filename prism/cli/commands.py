@@ -1,4 +1,4 @@
-"""The console scripts. Each prints its version, and is quick about it: `prism-serve --version`."""
+"""The console scripts. `--version` of each prints the version without further imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def models() -> None:
 
 
 def start(module: str, distribution: str) -> None:
-    """Ctrl-C during the imports, which may take seconds, ends the process without a word."""
+    """Runs the command of `module`. Ctrl-C during the imports, which may take seconds, ends the
+    process without output."""
     if sys.argv[1:] == ["--version"]:
         from importlib.metadata import version
 

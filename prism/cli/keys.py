@@ -1,4 +1,4 @@
-"""`prism-serve new-key` and `new-cluster-key`: make secrets."""
+"""`prism-serve new-key` and `new-cluster-key`: makes secrets."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from prism.errors import ConfigError
 def new_key(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     *,
-    keys: Annotated[Path, typer.Option(help="The file that access.keys names.")],
-    model: Annotated[list[str] | None, typer.Option(help="May use it; default: all.")] = None,
-    requests_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(help="0: no bound.")] = 0,
+    keys: Annotated[Path, typer.Option(help="The file of access.keys.")],
+    model: Annotated[list[str] | None, typer.Option(help="Its models; default: all.")] = None,
+    requests_per_minute: Annotated[int, typer.Option(help="0: unlimited.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="0: unlimited.")] = 0,
     is_operator: Annotated[
         bool, typer.Option("--operator", help="May read /status and /metrics.")
     ] = False,
 ) -> None:
-    """Make an API key and add its hash to a file. The key is printed once and kept nowhere."""
+    """Makes an API key and adds its hash to a file. The key is printed once and not stored."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    bounds = (requests_per_minute, tokens_per_minute)
-    add_key(keys, ApiKey(name, hashed(key), model or [], *bounds, is_operator))
+    limits = (requests_per_minute, tokens_per_minute)
+    add_key(keys, ApiKey(name, hashed(key), model or [], *limits, is_operator))
     print(key)
 
 
 def new_cluster_key(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
-    """Make the key by which the machines of a cluster know each other: a file for cluster_key, for
-    this user alone. Copy it to each of them."""
+    """Makes the key that authenticates the machines of a cluster: a file for cluster_key, which
+    only this user may read. Copy it to each machine."""
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(f"{new_secret()}\n")

@@ -1,4 +1,4 @@
-"""`prism-models`: prepare the models of the demo and the tests. No model hub is asked."""
+"""`prism-models`: prepares the models of the demo and the tests, without a model hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from prism.cli.ends import new_app
+from prism.cli.exit_codes import new_app
 from prism.errors import ConfigError, PrismError
 from prism.models.smollm2 import SmolLM2
 from prism.models.store import Recipe, default_directory, is_prepared, prepare
@@ -18,12 +18,12 @@ from prism.models.tiny import TINY_MODELS
 RECIPES: dict[str, Recipe] = {r.name: r for r in (SmolLM2(), *TINY_MODELS)}
 
 app = new_app(__doc__)
-Names = Annotated[list[str] | None, typer.Argument(help="models to prepare; all unless given")]
-Directory = Annotated[Path | None, typer.Option("--dir", help="where models are kept")]
+Names = Annotated[list[str] | None, typer.Argument(help="models to prepare; default: all")]
+Directory = Annotated[Path | None, typer.Option("--dir", help="directory of the models")]
 
 
 def find_recipes(names: list[str] | None) -> list[Recipe]:
-    """Raises ConfigError that lists the models there are."""
+    """Returns the recipes of these models. Raises ConfigError that lists the known models."""
     unknown = [name for name in names or [] if name not in RECIPES]
     if unknown:
         raise ConfigError(f"unknown model {', '.join(unknown)}: choose from {', '.join(RECIPES)}")
@@ -36,14 +36,14 @@ def say(text: str) -> None:
 
 @app.command("prepare", epilog="Example: prism-models prepare tiny-llama --dir .cache/models")
 def prepare_command(names: Names = None, directory: Directory = None) -> None:
-    """Make the models that are not there yet, and print the directory of each."""
+    """Makes missing models, and prints the directory of each."""
     for recipe in find_recipes(names):
         typer.echo(prepare(recipe, directory or default_directory(), say))
 
 
 @app.command("list", epilog="Example: prism-models list --dir .cache/models")
 def list_command(directory: Directory = None) -> None:
-    """The models that can be prepared, and which are."""
+    """Lists the models, and which of them are prepared."""
     place = directory or default_directory()
     for recipe in RECIPES.values():
         state = "ready" if is_prepared(recipe, place) else "-"
@@ -51,8 +51,8 @@ def list_command(directory: Directory = None) -> None:
 
 
 def main() -> None:
-    """Exit code 2 with one line when a name is unknown, or a source, a package or a folder to
-    write into is missing."""
+    """Runs the command. Exits with code 2 and one line for an unknown name, or a missing source,
+    package or folder."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         app()

@@ -1,6 +1,6 @@
-"""`prism-serve` as Ray's part of a machine: `python -m prism.cli.node_launcher FOLDER OPTIONS`.
+"""`prism-serve` on a machine of Ray: `python -m prism.cli.node_launcher FOLDER OPTIONS`.
 
-FOLDER is its own, and goes with it. The YAML in it names Redis and the key's file.
+FOLDER belongs to this process, and is removed when it ends. It has the YAML and the key's file.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 import yaml
 
 from prism.cli.commands import serve
-from prism.serve.on_ray.cluster_lease import followed
+from prism.serve.on_ray.cluster_lease import ends_with_lease
 from prism.serve.on_ray.node_actor import CONFIG_FILE, KEY_FILE, PID_FILE
 
 
 def main() -> None:
     folder = Path(sys.argv.pop(1))
-    # Who knows this process may ask for a reload before it can take one.
+    # The node's actor may ask for a reload before this process can handle it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         (folder / PID_FILE).write_text(str(os.getpid()))
         url = yaml.safe_load((folder / CONFIG_FILE).read_text()).get("redis")
         key = (folder / KEY_FILE).read_text()
-        # Without a URL the file is refused.
-        with followed(url, key, sys.stdin.fileno()) if url else nullcontext():
+        # A file without a URL is rejected by `serve`.
+        with ends_with_lease(url, key, sys.stdin.fileno()) if url else nullcontext():
             serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`prism-serve`: serve many models on few devices, and operate a running cluster."""
+"""`prism-serve`: serves many models on few devices, and operates a running cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from prism.cli import keys, watch
-from prism.cli.ends import run
+from prism.cli.exit_codes import run
 from prism.config.endpoints import on_node
 from prism.config.machines import is_gpu
 from prism.config.nodes import check_node
@@ -44,7 +44,7 @@ _PIPE_COLUMNS = 200
 
 app = typer.Typer(
     name="prism-serve",
-    help="Serve many models on few devices behind one OpenAI-compatible endpoint. Without a"
+    help="Serve many models on few devices with one OpenAI-compatible endpoint. Without a"
     " command: up. docs/quick-start.md has a first YAML.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,23 +55,23 @@ Config = Annotated[
 ]
 NewRunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Sockets, logs, state: made at the start, removed at the end."),
+    typer.Option("--run-dir", help="Directory of sockets, logs and state, removed at the end."),
 ]
 RunDirOption = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Which cluster, where several run (printed at its start)."),
+    typer.Option("--run-dir", help="The cluster, if several are running (printed at its start)."),
 ]
 Host = Annotated[str | None, typer.Option("--host", help="Overrides frontend.host.")]
 Port = Annotated[int | None, typer.Option("--port", "-p", help="Overrides frontend.port.")]
-Node = Annotated[str | None, typer.Option("--node", help="Which of several machines this is.")]
+Node = Annotated[str | None, typer.Option("--node", help="This machine, if there are several.")]
 Ray = Annotated[
     str | None,
-    typer.Option("--ray", help="Have Ray start all machines of the YAML: auto, or HOST:PORT."),
+    typer.Option("--ray", help="Ray starts all machines of the YAML: auto, or HOST:PORT."),
 ]
-LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Keep the logs there.")]
+LogDir = Annotated[Path | None, typer.Option("--log-dir", help="Directory of logs that are kept.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 CoreDumps = Annotated[
-    bool, typer.Option("--core-dumps", help="Let crashes leave core files, which hold prompts.")
+    bool, typer.Option("--core-dumps", help="Allow core files of crashes, which contain prompts.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL")]
@@ -79,7 +79,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL")]
 
 @app.command(
     "up",
-    help="Start everything and serve until Ctrl-C.",
+    help="Starts everything and serves until Ctrl-C.",
     epilog="Example: prism-serve up --config prism.yaml --port 8080 --log-dir logs",
 )
 @app.callback(
@@ -100,10 +100,10 @@ def up(
     log_level: LogLevel = "info",
     core_dumps: CoreDumps = False,
 ) -> None:
-    """Without a command: start everything and serve until Ctrl-C (the same as `up`)."""
+    """Starts everything and serves until Ctrl-C. The same as `up`."""
     if context.invoked_subcommand is not None:
         return
-    ray = ray or on_ray.ray_of(config or DEFAULT_CONFIG)
+    ray = ray or on_ray.ray_address(config or DEFAULT_CONFIG)
     if ray is not None and node is None:
         named = {"--host": host, "--port": port, "--log-dir": log_dir, "--log-level": log_level}
         on_ray.serve(config or DEFAULT_CONFIG, ray, named, partial(print, flush=True))
@@ -118,7 +118,7 @@ def up(
 def check(
     *, config: Config = None, host: Host = None, port: Port = None, node: Node = None
 ) -> None:
-    """Check the YAML, models' files, GPUs, addresses: what fits where. Start nothing."""
+    """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts nothing."""
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
     tokenizers = load_tokenizers(checked.models)
@@ -131,7 +131,7 @@ def check(
 
 @app.command(epilog="Example: prism-serve status --json --run-dir /tmp/prism-a1b2c3d4")
 def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
-    """Devices, models, memory and queues of the running cluster."""
+    """Shows devices, models, memory and queues of the running cluster."""
     command = OperatorCommand("status")
     result = operator.ask(find(run_dir), command, _STATUS_TIMEOUT_S)
     if as_json:
@@ -144,13 +144,13 @@ def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
 @app.command(epilog="Example: prism-serve top --every 0.5")
 def top(
     *,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
-    times: Annotated[int | None, typer.Option(help="So many looks; default: until Ctrl-C.")] = None,
+    every: Annotated[float, typer.Option(help="Seconds between updates.")] = 1.0,
+    times: Annotated[int | None, typer.Option(help="Number of updates; default: endless.")] = None,
     run_dir: RunDirOption = None,
 ) -> None:
-    """The running cluster as it changes: memory of each device, models, what waits."""
+    """Shows the running cluster live: memory of each device, models, waiting requests."""
     if every <= 0:
-        raise ConfigError(f"--every: {every:g} is not above 0; give seconds, such as 1")
+        raise ConfigError(f"--every: {every:g} must be more than 0; give seconds, such as 1")
     watch.show(find(run_dir), _console(), every, times)
 
 
@@ -158,11 +158,11 @@ def top(
 def logs(
     parts: Annotated[list[str] | None, typer.Argument(metavar="[PART]...")] = None,
     *,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Of each log's end.")] = 10,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines of each log.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until Ctrl-C.")] = False,
     run_dir: RunDirOption = None,
 ) -> None:
-    """The ends of the logs of PARTs (frontend-f0, scheduler, agent-host0, ...) or of all."""
+    """Prints the ends of the logs of PARTs (frontend-f0, scheduler, agent-host0, ...) or of all."""
     if code := watch.logs(find(run_dir), parts or [], lines, follow=follow):
         raise typer.Exit(code)
 
@@ -174,13 +174,13 @@ def logs(
 def activate(
     model: Model,
     *,
-    device: Annotated[str | None, typer.Option(help="Where; default: the policy's choice.")] = None,
-    gpu: Annotated[int | None, typer.Option(help="Where, by the device's number.")] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Print what each stage took.")] = False,
+    device: Annotated[str | None, typer.Option(help="Default: the policy's choice.")] = None,
+    gpu: Annotated[int | None, typer.Option(help="Device, by its number.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Print times of stages.")] = False,
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Bring MODEL up now, before a request asks for it."""
+    """Activates MODEL now, before a request needs it."""
     if gpu is not None:
         device = _device_of(find(run_dir), gpu, device)
     result = _operate(OperatorCommand("activate", model, device), as_json, run_dir)
@@ -196,13 +196,13 @@ def migrate(
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Move MODEL to DEVICE; what runs finishes where it is, or moves with it."""
+    """Moves MODEL to DEVICE. Running requests finish or move, by scheduler.migrate_running."""
     _operate(OperatorCommand("activate", model, device), as_json, run_dir)
 
 
 @app.command(epilog="Example: prism-serve evict tiny-llama")
 def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
-    """Take MODEL off its device; the next request for it brings it back."""
+    """Evicts MODEL from its device. The next request activates it again."""
     _operate(OperatorCommand("evict", model), as_json, run_dir)
 
 
@@ -210,11 +210,11 @@ def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None
 def prefetch(
     model: Model,
     *,
-    device: Annotated[str | None, typer.Option(help="On whose machine; default: all.")] = None,
+    device: Annotated[str | None, typer.Option(help="Its machine; default: all.")] = None,
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Read MODEL's files into the weight store, so that an activation reads none from disk."""
+    """Reads MODEL's files into the weight store, so that an activation does not read the disk."""
     _operate(OperatorCommand("prefetch", model, device), as_json, run_dir)
 
 
@@ -225,7 +225,7 @@ def flush(
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Give back idle memory: spare pages and the prefix cache, of MODEL or of all."""
+    """Returns idle memory (spare pages and the prefix cache) of MODEL, or of all models."""
     _operate(OperatorCommand("flush", model), as_json, run_dir)
 
 
@@ -233,15 +233,15 @@ def flush(
 def drain(
     device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
 ) -> None:
-    """Place nothing more on DEVICE, or on all devices of NODE, have their models move or leave, and
-    wait until they are empty."""
+    """Stops placing models on DEVICE, or on all devices of NODE, moves or evicts their models, and
+    waits until they are empty."""
     config, began_s = find(run_dir), time.monotonic()
-    drains.drain(config, drains.named(config, device), partial(print, flush=True))
+    drains.drain(config, drains.matching_devices(config, device), partial(print, flush=True))
     if device.startswith("@"):
-        print(f"prism-serve may be stopped on {device[1:]} now: no request needs its devices")
+        print(f"prism-serve on {device[1:]} may be stopped now: no request uses its devices")
     print(
-        f"{device} is empty, and stays so, after {time.monotonic() - began_s:.1f} s;"
-        f" prism-serve undrain {device} gives it models again"
+        f"{device} is empty after {time.monotonic() - began_s:.1f} s, and stays empty until"
+        f" prism-serve undrain {device}"
     )
 
 
@@ -249,9 +249,9 @@ def drain(
 def undrain(
     device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
 ) -> None:
-    """Let DEVICE, or all of NODE, have models again."""
+    """Allows models on DEVICE, or on all devices of NODE, again."""
     config = find(run_dir)
-    for name in drains.named(config, device):
+    for name in drains.matching_devices(config, device):
         drains.ask(config, "undrain", name)
     print(f"{device} may have models again")
 
@@ -270,33 +270,34 @@ def reload(
     *,
     run_dir: RunDirOption = None,
 ) -> None:
-    """Have the running cluster follow YAML (default: its own, as it is now): models come and go,
-    SLOs and bounds change. No request is dropped, and a file with a mistake changes nothing."""
+    """Applies YAML (default: the cluster's file) to the running cluster: adds and removes models,
+    changes SLOs and limits. No request is dropped. A file with a mistake changes nothing."""
     print(f"reloaded: {reloads.summary(reloads.reload(run_dir, source))}")
 
 
 @app.command("replace-frontends", epilog="Example: prism-serve replace-frontends")
 def replace_frontends(*, run_dir: RunDirOption = None) -> None:
-    """Start new frontend processes on the same port; the present ones finish and leave."""
+    """Starts new frontend processes on the same port. The present ones finish and end."""
     operator.replace_frontends(find(run_dir), _STATUS_TIMEOUT_S)
-    print("new frontends start; the present ones finish what is open, then they leave")
+    print("new frontends are starting; the present ones finish their open requests and end")
 
 
 @app.command(epilog="Examples: prism-serve down   |   prism-serve down --here")
 def down(
     *,
     here: Annotated[
-        bool, typer.Option("--here", help="With Ray: only on this machine; Ray starts it again.")
+        bool, typer.Option("--here", help="With Ray: only on this machine. Ray starts it again.")
     ] = False,
     run_dir: RunDirOption = None,
 ) -> None:
-    """End the running cluster as Ctrl-C does: what is open is finished, nothing is left."""
+    """Ends the running cluster like Ctrl-C: finishes open requests and cleans up."""
     operator.down(find(run_dir), here=here)
     print("prism-serve has ended")
 
 
 def main() -> None:
-    """Exit codes: 0 good, 1 the cluster or the action failed, 2 wrong input (one line each)."""
+    """Runs the command. Exit codes: 0 success, 1 a failure of the cluster or the action, 2 wrong
+    input."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     run(app, "error")
 
@@ -306,7 +307,7 @@ def _load(
 ) -> ClusterConfig:
     if config is None and not DEFAULT_CONFIG.is_file():
         raise ConfigError(
-            "--config: missing, and there is no prism.yaml here; name the cluster's YAML"
+            "--config: is missing, and prism.yaml does not exist here; give the cluster's YAML"
         )
     loaded = load(config or DEFAULT_CONFIG, node=node or "")
     check_node(loaded)
@@ -324,7 +325,8 @@ def _load(
 def _probed(
     config: ClusterConfig, *, may_be_occupied: bool = False
 ) -> tuple[ClusterConfig, dict[str, GpuFound]]:
-    """With its GPUs asked; they are numbered as nvidia-smi does, here and in every child."""
+    """Returns the configuration with measured GPUs. They are numbered as by nvidia-smi, here and in
+    every child."""
     if not any(is_gpu(device.name) for device in config.local().devices):
         return config, {}
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -336,12 +338,13 @@ def _probed(
 
 
 def _check_installed(config: ClusterConfig) -> None:
-    """Here, rather than by engines that fail to start again and again."""
+    """Raises ConfigError if an engine's package is missing, instead of engines that fail
+    repeatedly."""
     used = {config.adapter_of(model) for model in config.models} - set(config.engine.python)
     if "sglang" in used and find_spec("sglang") is None:
         raise ConfigError(
-            "engine.adapter: SGLang is not installed beside prism-serve; install it with"
-            " scripts/install of a checkout, or choose the adapter fake"
+            "engine.adapter: SGLang is not installed with prism-serve; install it with"
+            " scripts/install of a checkout, or use the adapter fake"
         )
 
 
@@ -370,25 +373,26 @@ def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> A
 
 
 def _check_known(config: ClusterConfig, command: OperatorCommand) -> None:
-    """Raises ConfigError that lists what there is."""
+    """Raises ConfigError that lists the models or devices."""
     models, devices = [m.name for m in config.models], [d.name for d in config.devices]
     for what, name, known in (
         ("model", command.model, models),
         ("device", command.device, devices),
     ):
         if name is not None and name not in known:
-            raise ConfigError(f"there is no {what} {name!r}; the {what}s are {', '.join(known)}")
+            raise ConfigError(f"unknown {what} {name!r}; {what}s: {', '.join(known)}")
 
 
 def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
-    """The device with this number, whatever its kind. Raises ConfigError that lists them."""
+    """Returns the device with this number, of any kind. Raises ConfigError that lists the
+    devices."""
     if device is not None:
-        raise ConfigError("--gpu: --device names the place already; give one of the two")
+        raise ConfigError("--gpu: cannot be combined with --device; remove one of them")
     names = [d.name for d in config.devices]
     found = [name for name in names if name.endswith(f":{gpu}")]
     if len(found) != 1:
         what = "is not a device" if not found else f"may be {' or '.join(found)}: use --device"
-        raise ConfigError(f"--gpu: {gpu} {what}; the devices are {', '.join(names)}")
+        raise ConfigError(f"--gpu: {gpu} {what}; devices: {', '.join(names)}")
     return found[0]
 
 

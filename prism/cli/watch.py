@@ -1,4 +1,4 @@
-"""`prism-serve top` and `logs`: a running cluster as it changes."""
+"""`prism-serve top` and `logs`: a running cluster, live."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from prism.serve import operator, report
 
 _BAR = 40
 _ASK_S = 10.0
-# What a device's memory holds, and how it is drawn.
+# Parts of a device's memory, and their colours.
 _PARTS = {"weights": "cyan", "KV": "green", "other": "yellow", "free": "bright_black"}
 
 
 def show(config: ClusterConfig, console: Console, every_s: float, times: int | None) -> None:
-    """Draw the cluster until Ctrl-C, or so many times. Raises OperatorError."""
+    """Draws the cluster until Ctrl-C, or `times` times. Raises OperatorError."""
     drawn = 0
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while times is None or drawn < times:
@@ -42,7 +42,7 @@ def _status(config: ClusterConfig) -> ClusterStatus:
 
 
 def picture(status: ClusterStatus) -> RenderableType:
-    """Devices as bars of what their memory holds, then models and what waits."""
+    """Returns bars of each device's memory, then models and waiting requests."""
     legend = Text("  ").join(Text(f"■ {name}", style=style) for name, style in _PARTS.items())
     table = Table(
         "device", "memory", "used", "waiting", "running", "KVPR", box=None, pad_edge=False
@@ -70,7 +70,7 @@ def _bar(agent: AgentReport) -> Text:
 
 
 def shares(agent: AgentReport) -> dict[str, int]:
-    """Bytes of each part of a device's memory; together they are its capacity."""
+    """Returns the bytes of each part of a device's memory. Their sum is its capacity."""
     weights = sum(model.static_bytes for model in agent.models)
     kv = sum(model.kv_mapped_bytes for model in agent.models)
     other = max(0, agent.reserved_bytes - weights - kv)
@@ -79,13 +79,13 @@ def shares(agent: AgentReport) -> dict[str, int]:
 
 
 def logs(config: ClusterConfig, parts: list[str], lines: int, *, follow: bool) -> int:
-    """Print the ends of these parts' logs (none: of all); the exit code of tail(1). Raises
+    """Prints the ends of these parts' logs, or of all. Returns the exit code of tail(1). Raises
     ConfigError that lists the parts."""
     folder = Path(config.run_dir) / "logs"
     found = {path.stem: path for path in sorted(folder.glob("*.log"))}
     for part in parts:
         if part not in found:
-            raise ConfigError(f"PART: there is no log of {part!r}; there are {', '.join(found)}")
+            raise ConfigError(f"PART: unknown log {part!r}; logs: {', '.join(found)}")
     wanted = [str(found[part]) for part in parts or found]
     options = ["-n", str(lines), *(["-F"] if follow else [])]
     return subprocess.run(["tail", *options, *wanted], check=False).returncode

@@ -1,6 +1,7 @@
-"""`prism-serve`: checks the YAML, starts and supervises every process of one machine, stops them.
+"""`prism-serve`: checks the YAML, starts and supervises every process of one machine, and stops
+them.
 
-launcher.py is the life of one cluster, on top of run_dir.py (its
-directory), children.py and supervisor.py (its processes) and progress.py (what the user sees);
-operator.py, report.py and gpu_probe.py serve the subcommands of prism/cli/serve.py.
+launcher.py is the life of a cluster. It uses run_dir.py (the directory), children.py and
+supervisor.py (the processes) and progress.py (the console). operator.py, report.py and gpu_probe.py
+implement subcommands of prism/cli/serve.py.
 """

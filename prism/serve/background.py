@@ -26,12 +26,12 @@ GONE_S = 10.0
 
 
 class ServeFailedError(PrismError):
-    """prism-serve did not start, or did not end in order; the message says where its log is."""
+    """prism-serve did not start, or did not end in order. The message names its log."""
 
 
 @dataclass
 class BackgroundServer:
-    """A running prism-serve. Everything it starts is below `process`."""
+    """A running prism-serve. Everything that it starts is a descendant of `process`."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -53,16 +53,21 @@ def serving(
     name: str = "demo",
     show: Callable[[Sequence[str]], None] | None = None,
 ) -> Iterator[BackgroundServer]:
-    """Run prism-serve in a process of its own until the block ends. Raises ServeFailedError.
+    """Runs prism-serve in a separate process until the block ends. Raises ServeFailedError.
 
-    name: a part of the run directory's name. show: called with the command.
+    Args:
+        config: The YAML.
+        port: Port of the API.
+        log_dir: Directory of the logs.
+        name: Part of the run directory's name.
+        show: Called with the command.
     """
     run_dir = Path(tempfile.gettempdir()) / f"prism-{name}-{os.getpid()}"
     command = [tool("prism-serve"), "--config", str(config), "--port", str(port)]
     command += ["--run-dir", str(run_dir), "--log-dir", str(log_dir)]
     if show is not None:
         show(command)
-    # In a session of its own: Ctrl-C reaches this process alone, which then ends the server.
+    # In its own session: Ctrl-C only reaches this process, which then ends the server.
     process = subprocess.Popen(command, start_new_session=True)
     server = BackgroundServer(process, f"http://127.0.0.1:{port}", run_dir, log_dir)
     try:
@@ -73,6 +78,7 @@ def serving(
 
 
 def wait_ready(server: BackgroundServer) -> None:
+    """Waits until the server is ready. Raises ServeFailedError."""
     deadline_s = time.monotonic() + START_S
     while not server.is_ready():
         if server.process.poll() is not None:
@@ -85,7 +91,8 @@ def wait_ready(server: BackgroundServer) -> None:
 
 
 def stop(server: BackgroundServer) -> None:
-    """SIGTERM, wait, and check. Raises ServeFailedError naming what is left."""
+    """Sends SIGTERM, waits for the end and checks it. Raises ServeFailedError that names what is
+    left."""
     if server.process.poll() is not None:
         return
     below = psutil.Process(server.process.pid).children(recursive=True)
@@ -100,11 +107,11 @@ def stop(server: BackgroundServer) -> None:
     left = [f"process {child.pid}" for child in alive]
     left += [str(path) for path in (server.run_dir, *segments) if path.exists()]
     if left:
-        raise ServeFailedError(f"left behind by prism-serve: {', '.join(left)}")
+        raise ServeFailedError(f"prism-serve did not clean up: {', '.join(left)}")
 
 
 def device_segments(run_dir: Path) -> list[Path]:
-    """The shared-memory files of the cluster's devices."""
+    """Returns the shared-memory files of the cluster's devices."""
     config = run_dir / "cluster.json"
     if not config.exists():
         return []
@@ -113,13 +120,14 @@ def device_segments(run_dir: Path) -> list[Path]:
 
 
 def free_port() -> int:
+    """Returns a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def tool(name: str) -> str:
-    """The command of this package beside the running interpreter."""
+    """Returns the path of a command of this package, in the interpreter's directory."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise ConfigError(f"{path} is missing; install the package with scripts/install")

@@ -1,4 +1,4 @@
-"""One child process: how it is started, watched and ended."""
+"""One child process: its start, heartbeat and end."""
 
 from __future__ import annotations
 
@@ -17,35 +17,40 @@ from prism.serve.logs import log_tail
 
 _DELAY_MIN_S = 0.5
 _DELAY_MAX_S = 30.0
-_PEACE_S = 60.0
+_STABLE_S = 60.0
 EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """`python -P -m MODULE ARGUMENTS`: the folder where it starts holds no module of ours."""
+    """Command `python -P -m MODULE ARGUMENTS`. -P: the working directory must not shadow
+    modules."""
 
     name: str
     module: str
     arguments: Sequence[str]
-    drain_s: float  # how long it may take to end after SIGTERM
+    drain_s: float  # time to end after SIGTERM
     pass_fds: Sequence[int] = ()
-    restart_arguments: Sequence[str] = ()  # added when it is started again
+    restart_arguments: Sequence[str] = ()  # added at restarts
     python: str = sys.executable
 
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """Each restart waits twice as long as the one before it. After a minute of peace the pauses
-    start over."""
+    """Delays of restarts. Each is twice as long as the one before. After a minute without a death
+    they start over."""
 
     deaths: int = 0
     _restart_at_s: float = float("-inf")
 
-    def died(self, now_s: float, well_until_s: float | None = None) -> float:
-        """Counts a death; returns how many seconds the restart waits. `well_until_s`: when it last
-        answered; the time in which it hung is no peace. None: now."""
-        if not self.is_recent(now_s if well_until_s is None else well_until_s):
+    def died(self, now_s: float, answered_s: float | None = None) -> float:
+        """Counts a death. Returns the delay of the restart in seconds.
+
+        Args:
+            now_s: Time of the death.
+            answered_s: Time of the last answer. A hang does not count as running. None: now.
+        """
+        if not self.is_recent(now_s if answered_s is None else answered_s):
             self.deaths = 0
         delay_s = min(_DELAY_MAX_S, _DELAY_MIN_S * 2.0**self.deaths)
         self.deaths += 1
@@ -53,12 +58,12 @@ class RestartBackoff:
         return delay_s
 
     def is_recent(self, now_s: float) -> bool:
-        """Whether the last death was less than a minute of running ago."""
-        return now_s - self._restart_at_s <= _PEACE_S
+        """Returns True if less than a minute of running has passed since the last restart."""
+        return now_s - self._restart_at_s <= _STABLE_S
 
 
 class Child:
-    """A process in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
+    """A process in its own session, so that a terminal's Ctrl-C only reaches the launcher.
 
     Thread rule: the launcher's main thread (a child dies with the thread that started it).
     """
@@ -78,12 +83,12 @@ class Child:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Starts the process. Raises OSError."""
         again = self.spec.restart_arguments if self._process is not None else ()
         fd = self._heartbeat.fd
         self._heartbeat.reset()
         environment = {**child_environment(), **self._variables, HEARTBEAT_VARIABLE: str(fd)}
-        # More than one OpenMP thread per engine spins against the other engines.
+        # OpenMP threads of an engine spin, and would take CPU time from the other engines.
         environment.setdefault("OMP_NUM_THREADS", "1")
         with private_log(self.log) as log:
             self._process = subprocess.Popen(
@@ -97,15 +102,15 @@ class Child:
             )
 
     def arguments(self) -> Sequence[str]:
-        """Of the process that is started now."""
+        """Returns the arguments of the process that is started now."""
         return self.spec.arguments
 
     def exit_code(self) -> int | None:
-        """None while it runs, or when it was not started."""
+        """Returns None while the process runs, or if it was not started."""
         return self._process.poll() if self._process else None
 
     def beats(self) -> int:
-        """How often its event loop has answered since the start."""
+        """Returns the number of heartbeats of its event loop since the start."""
         return self._heartbeat.count()
 
     def running(self) -> bool:
@@ -116,7 +121,7 @@ class Child:
             self._process.send_signal(number)
 
     def wait(self, until_s: float) -> bool:
-        """Whether it has ended before the monotonic time `until_s`."""
+        """Waits until the monotonic time `until_s`. Returns True if the process has ended."""
         while self.running():
             if time.monotonic() > until_s:
                 return False
@@ -124,16 +129,17 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """The process, and whatever it left in its session."""
+        """Kills the process and the rest of its session, and waits for its end."""
         if self._process is not None:
             self.end_at_once()
             self._process.wait()
 
     def end_at_once(self) -> None:
-        """SIGKILL, also to a process that hangs; `exit_code` shows when it has ended."""
+        """Sends SIGKILL, also to a process that hangs. `exit_code` shows when it has ended."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def tail(self, lines: int) -> list[str]:
+        """Returns the last lines of the log."""
         return log_tail(self.log, lines)

@@ -1,4 +1,4 @@
-"""`prism-serve drain`: wait until devices that get no more models are empty."""
+"""`prism-serve drain`: waits until devices that get no more models are empty."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from prism.serve import operator
 from prism.serve.run_dir import find
 
 _ASK_S = 10.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class DrainEndedError(PrismError):
     """The device is in use again, or the cluster has ended."""
 
 
-def named(config: ClusterConfig, what: str) -> list[str]:
-    """A device, or with @NODE all of a machine's. Raises ConfigError that lists what there is."""
+def matching_devices(config: ClusterConfig, what: str) -> list[str]:
+    """Returns the device `what`, or all devices of a machine for @NODE. Raises ConfigError that
+    lists the devices."""
     names = [device.name for device in config.devices]
     found = [name for name in names if name == what or (what[:1] == "@" and name.endswith(what))]
     if not found:
         nodes = "".join(f", @{node.name}" for node in config.nodes)
-        raise ConfigError(f"there is no device {what!r}; the devices are {', '.join(names)}{nodes}")
+        raise ConfigError(f"unknown device {what!r}; devices: {', '.join(names)}{nodes}")
     return found
 
 
 def drain(config: ClusterConfig, devices: Sequence[str], say: Callable[[str], None]) -> None:
-    """Returns when no model is on them; `say` hears of each change until then. The scheduler may
-    be started again meanwhile. Raises OperatorError where it refuses or does not answer at the
-    beginning, and DrainEndedError."""
+    """Drains devices, and returns when no model is on them. Prints changes with `say`. The
+    scheduler may restart meanwhile. Raises OperatorError if it refuses or does not answer at first,
+    and DrainEndedError."""
     for device in devices:
         ask(config, "drain", device)
-    said = dict.fromkeys(devices, "")
-    while (left := _left(config, devices)) is None or any(left.values()):
+    printed = dict.fromkeys(devices, "")
+    while (left := _remaining(config, devices)) is None or any(left.values()):
         for device, what in (left or {}).items():
-            if what and what != said[device]:
+            if what and what != printed[device]:
                 say(f"{device}: {what}")
-                said[device] = what
-        time.sleep(_LOOK_S)
+                printed[device] = what
+        time.sleep(_POLL_S)
 
 
-def _left(config: ClusterConfig, devices: Sequence[str]) -> dict[str, str] | None:
-    """What is still on each; "": nothing. None: the scheduler does not know yet. Raises
-    DrainEndedError."""
+def _remaining(config: ClusterConfig, devices: Sequence[str]) -> dict[str, str] | None:
+    """Returns what is still on each device ("": nothing), or None if the scheduler does not know
+    yet. Raises DrainEndedError."""
     try:
         status = _status(config)
     except operator.OperatorError:
-        _check_runs(config)
+        _check_cluster_runs(config)
         return None
     left = {device: status.drained[device] for device in devices if device in status.drained}
     if len(left) == len(devices):
@@ -61,10 +62,11 @@ def _left(config: ClusterConfig, devices: Sequence[str]) -> dict[str, str] | Non
     if status.revision < 0:
         return None
     (gone, *_) = [device for device in devices if device not in left]
-    raise DrainEndedError(f"{gone} is not drained any more: somebody has undrained it")
+    raise DrainEndedError(f"{gone} is not drained any more: another operator has undrained it")
 
 
-def _check_runs(config: ClusterConfig) -> None:
+def _check_cluster_runs(config: ClusterConfig) -> None:
+    """Raises DrainEndedError if the cluster has ended."""
     try:
         find(Path(config.run_dir))
     except ConfigError as error:
@@ -72,7 +74,7 @@ def _check_runs(config: ClusterConfig) -> None:
 
 
 def ask(config: ClusterConfig, kind: str, device: str) -> None:
-    """Raises OperatorError."""
+    """Sends a command for one device. Raises OperatorError."""
     result = operator.ask(config, OperatorCommand(kind, device=device), _ASK_S)
     if not result.ok:
         raise operator.OperatorError(result.message)

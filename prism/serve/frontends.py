@@ -1,4 +1,4 @@
-"""The frontends' processes, and how agents hear at once that one of them has ended."""
+"""Frontend processes, and the notifier that reports their ends to agents at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from prism.serve.children import Child, ChildSpec
 from prism.serve.run_dir import CONFIG_FILE
 from prism.transport import BlockingChannel
 
-LEAVE = signal.SIGUSR1  # to a frontend: a successor has come
+LEAVE = signal.SIGUSR1  # tells a frontend that its successor serves
 
 
-class AgentLine:
-    """What the launcher says to agents. An agent that is away hears it when it is back. Thread
-    rule: the launcher's main thread."""
+class AgentNotifier:
+    """Sender of the launcher's messages to agents. An agent that is away gets them when it returns.
+
+    Thread rule: the launcher's main thread.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config, self._file = config, ConfigFile(Path(config.run_dir) / CONFIG_FILE, config)
@@ -38,7 +40,7 @@ class AgentLine:
         self._connect()
 
     def _connect(self) -> None:
-        """To the agents of the configuration, and to no others."""
+        """Connects to the agents of the configuration, and disconnects others."""
         config = self._config = self._file.newer() or self._config
         wanted = {config.agent_cancel_endpoint(device.name) for device in config.devices}
         for endpoint in self._channels.keys() - wanted:
@@ -48,7 +50,7 @@ class AgentLine:
             self._channels[endpoint] = channel
             channel.connect(endpoint)
 
-    def __enter__(self) -> AgentLine:
+    def __enter__(self) -> AgentNotifier:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,9 +58,9 @@ class AgentLine:
             channel.close()
         self._context.term()
 
-    def new_place(self) -> str:
-        """What makes the id of a frontend that starts now lead to this machine, from others; ""
-        where there are none."""
+    def new_id_suffix(self) -> str:
+        """Returns the part of a new frontend's id that leads to this machine from others. Empty if
+        the cluster has one machine."""
         here = self._config.here
         if here is None:
             return ""
@@ -66,14 +68,15 @@ class AgentLine:
         return f"@{here.name}:{port}:{secrets.token_hex(3)}"
 
     def serves(self, frontend_id: str) -> bool:
-        """It has read all it needs, and takes output and connections."""
+        """Returns True if the frontend has started and accepts output and connections."""
         return self._socket(frontend_id).exists()
 
     def _socket(self, frontend_id: str) -> Path:
         return Path(self._config.frontend_endpoint(frontend_id).removeprefix("ipc://"))
 
     def frontend_gone(self, frontend_id: str) -> None:
-        """Never blocks. One that does not hear it notices the missing heartbeat, seconds later."""
+        """Reports the end of a frontend. Never blocks. An agent that misses the report notices the
+        missing heartbeat seconds later."""
         self._connect()
         for channel in self._channels.values():
             with suppress(zmq.ZMQError):
@@ -82,18 +85,19 @@ class AgentLine:
 
 
 @dataclass(slots=True)
-class Leaving:
+class LeavingFrontend:
     """A frontend whose successor was started."""
 
     process: subprocess.Popen[bytes]
     frontend_id: str
-    until_s: float | None = None  # it was told to leave; then it is killed
+    until_s: float | None = None  # time at which it is killed; None: it still serves
 
 
 class Frontend(Child):
-    """Each process has an id of its own: what a dead one left is not taken for its successor's.
+    """Child process with a new frontend id for each start, so that requests of a dead process are
+    not attributed to its successor.
 
-    `slot` is the beginning of the ids.
+    `slot` is the prefix of the ids.
     """
 
     def __init__(
@@ -102,56 +106,56 @@ class Frontend(Child):
         spec: ChildSpec,
         logs: Path,
         variables: Mapping[str, str],
-        line: AgentLine,
+        notifier: AgentNotifier,
     ) -> None:
         super().__init__(dataclasses.replace(spec, name=f"frontend-{slot}"), logs, variables)
         self._slot = slot
-        self._line = line
+        self._notifier = notifier
         self._starts = 0
-        self._place = ""
-        self._leaving: list[Leaving] = []
+        self._suffix = ""
+        self._leaving: list[LeavingFrontend] = []
 
     @property
     def frontend_id(self) -> str:
-        return f"{self._slot}.{self._starts}{self._place}"
+        return f"{self._slot}.{self._starts}{self._suffix}"
 
     def start(self) -> None:
         self._starts += 1
-        self._place = self._line.new_place()
+        self._suffix = self._notifier.new_id_suffix()
         super().start()
 
     def arguments(self) -> Sequence[str]:
         return (*self.spec.arguments, "--frontend-id", self.frontend_id)
 
     def replace(self) -> None:
-        """Start another process; once that serves, this one takes no more connections, finishes
-        what is open and ends. A dead one is started again anyway. Raises OSError; then nothing
-        changes."""
+        """Starts a successor. When it serves, the old process accepts no more connections, finishes
+        its requests and ends. Does nothing if the old process is dead, since it is restarted
+        anyway. Raises OSError; then nothing changes."""
         old, beats = self._process, self._heartbeat
         if old is None or old.poll() is not None:
             return
-        left, place = Leaving(old, self.frontend_id), self._place
+        left, suffix = LeavingFrontend(old, self.frontend_id), self._suffix
         self._heartbeat = Heartbeat()
         try:
             self.start()
         except OSError:
             self._heartbeat = beats
-            self._starts, self._place = self._starts - 1, place
+            self._starts, self._suffix = self._starts - 1, suffix
             raise
         self._leaving.append(left)
 
     @property
-    def is_replaced(self) -> bool:
-        """A successor was started and does not answer yet."""
+    def is_starting_successor(self) -> bool:
+        """True if a successor was started and does not serve yet."""
         return any(each.until_s is None for each in self._leaving)
 
     def watch(self) -> None:
-        """Call a few times a second."""
+        """Manages processes that leave. Call it a few times a second."""
         for each in list(self._leaving):
             if each.process.poll() is not None:
                 self._leaving.remove(each)
-                self._line.frontend_gone(each.frontend_id)
-            elif each.until_s is None and self._line.serves(self.frontend_id):
+                self._notifier.frontend_gone(each.frontend_id)
+            elif each.until_s is None and self._notifier.serves(self.frontend_id):
                 each.until_s = time.monotonic() + self.spec.drain_s
                 each.process.send_signal(LEAVE)
             elif each.until_s is not None and time.monotonic() > each.until_s:
@@ -172,12 +176,13 @@ class Frontend(Child):
             each.process.wait()
         super().kill()
 
-    def bury(self) -> None:
-        """Its process has ended: agents end what it had asked for."""
-        self._line.frontend_gone(self.frontend_id)
+    def report_end(self) -> None:
+        """Reports the end of the process to agents, which then end its requests."""
+        self._notifier.frontend_gone(self.frontend_id)
 
 
 def _is_free(address: str, port: int) -> bool:
+    """Returns True if a port can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -188,18 +193,19 @@ def _is_free(address: str, port: int) -> bool:
     return True
 
 
-def replace_if_asked(
-    asked: Path, frontends: Sequence[Frontend], say: Callable[[str], None]
+def replace_if_requested(
+    request_file: Path, frontends: Sequence[Frontend], say: Callable[[str], None]
 ) -> None:
-    """An operator made the file `asked`. Call a few times a second."""
+    """Replaces the frontends if an operator has made `request_file`. Call it a few times a
+    second."""
     for each in frontends:
         each.watch()
-    if not asked.is_file() or any(each.is_replaced for each in frontends):
+    if not request_file.is_file() or any(each.is_starting_successor for each in frontends):
         return
-    asked.unlink(missing_ok=True)
-    say("frontends are replaced; the present ones finish what is open")
+    request_file.unlink(missing_ok=True)
+    say("replacing frontends; the present ones finish their open requests")
     for each in frontends:
         try:
             each.replace()
         except OSError as error:
-            say(f"{each.name} cannot be replaced now: {error}")
+            say(f"{each.name} cannot be replaced: {error}")

@@ -1,7 +1,7 @@
 """Checks each GPU of a configuration before anything is started.
 
-A process of its own opens each GPU as an engine would. What would stop an engine is an error here,
-in one line, and the size of a CUDA context is known afterwards.
+A separate process opens each GPU as an engine would. What would stop an engine is reported as an
+error of one line. The process also measures the size of a CUDA context.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from prism.engines.gpu_share import own_pid
 from prism.errors import ConfigError
 from prism.process import child_environment, die_with_parent
 
-_PATIENCE_S = 60.0
-_OCCUPIED_WAIT_S = 10.0  # large processes that were killed a moment ago still hold memory
+_TIMEOUT_S = 60.0
+_OCCUPIED_WAIT_S = 10.0  # a large process that was just killed still holds memory
 
 
 class GpuFound(msgspec.Struct, frozen=True):
-    """The answer of the probing process. With an `error` all else is 0."""
+    """Result of the probing process. With an `error`, all other fields are empty."""
 
     name: str = ""
     driver_version: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
-    context_bytes: int = 0  # of a fresh process; 0: the driver does not name its processes
+    context_bytes: int = 0  # of a new process; 0: the driver does not name processes
     error: str = ""  # why this GPU cannot be used, and what to do
-    occupied: str = ""  # the same, while other processes hold its memory
+    occupied: str = ""  # set if other processes hold its memory, and what to do
 
 
 def probe(config: ClusterConfig, *, may_be_occupied: bool = False) -> dict[str, GpuFound]:
-    """By device. Raises ConfigError for the first GPU that cannot be used as configured. Unless
-    `may_be_occupied`, memory that others still hold after _OCCUPIED_WAIT_S is an error as well."""
+    """Returns the result for each device. Raises ConfigError for the first GPU that cannot be used
+    as configured. Unless `may_be_occupied`, memory that other processes still hold after
+    _OCCUPIED_WAIT_S is an error as well."""
     places = [(i, place) for i, place in enumerate(config.devices) if is_gpu(place.name)]
-    asked = [(i, place, _ask(place, may_be_occupied)) for i, place in places]
+    probes = [(i, place, _start_probe(place, may_be_occupied)) for i, place in places]
     try:
-        found = {place.name: _answer(i, place, process) for i, place, process in asked}
+        found = {place.name: _read_result(i, place, process) for i, place, process in probes}
     finally:
-        for _, _, process in asked:
+        for _, _, process in probes:
             process.kill()
             process.wait()
     return found
 
 
-def _ask(place: DeviceConfig, may_be_occupied: bool) -> subprocess.Popen[bytes]:
+def _start_probe(place: DeviceConfig, may_be_occupied: bool) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             sys.executable,
@@ -73,34 +74,34 @@ def _ask(place: DeviceConfig, may_be_occupied: bool) -> subprocess.Popen[bytes]:
     )
 
 
-def _answer(index: int, place: DeviceConfig, process: subprocess.Popen[bytes]) -> GpuFound:
+def _read_result(index: int, place: DeviceConfig, process: subprocess.Popen[bytes]) -> GpuFound:
     key = f"devices[{index}]"
     try:
-        said, complaints = process.communicate(timeout=_PATIENCE_S)
+        output, errors = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{key}: {place.name} does not answer within {_PATIENCE_S:.0f} s; see nvidia-smi"
+            f"{key}: {place.name} did not answer in {_TIMEOUT_S:.0f} s; see nvidia-smi"
         ) from None
     try:
-        found = msgspec.json.decode(said, type=GpuFound)
+        found = msgspec.json.decode(output, type=GpuFound)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        last = complaints.decode(errors="replace").strip().splitlines()[-1:]
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigError(
-            f"{key}: asking for {place.name} ended with status {process.returncode}"
-            f" ({''.join(last) or 'it says nothing'}); see nvidia-smi"
+            f"{key}: the check of {place.name} ended with exit code {process.returncode}"
+            f" ({''.join(last) or 'no output'}); see nvidia-smi"
         ) from None
     if found.error:
         raise ConfigError(f"{key}: {' '.join(found.error.split())}")
     return found
 
 
-# --- in the process of its own ---------------------------------------------------------------
+# --- in the separate process -----------------------------------------------------------------
 
 
-def look(
+def measure(
     name: str, capacity_bytes: int, page_bytes: int, *, may_be_occupied: bool = False
 ) -> GpuFound:
-    """Opens the GPU as an engine does, and measures. Raises KvcachedError."""
+    """Opens the GPU as an engine does, and measures it. Raises KvcachedError."""
     facts = _facts(name)
     namespace = f"prism-check-{os.getpid()}-{secrets.token_hex(4)}"
     device = Device.open(
@@ -126,7 +127,7 @@ def look(
 def _occupied(
     device: Device, memory: DriverMemory | None, capacity_bytes: int, may_be_occupied: bool
 ) -> str:
-    """Which processes hold memory that the capacity counts on; "" for none. Raises
+    """Returns the processes that hold memory of the capacity, or an empty string. Raises
     DeviceOccupiedError unless that is allowed, and for a capacity that the GPU does not have."""
     is_too_large = memory is not None and capacity_bytes > memory.total_bytes
     try:
@@ -146,7 +147,7 @@ def _own_bytes(device: Device, before: DriverMemory | None) -> list[int | None]:
 
 
 def _facts(name: str) -> GpuFacts | None:
-    """None without NVML: then CUDA itself has to say what is wrong."""
+    """Returns None without NVML. CUDA then reports what is wrong."""
     try:
         facts = kvcached.gpu_facts(name)
     except UnsupportedDeviceError:
@@ -155,14 +156,14 @@ def _facts(name: str) -> GpuFacts | None:
         return None
     if facts.mig:
         raise UnsupportedDeviceError(
-            f"{name} ({facts.name}) is cut into MIG instances, and whole GPUs are shared here;"
+            f"{name} ({facts.name}) is split into MIG instances, but a whole GPU is required;"
             " disable MIG (nvidia-smi -mig 0) or use another GPU"
         )
     return facts
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints a GpuFound as JSON; errors are a field of it."""
+    """Prints a GpuFound as JSON. Errors are a field of it."""
     die_with_parent()
     parser = argparse.ArgumentParser(prog="prism.serve.gpu_probe")
     parser.add_argument("device")
@@ -172,41 +173,41 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     place = (options.device, options.capacity_bytes, options.page_bytes)
     try:
-        found = look(*place, may_be_occupied=options.may_be_occupied)
+        found = measure(*place, may_be_occupied=options.may_be_occupied)
     except KvcachedError as error:
         found = GpuFound(error=str(error))
     print(msgspec.json.encode(found).decode())
 
 
 def warnings(found: Mapping[str, GpuFound]) -> list[str]:
-    """What keeps it from starting now, and what will not be seen while it runs."""
-    mute = [name for name, gpu in found.items() if not gpu.total_bytes]
+    """Returns warnings about occupied memory, and about memory that cannot be monitored."""
+    unreported = [name for name, gpu in found.items() if not gpu.total_bytes]
     nameless = [
         name
         for name, gpu in found.items()
         if gpu.total_bytes and not (gpu.context_bytes or gpu.occupied)
     ]
-    said = [
-        f"warning: {' '.join(gpu.occupied.split())}; contexts are as planned, not measured"
+    output = [
+        f"warning: {' '.join(gpu.occupied.split())}; contexts are estimated, not measured"
         for gpu in found.values()
         if gpu.occupied
     ]
-    if mute:
-        said.append(
-            f"warning: NVML does not answer for {', '.join(mute)}: what engines hold there beside"
-            " KV and weights is planned and not watched; install libnvidia-ml.so.1 (in a container:"
-            " the 'utility' capability)"
+    if unreported:
+        output.append(
+            f"warning: NVML does not answer for {', '.join(unreported)}: engines' memory other than"
+            " KV and weights is estimated and not monitored; install libnvidia-ml.so.1 (in a"
+            " container: the 'utility' capability)"
         )
     if nameless:
-        said.append(
-            f"warning: the driver names no process of ours on {', '.join(nameless)}: what engines"
-            " hold there is watched less well; start the container with --pid=host"
+        output.append(
+            f"warning: the driver does not report processes on {', '.join(nameless)}: memory of"
+            " engines is monitored less precisely; start the container with --pid=host"
         )
-    return said
+    return output
 
 
 def contexts(found: Mapping[str, GpuFound]) -> dict[str, int]:
-    """Measured contexts by device."""
+    """Returns the measured contexts by device."""
     return {name: gpu.context_bytes for name, gpu in found.items() if gpu.context_bytes}
 
 

@@ -1,10 +1,10 @@
-"""The log files of a running cluster: their ends, and bounds on them.
+"""Log files of a running cluster: reading of their ends, and rotation.
 
-Processes hold their logs open in append mode, also as their stderr, and cannot be asked to open
-them again. So a full log is copied and emptied in place. A line written in between is lost.
+Processes have their logs open in append mode, also as stderr, and cannot be asked to reopen them.
+So a full log is copied and truncated in place. A line that is written in between is lost.
 
-The folder may be a user's own (`--log-dir`): files with other names, links and devices are left
-alone.
+The folder may be the user's (`--log-dir`), so files with other names, links and devices are
+ignored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ REDIS_LOGS = re.compile(r"redis\.log")
 
 
 def log_names(parts: Iterable[str], devices: Iterable[str]) -> re.Pattern[str]:
-    """The logs of these parts, and of the engines on these devices and their ranks."""
+    """Returns a pattern for the logs of these processes, and of the engines of these devices and
+    their ranks."""
     own = [re.escape(part) for part in parts]
     own += [rf"{re.escape(device.replace(':', ''))}-e\d+(\.\d+)?" for device in devices]
     return re.compile(rf"({'|'.join(own)})\.log")
 
 
 def log_tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a log; none where it cannot be read."""
+    """Returns the last lines of a log. Empty if it cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()[-lines:]
     except OSError:
@@ -39,8 +40,8 @@ def log_tail(path: Path, lines: int) -> list[str]:
 
 
 def rotate_full(folder: Path, names: re.Pattern[str], bytes_max: int = LOG_BYTES_MAX) -> str:
-    """A log of more than `bytes_max` becomes NAME.1, in the place of the one before it. Returns
-    what went wrong, or ""."""
+    """Moves each log of more than `bytes_max` to NAME.1, which is replaced. Returns a description
+    of failures, or an empty string."""
     problems = []
     for path in _full(folder, names, bytes_max):
         try:
@@ -58,12 +59,12 @@ def _full(folder: Path, names: re.Pattern[str], bytes_max: int) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return [Path(entry.path) for entry in entries if is_full(entry)]
-    except OSError:  # it was removed, and is made again
+    except OSError:  # it was removed and will be restored
         return []
 
 
 def _rotate(path: Path) -> None:
-    """Empties the log also where there is no room for the copy. Raises OSError."""
+    """Rotates a log. Truncates it even if the copy does not fit on the disk. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as current:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

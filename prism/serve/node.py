@@ -1,4 +1,4 @@
-"""This machine among the nodes of a cluster: said in Redis, so that the others know of it."""
+"""Registration of this machine as a node of a cluster, in Redis."""
 
 from __future__ import annotations
 
@@ -25,46 +25,57 @@ from prism.messages import MALFORMED_ERRORS, PROTOCOL
 from prism.serve.run_dir import CONFIG_FILE
 
 _TTL_S = 10.0
-_SAY_S = 2.0
+_RENEW_S = 2.0
 _TIMEOUT_S = 5.0
 _SHARED = ("models", "nodes", "policy", "knobs", "engine", "scheduler")
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """What each node says of itself for as long as it lives."""
+    """State that a node publishes while it lives."""
 
-    owner: str
+    owner: str  # process of prism-serve
     version: str
-    shared: str  # a digest of what all nodes must have in common
+    shared: str  # digest of the settings that all nodes must share
     protocol: int = 0
 
 
 def namespace_of(config: ClusterConfig) -> str:
-    """The same on all nodes, and another one for every key."""
+    """Returns the namespace of a cluster: the same on all nodes, and different for every key."""
     return namespace_of_key(config.cluster_key)
 
 
 def namespace_of_key(cluster_key: str) -> str:
+    """Returns the namespace of the cluster with this key."""
     return f"prism-{sha256(public_key(cluster_key).encode()).hexdigest()[:8]}"
 
 
 def state_of(config: ClusterConfig) -> NodeState:
-    # What engine processes take without a model is measured by each node for its own devices.
+    # Each node measures the memory of idle engine processes for its own devices.
+    """Returns the state of this machine."""
     devices = [msgspec.structs.replace(device, idle_bytes=0) for device in config.devices]
-    shared = {name: _set(getattr(config, name)) for name in _SHARED} | {"devices": _set(devices)}
+    shared = {name: _non_default(getattr(config, name)) for name in _SHARED} | {
+        "devices": _non_default(devices)
+    }
     digest = sha256(msgspec.json.encode(shared, enc_hook=encoded)).hexdigest()
     owner = f"{socket.gethostname()}-{uuid4().hex}"
     return NodeState(owner, version("prism-serving"), digest, PROTOCOL)
 
 
-def _set(value: Any) -> Any:
-    """Without what has its default: a version may know more keys than another one."""
+def _non_default(value: Any) -> Any:
+    """Returns the value without fields that have their defaults, since versions may differ in the
+    keys that they know."""
     if isinstance(value, msgspec.Struct):
         found = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
-        return {field.name: _set(each) for field, each in found if not _is_default(field, each)}
+        return {
+            field.name: _non_default(each) for field, each in found if not _is_default(field, each)
+        }
     if isinstance(value, list | tuple):
-        return [_set(each) for each in value]
-    return {key: _set(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_non_default(each) for each in value]
+    return (
+        {key: _non_default(each) for key, each in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _is_default(field: msgspec.structs.FieldInfo, value: object) -> bool:
@@ -75,18 +86,18 @@ def _is_default(field: msgspec.structs.FieldInfo, value: object) -> bool:
 
 @contextmanager
 def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the block this machine is a node of the cluster; the last one that leaves removes
-    what the cluster has in Redis. Raises ConfigError where the nodes are not alike, or another
-    process is this node already."""
+    """Registers this machine as a node within the block. The last node that leaves removes the
+    cluster's keys from Redis. Raises ConfigError if the nodes' settings differ, or another process
+    is this node."""
     state, file = state_of(config), ConfigFile(Path(config.run_dir) / CONFIG_FILE, config)
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         try:
-            _check_alike(config, state, client)
-            _take(config, state, client)
+            _check_same_settings(config, state, client)
+            _register(config, state, client)
         except redis.RedisError as error:
             raise ConfigError(f"redis: {error}; start that server, or correct the URL") from error
         over = threading.Event()
-        thread = threading.Thread(target=_keep, args=(file, state, say, over), daemon=True)
+        thread = threading.Thread(target=_renew, args=(file, state, say, over), daemon=True)
         thread.start()
         try:
             yield
@@ -94,11 +105,11 @@ def joined(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
             over.set()
             thread.join(2 * _TIMEOUT_S)
             with suppress(redis.RedisError, OSError):
-                _leave(file.config, state, client)
+                _unregister(file.config, state, client)
 
 
-def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
-    """Returns the nodes that live, by name, without those whose state cannot be read. Raises
+def registered(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
+    """Returns the states of running nodes by name, without states that cannot be read. Raises
     redis.RedisError."""
     names = [node.name for node in config.nodes]
     found = client.mget([_key(config, name) for name in names])
@@ -108,103 +119,112 @@ def present(config: ClusterConfig, client: redis.Redis) -> dict[str, NodeState]:
 
 
 def _read(body: object) -> NodeState | None:
-    """Returns None for damaged state. A node that lives writes its own again within seconds."""
+    """Returns None for a damaged state. A running node writes it again within seconds."""
     try:
         return msgspec.msgpack.decode(body, type=NodeState) if isinstance(body, bytes) else None
     except MALFORMED_ERRORS:
         return None
 
 
-def living(config: ClusterConfig, names: Collection[str]) -> set[str]:
-    """Those of these nodes that live. Raises ConfigError."""
+def running_nodes(config: ClusterConfig, names: Collection[str]) -> set[str]:
+    """Returns the running nodes among `names`. Raises ConfigError."""
     if not names:
         return set()
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         try:
-            return present(config, client).keys() & names
+            return registered(config, client).keys() & names
         except redis.RedisError as error:
             raise ConfigError(f"redis: {error}; try again") from error
 
 
-def has_told(config: ClusterConfig, timeout_s: float) -> bool:
-    """Waits until this machine's `prism-serve` has told the others that it follows `config`."""
-    wanted, until_s = state_of(config).shared, time.monotonic() + timeout_s
+def wait_published(config: ClusterConfig, timeout_s: float) -> bool:
+    """Waits until this machine's `prism-serve` has published that it uses `config`. Returns False
+    after `timeout_s`."""
+    digest, until_s = state_of(config).shared, time.monotonic() + timeout_s
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         while time.monotonic() < until_s:
             with suppress(redis.RedisError):
-                said = present(config, client).get(config.node)
-                if said is not None and said.shared == wanted:
+                published = registered(config, client).get(config.node)
+                if published is not None and published.shared == digest:
                     return True
             time.sleep(0.2)
     return False
 
 
-def _check_alike(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
-    for name, other in present(config, client).items():
+def _check_same_settings(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
+    """Raises ConfigError if another node has another protocol or other settings."""
+    for name, other in registered(config, client).items():
         if name == config.node:
             continue
         if other.protocol != state.protocol:
             raise ConfigError(
-                f"nodes: {name} runs version {other.version}, whose protocol is {other.protocol},"
-                f" and this machine {state.version} with {state.protocol}: they do not understand"
-                " each other; install one version on all, with all of them stopped"
+                f"nodes: {name} runs version {other.version} with protocol {other.protocol}, and"
+                f" this machine {state.version} with {state.protocol}, which are incompatible; stop"
+                " all nodes and install one version"
             )
         if other.shared != state.shared:
             raise ConfigError(
-                f"nodes: {name} has other devices, models or settings; give all nodes the same"
-                " file, and the models the same paths, and prism-serve reload where it is new"
+                f"nodes: {name} has other devices, models or settings; use the same file and the"
+                " same model paths on all nodes, with prism-serve reload where the file is new"
             )
 
 
-def _take(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
-    """One that was killed is known for some seconds yet; junk in its place is overwritten."""
-    if config.node not in present(config, client):
+def _register(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
+    """Registers the node. Waits for the state of a killed process to expire, and overwrites a
+    damaged state. Raises ConfigError if another process is this node."""
+    if config.node not in registered(config, client):
         client.delete(_key(config, config.node))
-    until_s, mine = time.monotonic() + _TTL_S + 1, msgspec.msgpack.encode(state)
-    while not client.set(_key(config, config.node), mine, nx=True, px=round(_TTL_S * 1000)):
+    until_s, packed = time.monotonic() + _TTL_S + 1, msgspec.msgpack.encode(state)
+    while not client.set(_key(config, config.node), packed, nx=True, px=round(_TTL_S * 1000)):
         if time.monotonic() > until_s:
-            other = present(config, client).get(config.node)
+            other = registered(config, client).get(config.node)
             where = other.owner.rpartition("-")[0] if other else "another process"
-            raise ConfigError(f"--node: {config.node} runs already, on {where}; choose another")
+            raise ConfigError(
+                f"--node: {config.node} is already running on {where}; choose another"
+            )
         time.sleep(0.2)
 
 
-def _keep(
+def _renew(
     file: ConfigFile, state: NodeState, say: Callable[[str], None], over: threading.Event
 ) -> None:
+    """Renews the registration and prints changes of other nodes until `over` is set."""
     known: dict[str, NodeState] = {}
     config = file.config
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
-        while not over.wait(_SAY_S):
+        while not over.wait(_RENEW_S):
             if (newer := file.newer()) is not None:
                 config = newer
                 state = msgspec.structs.replace(state, shared=state_of(config).shared)
-            mine = msgspec.msgpack.encode(state)
+            packed = msgspec.msgpack.encode(state)
             try:
-                client.set(_key(config, config.node), mine, px=round(_TTL_S * 1000))
-                now = present(config, client)
+                client.set(_key(config, config.node), packed, px=round(_TTL_S * 1000))
+                now = registered(config, client)
             except (redis.RedisError, OSError):
-                continue  # the agents say so
+                continue  # the agents report it
             now.pop(config.node, None)
             for name in sorted(now.keys() - known.keys()):
                 other = now[name].version
-                say(f"node {name} is there{f', version {other}' * (other != state.version)}")
+                say(f"node {name} joined{f', version {other}' * (other != state.version)}")
             for name in sorted(known.keys() - now.keys()):
-                say(f"node {name} is gone")
+                say(f"node {name} left")
             known = now
 
 
-def _leave(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
-    """REQUIRES: this node's processes have ended."""
-    here = present(config, client).get(config.node)
-    if here is not None and here.owner == state.owner:
+def _unregister(config: ClusterConfig, state: NodeState, client: redis.Redis) -> None:
+    """Removes the registration, and the cluster's keys after the last node.
+
+    REQUIRES: this node's processes have ended.
+    """
+    own_state = registered(config, client).get(config.node)
+    if own_state is not None and own_state.owner == state.owner:
         client.delete(_key(config, config.node))
-    if not present(config, client):
-        forget_keys(config)
+    if not registered(config, client):
+        delete_redis_keys(config)
 
 
-def forget_keys(config: ClusterConfig) -> None:
-    """A Redis that is not ours keeps nothing of this cluster."""
+def delete_redis_keys(config: ClusterConfig) -> None:
+    """Deletes the cluster's keys from a Redis that prism-serve did not start."""
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
         for key in client.scan_iter(f"{config.namespace}:*", count=1000):
             client.unlink(key)
@@ -215,5 +235,5 @@ def _key(config: ClusterConfig, node: str) -> str:
 
 
 def node_key(namespace: str, node: str) -> str:
-    """There for as long as the node lives."""
+    """Returns the key that exists while the node is running."""
     return f"{namespace}:node:{node}"

@@ -1,4 +1,4 @@
-"""Ask a running cluster's scheduler to do something, and wait for the outcome."""
+"""Commands of operators to a running cluster's scheduler or launcher."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prism.serve.on_ray import cluster_lease
 from prism.serve.run_dir import DOWN_FILE, REPLACE_FILE
 from prism.transport import BlockingChannel
 
-_LOOK_S = 0.1
-_DOWN_S = 60.0  # beyond what open requests may take
+_POLL_S = 0.1
+_DOWN_S = 60.0  # in addition to the drain time of open requests
 
 
 class OperatorError(PrismError):
@@ -26,19 +26,20 @@ class OperatorError(PrismError):
 
 
 def replace_frontends(config: ClusterConfig, timeout_s: float) -> None:
-    """Ask the launcher of `config`, and wait until it begins. Raises OperatorError."""
-    asked, until_s = Path(config.run_dir) / REPLACE_FILE, time.monotonic() + timeout_s
-    asked.touch()
-    while asked.exists():
+    """Asks the launcher of `config` to replace the frontends, and waits until it begins. Raises
+    OperatorError."""
+    request_file, until_s = Path(config.run_dir) / REPLACE_FILE, time.monotonic() + timeout_s
+    request_file.touch()
+    while request_file.exists():
         if time.monotonic() > until_s:
-            asked.unlink(missing_ok=True)
+            request_file.unlink(missing_ok=True)
             raise OperatorError(f"prism-serve did not begin in {timeout_s:g} s; try again")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def down(config: ClusterConfig, *, here: bool) -> None:
-    """End the `prism-serve` of `config` in order, and wait for it: with Ray those of all machines,
-    but `here` only this one, which Ray starts again. Raises OperatorError."""
+    """Ends the `prism-serve` of `config` in order, and waits for it. With Ray ends those of all
+    machines, or with `here` only this one, which Ray starts again. Raises OperatorError."""
     run_dir, timeout_s = Path(config.run_dir), config.engine.drain_timeout_s + _DOWN_S
     until_s = time.monotonic() + timeout_s
     if here or not config.node or not cluster_lease.stop(config.redis_url, config.cluster_key):
@@ -46,7 +47,7 @@ def down(config: ClusterConfig, *, here: bool) -> None:
     while run_dir.exists():
         if time.monotonic() > until_s:
             raise OperatorError(f"prism-serve did not end in {timeout_s:g} s; see {run_dir}/logs")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _left_ms(until_s: float) -> int:
@@ -54,9 +55,10 @@ def _left_ms(until_s: float) -> int:
 
 
 def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> ActionResult:
-    """Send `command` to the scheduler of `config`. Raises OperatorError when nothing comes back."""
+    """Sends `command` to the scheduler of `config`, and returns its answer. Raises OperatorError
+    without an answer."""
     with zmq.Context() as context:
-        # Immediate: the command goes where a scheduler answers, to one of several places.
+        # immediate: of several endpoints, the command goes to one that is connected.
         channel: BlockingChannel[ActionResult] = BlockingChannel(
             context, zmq.DEALER, ActionResult, config.cluster_key, immediate=1
         )
@@ -72,6 +74,6 @@ def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> Ac
     troubles = read_troubles(Path(config.run_dir))
     known = "".join(f"; {part}: {trouble}" for part, trouble in troubles.items())
     raise OperatorError(
-        f"the scheduler gave no answer in {timeout_s:g} s{known};"
+        f"the scheduler did not answer in {timeout_s:g} s{known};"
         f" see {config.run_dir}/logs/scheduler.log"
     )

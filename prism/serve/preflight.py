@@ -1,4 +1,4 @@
-"""What would fail at the start or soon after it, found before anything is started."""
+"""Checks before anything is started, for what would fail at the start or soon after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import redis
 
-from kvcached.trust import distrust
+from kvcached.trust import untrusted_reason
 from prism.config.admin import host_and_port
 from prism.config.machines import is_gpu
 from prism.config.schema import AUTO_STORE, ClusterConfig
@@ -25,16 +25,16 @@ from prism.serve import run_dir
 
 
 def check_machine(config: ClusterConfig) -> None:
-    """Memory and folders. Raises ConfigError that names the key."""
+    """Checks memory and folders. Raises ConfigError that names the key."""
     _check_capacities(config.local())
     _check_store(config.engine.weight_store)
 
 
 def check_addresses(config: ClusterConfig) -> None:
-    """What the cluster listens on and connects to. A place where another cluster of this user
-    listens is no mistake: its YAML is checked before a reload. Raises ConfigError."""
+    """Checks the addresses that the cluster listens on and connects to. Those of another cluster of
+    this user are accepted: its YAML is checked before a reload. Raises ConfigError."""
     running = run_dir.running()
-    with ExitStack() as held:  # all at once: two of them may be the same
+    with ExitStack() as held:  # all at once, to detect equal addresses
         if not config.port or config.port not in {each.port for each in running}:
             held.enter_context(open_listener(config.host, config.port))
         if config.admin and config.admin not in {each.admin for each in running}:
@@ -47,7 +47,7 @@ def check_addresses(config: ClusterConfig) -> None:
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """Those of the cluster's own connections on this node. Raises ConfigError."""
+    """Checks the ports of connections within the cluster on this node. Raises ConfigError."""
     here = config.place(config.node)
     family = socket.AF_INET6 if ":" in here.address else socket.AF_INET
     for port in (*range(here.port, here.port + 1 + here.devices), config.frontend_ports.stop):
@@ -63,14 +63,14 @@ def check_ports(config: ClusterConfig) -> None:
 
 
 def check_exposure(config: ClusterConfig) -> None:
-    """Raises ConfigError where other machines could ask without a key."""
+    """Raises ConfigError if other machines could send requests without a key."""
     if config.keys or config.open_to_all:
         return
     admin, _ = host_and_port(config.admin) or ("localhost", 0)
     for key, host in (("frontend.host", config.host), ("frontend.admin", admin)):
         if not _is_loopback(host):
             raise ConfigError(
-                f"{key}: other machines reach {host or 'all addresses'}, and nobody needs a key:"
+                f"{key}: other machines reach {host or 'all addresses'}, and no key is required:"
                 " set access.keys (prism-serve new-key makes them), listen on 127.0.0.1, or set"
                 " access.open_to_all: true"
             )
@@ -100,11 +100,11 @@ def _check_store(store: str) -> None:
     there = next(p for p in (path, *path.parents) if p.exists())
     problem = ""
     if not there.is_dir():
-        problem = f"{there} is no folder"
+        problem = f"{there} is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} may not be written to"
+        problem = f"{there} is not writable"
     elif there == path:
-        problem = distrust(path) or ""
+        problem = untrusted_reason(path) or ""
     if problem:
         raise ConfigError(
             f"engine.weight_store: {store} cannot be used: {problem}; choose another folder, auto"
@@ -113,11 +113,12 @@ def _check_store(store: str) -> None:
 
 
 def _check_redis_is_private(url: str) -> None:
-    """Neither message repeats the URL: it may hold a password."""
+    """Raises ConfigError if the URL of another machine does not have a password. The message must
+    not repeat the URL, which may have a password."""
     try:
         parts = urlsplit(url)
         host, password = parts.hostname or "localhost", parts.password
-    except ValueError:  # check_redis says so
+    except ValueError:  # check_redis reports it
         return
     if url.startswith("redis://") and not password and not _is_loopback(host):
         raise ConfigError(
@@ -127,9 +128,9 @@ def _check_redis_is_private(url: str) -> None:
 
 
 async def check_redis(url: str) -> None:
-    """Raises ConfigError where it does not answer, or where others could use it or listen."""
+    """Raises ConfigError if the server does not answer, or if others could use or read it."""
     _check_redis_is_private(url)
-    # Neither message repeats the URL, nor a part of it: it may hold a password.
+    # Messages must not repeat the URL or a part of it, which may have a password.
     unreadable = (
         "redis: the URL cannot be read; write redis://:PASSWORD@host:port, with %2F for a / in the"
         " password and so on, and no options"

@@ -1,4 +1,4 @@
-"""What the user sees while a cluster starts: on a terminal a table, elsewhere a line per change."""
+"""Progress of a start on the console: a table on a terminal, otherwise a line per change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 def url_of(config: ClusterConfig) -> str:
-    """Where this machine reaches the frontend."""
+    """Returns the URL of the frontend for this machine."""
     return _url(config, config.host, config.port)
 
 
 def admin_url_of(config: ClusterConfig) -> str:
-    """Where it reaches the pages of operators; for a Unix socket the host says nothing."""
+    """Returns the URL of the pages for operators. The host is irrelevant for a Unix socket."""
     if not config.admin:
         return url_of(config)
     found = host_and_port(config.admin)
@@ -40,7 +40,7 @@ def _url(config: ClusterConfig, host: str, port: int) -> str:
 
 
 def _trusted(certificate: str | None) -> ssl.SSLContext | bool:
-    """The cluster's own certificate, whatever name it has and whoever signed it."""
+    """Returns a context that trusts the cluster's own certificate, whatever its name and issuer."""
     if certificate is None:
         return True
     context = ssl.create_default_context(cafile=certificate)
@@ -50,7 +50,7 @@ def _trusted(certificate: str | None) -> ssl.SSLContext | bool:
 
 
 class Probe:
-    """Asks a frontend how the cluster is."""
+    """Client that asks a frontend for the state of the cluster."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._http = _client(config, url_of(config))
@@ -58,7 +58,7 @@ class Probe:
         self._admin = _client(config, admin_url_of(config), path or None)
 
     def reason(self) -> str | None:
-        """Why the cluster is not ready; None when it is."""
+        """Returns why the cluster is not ready, or None if it is."""
         try:
             answer = self._http.get("/health")
         except httpx.TransportError:
@@ -80,7 +80,7 @@ class Probe:
 
 
 def _client(config: ClusterConfig, url: str, path: str | None = None) -> httpx.Client:
-    """`path`: of a Unix socket."""
+    """Returns a client. `path` is that of a Unix socket."""
     verify = _trusted(config.frontend.tls_certificate)
     transport = httpx.HTTPTransport(uds=path, verify=verify, trust_env=False)
     return httpx.Client(base_url=url, timeout=_PROBE_TIMEOUT_S, transport=transport)
@@ -91,7 +91,7 @@ Show = Callable[[str, ClusterStatus | None], None]
 
 @contextmanager
 def display(console: Console) -> Iterator[Show]:
-    """Gives what shows the reason why the cluster is not ready, and its status."""
+    """Yields a function that shows why the cluster is not ready, and its status."""
     if not console.is_terminal:
         yield _lines(console)
         return
@@ -101,7 +101,7 @@ def display(console: Console) -> Iterator[Show]:
 
 
 def _lines(console: Console) -> Show:
-    """For logs and pipes: one line whenever the reason changes."""
+    """Returns a function for logs and pipes, which prints the reason when it changes."""
     last = ""
 
     def show(reason: str, _status: ClusterStatus | None) -> None:

@@ -1,4 +1,4 @@
-"""The bundled Redis server as a part that the supervisor watches. Nothing here waits for it."""
+"""The bundled Redis server as a part that the supervisor watches. No call waits for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from contextlib import suppress
 from prism.queueing.server import BundledRedis
 from prism.serve.logs import log_tail
 
-# So long the status tells of data that could not be loaded.
+# Time for which the status reports data that could not be loaded.
 _DAMAGE_REPORTED_S = 600.0
 
 
 class RedisPart:
-    """Answers to PING are its heartbeat. `say` prints a line. Thread rule: the launcher's main
-    thread."""
+    """Part whose heartbeat is answers to PING. `say` prints a line.
+
+    Thread rule: the launcher's main thread.
+    """
 
     name = "redis"
 
@@ -29,30 +31,33 @@ class RedisPart:
         self._beats = 0
 
     def start(self) -> None:
-        """Again, with its data; without them where it could not load them. Raises OSError."""
+        """Starts the server again with its data, or without them if it failed to load them. Raises
+        OSError."""
         self.close()
         self._beats = 0
         if why := self._server.load_failure():
             self._put_aside(why)
         self._server.kill()
-        if self._server.directory.is_file():  # something else wrote it
+        if self._server.directory.is_file():  # written by another program
             self._server.directory.unlink()
         self._server.directory.mkdir(exist_ok=True)
         self._server.launch()
 
     def _put_aside(self, why: str) -> None:
-        """Frontends and agents know what the data held (decision 027)."""
+        """Moves damaged data away. Frontends and agents know their contents (decision 027)."""
         try:
             place = self._server.put_aside()
         except OSError as error:
-            self._say(f"redis could not load its data ({why}), nor are they put aside: {error}")
+            self._say(
+                f"redis could not load its data ({why}), and they could not be moved: {error}"
+            )
             return
-        self._damage = f"could not load its data ({why}) and started empty; they are in {place}"
+        self._damage = f"could not load its data ({why}) and started empty; the data are in {place}"
         self._damaged_s = time.monotonic()
         self._say(f"redis {self._damage}")
 
     def trouble(self) -> str:
-        """Returns what the status says although the server runs, empty for nothing."""
+        """Returns the problem to report although the server runs, or an empty string."""
         recent = self._damage and time.monotonic() - self._damaged_s < _DAMAGE_REPORTED_S
         return self._damage if recent else ""
 
@@ -61,12 +66,13 @@ class RedisPart:
 
     @property
     def cannot_load(self) -> bool:
-        """Handles an end because of the data, without which the server is started again."""
+        """True if the server ended because of its data. The next start is without them."""
         return bool(self._server.load_failure())
 
     def beats(self) -> int:
-        """How often it has answered since the start. An error, as while it loads its data, is an
-        answer. One whose socket's file was removed is ended: nobody new could connect."""
+        """Returns the number of answers since the start. An error is an answer, such as while data
+        are loaded. If the socket's file was removed, the server is ended, since no process could
+        connect."""
         if self._beats and self._server.port is None and not self._server.socket_path.is_socket():
             self.end_at_once()
         try:
@@ -94,7 +100,7 @@ class RedisPart:
             connection.close()
 
     def tail(self, lines: int) -> list[str]:
-        """The end of its log."""
+        """Returns the last lines of the log."""
         return log_tail(self._server.directory / "redis.log", lines)
 
     def _connect(self) -> socket.socket:

@@ -1,7 +1,7 @@
-"""`prism-serve reload`, and SIGHUP: the YAML is read again and the running cluster follows it.
+"""`prism-serve reload` and SIGHUP: the running cluster takes over a changed YAML.
 
-The resolved configuration in the run directory is what all processes follow. Who replaces it by a
-newer one has reloaded the cluster; nothing is restarted.
+All processes follow the resolved configuration in the run directory. A reload replaces that file by
+a newer one; no process is restarted.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.process import child_environment, die_with_parent
 from prism.serve import operator
-from prism.serve.node import has_told, living
+from prism.serve.node import running_nodes, wait_published
 from prism.serve.run_dir import CONFIG_FILE, find
 
 _LOCK_FILE = "reload.lock"
 _ASK_S = 10.0
-_FOLLOWED_S = 120.0  # frontends load tokenizers of new models
-_LOOK_S = 0.2
+_APPLIED_S = 120.0  # frontends load tokenizers of new models
+_POLL_S = 0.2
 
 
-class NotFollowedError(PrismError):
-    """The new configuration is in place, and a process has not taken it over yet."""
+class NotAppliedError(PrismError):
+    """The new configuration is written, but a process has not taken it over yet."""
 
 
 def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
-    """Have the cluster follow `source`, or the YAML that it follows now. Returns what changed, when
-    all processes have taken it over.
+    """Replaces the cluster's configuration by `source`, or by the present contents of its YAML.
+    Returns the changes when all processes have taken them over.
 
-    Raises ConfigError or OperatorError, and nothing has changed; or NotFollowedError.
+    Raises ConfigError or OperatorError if nothing has changed, or NotAppliedError.
     """
-    with _alone(Path(find(run_dir).run_dir)) as path:
+    with _locked(Path(find(run_dir).run_dir)) as path:
         running = find(path)
         loaded = load(source or Path(running.source), running.variable_keys, running.node)
         status = _status(running)
         wanted = reloaded(running, loaded, status.leaving)
-        _check_left(running, wanted, status)
+        _check_removed_nodes(running, wanted, status)
         changed = changes(running, wanted)
         if wanted == running:
             return []
@@ -63,25 +63,27 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
             write_resolved(wanted, path / CONFIG_FILE)
         except OSError as error:
             raise ConfigError(f"--run-dir: {path} cannot be written to: {error}") from error
-        _await_followed(wanted)
+        _wait_until_applied(wanted)
         return changed
 
 
-def _check_left(running: ClusterConfig, wanted: ClusterConfig, status: ClusterStatus) -> None:
-    """Nothing runs on machines that are not in the file any more. Raises ConfigError."""
+def _check_removed_nodes(
+    running: ClusterConfig, wanted: ClusterConfig, status: ClusterStatus
+) -> None:
+    """Raises ConfigError if a node that is removed from the file is in use."""
     gone = {node.name for node in running.nodes} - {node.name for node in wanted.nodes}
     placed = {device for each in status.copies.values() for device in each}
     used = placed.union(status.placement.values(), (agent.device for agent in status.agents))
-    if still := sorted(gone & ({*map(node_of, used)} | living(running, gone))):
+    if still := sorted(gone & ({*map(node_of, used)} | running_nodes(running, gone))):
         raise ConfigError(
-            f"nodes: {still[0]} is in use; prism-serve drain @{still[0]}, and stop it there, before"
-            " you take it out"
+            f"nodes: {still[0]} is in use; before removing it, run prism-serve drain @{still[0]}"
+            " and stop prism-serve there"
         )
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[Path]:
-    """One reload of a cluster at a time. Raises ConfigError."""
+def _locked(path: Path) -> Iterator[Path]:
+    """Locks reloads of a cluster within the block. Raises ConfigError during another reload."""
     try:
         lock_fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -90,7 +92,7 @@ def _alone(path: Path) -> Iterator[Path]:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path
     except BlockingIOError:
-        raise ConfigError("another reload is under way; try again when it is done") from None
+        raise ConfigError("another reload is in progress; try again when it is done") from None
     finally:
         os.close(lock_fd)
 
@@ -100,39 +102,41 @@ def _status(config: ClusterConfig) -> ClusterStatus:
     return msgspec.json.decode(result.message, type=ClusterStatus)
 
 
-def _await_followed(config: ClusterConfig) -> None:
-    """On several machines: by this one, which does not wait for a reload of the others."""
-    until_s = time.monotonic() + _FOLLOWED_S
-    if config.nodes and has_told(config, _FOLLOWED_S):
+def _wait_until_applied(config: ClusterConfig) -> None:
+    """Waits until all processes have taken `config` over. On several machines, waits only for this
+    one. Raises NotAppliedError."""
+    until_s = time.monotonic() + _APPLIED_S
+    if config.nodes and wait_published(config, _APPLIED_S):
         return
     while not config.nodes and time.monotonic() < until_s:
-        with suppress(operator.OperatorError):  # it is being started again
+        with suppress(operator.OperatorError):  # the scheduler is being restarted
             if _status(config).revision >= config.revision:
                 return
-        time.sleep(_LOOK_S)
-    raise NotFollowedError(
-        "the new configuration is in place, but a process has not taken it over in"
-        f" {_FOLLOWED_S:.0f} s; prism-serve status shows what is in trouble"
+        time.sleep(_POLL_S)
+    raise NotAppliedError(
+        "the new configuration is written, but a process has not taken it over in"
+        f" {_APPLIED_S:.0f} s; prism-serve status shows problems"
     )
 
 
 class Reloads:
-    """Those that SIGHUP asks for, each in a process of its own: reading models takes a while, and
-    the launcher has others to watch."""
+    """Reloads by SIGHUP, each in a separate process: reading models takes long, and the launcher
+    must keep watching its children."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self._run_dir, self._say = run_dir, say
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = False
+        self._requested = False
 
-    def turn(self, asked: bool) -> None:
-        """Call a few times a second. What is asked for while one runs begins afterwards."""
-        self._asked |= asked
+    def step(self, requested: bool) -> None:
+        """Starts a requested reload. One that is requested during another starts afterwards. Call
+        it a few times a second."""
+        self._requested |= requested
         if self._process is not None and self._process.poll() is not None:
             self._process = None
-        if not self._asked or self._process is not None:
+        if not self._requested or self._process is not None:
             return
-        self._asked = False
+        self._requested = False
         command = [sys.executable, "-m", "prism.serve.reload", str(self._run_dir)]
         try:
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tables: a configuration that was checked, a cluster that runs."""
+"""Tables of a checked configuration and of a running cluster."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from prism.messages.models import ModelSpec
 from prism.serve.gpu_probe import GpuFound
 
 _STAGES = {
-    "engine": "waits for a free engine",
-    "shrink": "others give memory back",
-    "reserve": "room in the ledger",
-    "layout": "the model on the meta device, its parameters in pages",
-    "weights": "copied into the pages",
+    "engine": "wait for a free engine",
+    "shrink": "other models return memory",
+    "reserve": "reservation in the ledger",
+    "layout": "model on the meta device, parameters in pages",
+    "weights": "copy into the pages",
     "build": "KV space and scheduler",
     "warm_up": "first tokens",
-    "ready": "the agent hears of it",
-    "total": "from the order to the answer",
+    "ready": "report to the agent",
+    "total": "order to answer",
 }
 
 
 def configuration(
     config: ClusterConfig, gpus: Mapping[str, GpuFound] = MappingProxyType({})
 ) -> RenderableType:
-    """Models and what they take; devices and what fits on them; of GPUs, what is beside models."""
+    """Returns tables of models and their memory, of devices and the models that fit, and of
+    GPUs."""
     parts: list[RenderableType] = [_models_table(config), _devices_table(config)]
     if any(is_gpu(device.name) for device in config.devices):
         parts += [_gpus_table(config, gpus), _fits_table(config)]
@@ -44,7 +45,7 @@ def configuration(
 
 
 def memory_warning(config: ClusterConfig) -> str | None:
-    """Host devices stand for RAM: say so where the machine has less of it free."""
+    """Returns a warning if host devices, which use RAM, need more memory than is free."""
     wanted = sum(d.capacity_bytes for d in config.devices if not is_gpu(d.name))
     free = psutil.virtual_memory().available
     if wanted <= free:
@@ -89,14 +90,14 @@ def _devices_table(config: ClusterConfig) -> Table:
             format_size(device.page_bytes),
             str(device.engines),
             ", ".join(names),
-            _together(sum(needs), device),
+            _total(sum(needs), device),
         )
     return table
 
 
-def _together(total_bytes: int, device: DeviceConfig) -> str:
+def _total(total_bytes: int, device: DeviceConfig) -> str:
     fits = total_bytes <= device.models_bytes
-    return f"{format_size(total_bytes)}{'' if fits else ': in turn'}"
+    return f"{format_size(total_bytes)}{'' if fits else ': not at once'}"
 
 
 def _gpus_table(config: ClusterConfig, gpus: Mapping[str, GpuFound]) -> Table:
@@ -122,11 +123,11 @@ def _gpus_table(config: ClusterConfig, gpus: Mapping[str, GpuFound]) -> Table:
 
 
 def _fits_table(config: ClusterConfig) -> Table:
-    """Each model on each GPU that it may be on."""
+    """Returns a table of each model on each GPU that it may be on."""
     table = Table(
-        "device", "model", "weights", "engine", "KV of one request", "together", "beside it free",
+        "device", "model", "weights", "engine", "KV of one request", "total", "left free",
         title="models on GPUs", title_justify="left",
-        caption="engine: torch's memory, graphs and NCCL, beside the context",
+        caption="engine: torch's memory, graphs and NCCL, without the context",
         caption_justify="left",
     )  # fmt: skip
     for device in config.devices:
@@ -152,28 +153,28 @@ def _need(config: ClusterConfig, model: ModelSpec) -> MemoryNeed:
 
 
 def cluster(status: ClusterStatus) -> RenderableType:
-    """Devices, their models, and what waits without a device."""
+    """Returns tables of devices, their models, and requests without a device."""
     parts: list[RenderableType] = [_nodes_table(status)] if status.node else []
     parts += [_agents_table(status), _active_table(status)]
     if any(agent.gpu for agent in status.agents):
         parts.append(_drivers_table(status))
     parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
-    parts += [Text(f"{model} was removed, and leaves") for model in status.leaving]
+    parts += [Text(f"{model} was removed; its requests are finishing") for model in status.leaving]
     parts += [Text(f"{device}: {left}") for device, left in status.drained.items() if left]
     parts += [Text(f"{name}: {trouble}") for name, trouble in status.degraded.items()]
     return Group(*parts)
 
 
 def device_name(status: ClusterStatus, device: str) -> str:
-    """With what an operator has asked of it."""
+    """Returns a device's name and its drain state."""
     left = status.drained.get(device)
-    return device if left is None else f"{device} ({'drains' if left else 'drained'})"
+    return device if left is None else f"{device} ({'draining' if left else 'drained'})"
 
 
 def _drivers_table(status: ClusterStatus) -> Table:
     table = Table(
-        "GPU", "free, by its driver", "held beyond leases", "promised, not there",
-        "engines replaced for it", "other processes", title="memory", title_justify="left",
+        "GPU", "free, by its driver", "held beyond leases", "promised, not free",
+        "engines replaced", "other processes", title="memory", title_justify="left",
     )  # fmt: skip
     for agent in status.agents:
         if (gpu := agent.gpu) is None:
@@ -192,9 +193,9 @@ def _drivers_table(status: ClusterStatus) -> Table:
 
 
 def activation(result: ActionResult) -> RenderableType:
-    """The stages of a model's last activation, and their shares of the whole."""
+    """Returns a table of the stages of a model's last activation and their shares of the total."""
     if not result.stages_s:
-        return Text("no stages are known: its agent has not reported any")
+        return Text("the agent has not reported any stages")
     table = Table("stage", "ms", "share", "what happens", title="activation", title_justify="left")
     total_s = result.stages_s.get("total", 0.0)
     for stage, seconds in result.stages_s.items():
@@ -225,10 +226,10 @@ def _agents_table(status: ClusterStatus) -> Table:
 
 
 def _nodes_table(status: ClusterStatus) -> Table:
-    """Of several machines: what each has, also one of which no device answers."""
+    """Returns a table of the nodes, including those whose devices do not answer."""
     table = Table(
         "node", "devices", "models", "waiting", "running", "reserved", "capacity", "engines free",
-        title=f"nodes, {status.node} plans", title_justify="left",
+        title=f"nodes, {status.node} leads", title_justify="left",
     )  # fmt: skip
     silent = {node_of(device) for device in status.degraded | status.drained} - {""}
     by_node: dict[str, list[AgentReport]] = {node: [] for node in silent}
@@ -240,11 +241,11 @@ def _nodes_table(status: ClusterStatus) -> Table:
 
 
 def _node_name(status: ClusterStatus, node: str, agents: Sequence[AgentReport]) -> str:
-    """With what an operator has asked of all its devices."""
+    """Returns a node's name and the drain state of all its devices."""
     left = [status.drained.get(agent.device) for agent in agents]
     if not agents or None in left:
         return node
-    return f"{node} ({'drains' if any(left) else 'drained'})"
+    return f"{node} ({'draining' if any(left) else 'drained'})"
 
 
 def _sums(agents: Sequence[AgentReport]) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from prism.cli.ends import new_app
-from prism.cli.ends import run as run_command
+from prism.cli.exit_codes import new_app
+from prism.cli.exit_codes import run as run_command
 from prism.errors import ConfigError
 from prism_replay.cli import options as opts
 from prism_replay.cli import trace as trace_cli

@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from prism.cli.ends import new_app
+from prism.cli.exit_codes import new_app
 from prism.errors import ConfigError
 from prism_replay import transforms
 from prism_replay.cli import options as opts

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prism.cli.ends import MOVED, moved
+from prism.cli.exit_codes import MOVED, moved
 from prism.config.units import format_size
 from prism.errors import ConfigError
 from prism_replay.cli.options import check_writable

@@ -87,10 +87,13 @@ def run(folder: Path, rounds: int) -> None:
             assert not load.named, "a stream ended with an error"
             for model in MODELS:
                 assert cluster.post(model).status_code == 200
-            said = cluster.output().count("ended and made way")
+            said = cluster.output().count("ended; replacements are starting")
             engine = next(pid for pid, part in parts(cluster).items() if part == "engine")
             os.kill(engine, signal.SIGKILL)
-            until(lambda: cluster.output().count("ended and made way") > said, "the console's line")
+            until(
+                lambda: cluster.output().count("ended; replacements are starting") > said,
+                "the console's line",
+            )
         assert cluster.stop() == 0
 
 

@@ -17,7 +17,7 @@ from prism.curve import new_secret
 from prism.errors import ConfigError
 from prism.policies.data import GpuView
 from prism.serve import run_dir
-from prism.serve.drain import named
+from prism.serve.drain import matching_devices
 from prism.serve.node import namespace_of, state_of
 from prism.serve.preflight import check_addresses, check_ports, check_redis
 from tests.frontend.tiny_model import make_model
@@ -218,8 +218,8 @@ def test_policies_see_machines(tmp_path: Path) -> None:
 
 def test_operators_name_a_device_or_a_machine(tmp_path: Path) -> None:
     config = loaded(tmp_path)
-    assert named(config, "host:0@b") == ["host:0@b"]
-    assert named(config, "@a") == ["host:0@a", "host:1@a"]
+    assert matching_devices(config, "host:0@b") == ["host:0@b"]
+    assert matching_devices(config, "@a") == ["host:0@a", "host:1@a"]
     for what in ("@c", "host:0", "a", ""):
-        with pytest.raises(ConfigError, match=r"there is no device .*; the devices are .*, @a, @b"):
-            named(config, what)
+        with pytest.raises(ConfigError, match=r"unknown device .*; devices: .*, @a, @b"):
+            matching_devices(config, what)

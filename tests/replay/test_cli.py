@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.cli.ends import run
+from prism.cli.exit_codes import run
 from prism_replay.cli.replay import app
 from prism_replay.results import read_results
 from prism_replay.trace import models_of, read_trace, write_trace

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_group
 
-from prism.cli.ends import run
+from prism.cli.exit_codes import run
 from prism_replay.cli.replay import app
 from prism_replay.cli.trace import commands
 from prism_replay.formats.reader import read_format

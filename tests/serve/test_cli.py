@@ -65,7 +65,7 @@ def test_a_wrong_key(folder: Path, short_dir: Path) -> None:
 
 def test_no_file(short_dir: Path, tmp_path: Path) -> None:
     done = prism_serve(cwd=tmp_path, tmp=short_dir)
-    check_refused(done, "--config: missing, and there is no prism.yaml here", short_dir)
+    check_refused(done, "--config: is missing, and prism.yaml does not exist here", short_dir)
 
 
 def test_a_port_in_use(folder: Path, short_dir: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_weight_store_that_cannot_be(folder: Path, short_dir: Path, command: s
     change(folder, "adapter: fake", "adapter: fake\n  weight_store: prism.yaml/store")
     done = prism_serve(command, cwd=folder, tmp=short_dir)
     check_refused(done, "engine.weight_store: ", short_dir)
-    assert "is no folder; choose another folder, auto or off" in done.stderr
+    assert "is not a folder; choose another folder, auto or off" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["check", "up"])

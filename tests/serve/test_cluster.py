@@ -67,7 +67,7 @@ def test_operators_profile_an_activation(cluster: Cluster) -> None:
 def test_a_gpu_that_is_not_there_is_named(cluster: Cluster) -> None:
     done = cluster.operate("activate", "b", "--gpu", "7")
     assert done.returncode == 2
-    assert done.stderr == "error: --gpu: 7 is not a device; the devices are host:0\n"
+    assert done.stderr == "error: --gpu: 7 is not a device; devices: host:0\n"
     done = cluster.operate("activate", "b", "--gpu", "0", "--device", "host:0")
     assert "give one of the two" in done.stderr
 
@@ -80,9 +80,9 @@ def test_operators_flush(cluster: Cluster) -> None:
 def test_operators_mistakes_are_named(cluster: Cluster) -> None:
     done = cluster.operate("activate", "zzz")
     assert done.returncode == 2
-    assert done.stderr == "error: there is no model 'zzz'; the models are a, b\n"
+    assert done.stderr == "error: unknown model 'zzz'; models: a, b\n"
     done = cluster.operate("prefetch", "a", "--device", "host:9")
-    assert (done.returncode, done.stderr[:29]) == (2, "error: there is no device 'ho")
+    assert (done.returncode, done.stderr[:25]) == (2, "error: unknown device 'ho")
 
 
 def test_status_for_people(cluster: Cluster) -> None:
@@ -101,7 +101,7 @@ def test_the_cluster_as_it_changes(cluster: Cluster) -> None:
     everything = cluster.operate("logs").stdout
     assert all(f"{part}.log <==" in everything for part in ("frontend-f0", "agent-host0"))
     done = cluster.operate("logs", "nobody")
-    assert (done.returncode, done.stderr[:38]) == (2, "error: PART: there is no log of 'nobod")
+    assert (done.returncode, done.stderr[:31]) == (2, "error: PART: unknown log 'nobod")
     moved = cluster.operate("migrate", "a", "host:0")
     assert (moved.returncode, moved.stdout) == (0, "a is active on host:0\n")
 
@@ -122,6 +122,6 @@ def test_an_engine_that_dies_is_on_the_console(cluster: Cluster) -> None:
 
 def test_a_redis_that_dies_comes_back_with_its_data(cluster: Cluster) -> None:
     os.kill(cluster.child("valkey-server"), signal.SIGKILL)
-    until(lambda: "redis ended (signal SIGKILL); starting it again" in cluster.output(), "notice")
+    until(lambda: "redis ended (signal SIGKILL); restarting" in cluster.output(), "notice")
     until(lambda: httpx.get(f"{cluster.url}/health").status_code == 200, "health")
     assert cluster.post().status_code == 200

@@ -16,7 +16,7 @@ from prism.config.schema import ClusterConfig
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis
-from prism.serve import news, node
+from prism.serve import engine_restarts, node
 from prism.serve.on_ray import cluster_lease
 from tests.junk import JUNK, junk_into
 from tests.serve.conftest import until
@@ -30,8 +30,8 @@ def client(redis_server: BundledRedis) -> Iterator[Redis]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "_LOOK_S", 0.01)
-    monkeypatch.setattr(node, "_SAY_S", 0.01)
+    monkeypatch.setattr(engine_restarts, "_POLL_S", 0.01)
+    monkeypatch.setattr(node, "_RENEW_S", 0.01)
     monkeypatch.setattr(cluster_lease, "_RENEW_S", 0.01)
     monkeypatch.setattr(cluster_lease, "_TTL_S", 60.0)
 
@@ -60,7 +60,9 @@ def test_the_console_tells_of_engines_after_junk(
 ) -> None:
     said: list[str] = []
     key = f"{namespace}:status"
-    with news.told(config_of(redis_server.url, namespace, tmp_path), said.append):
+    with engine_restarts.print_engine_restarts(
+        config_of(redis_server.url, namespace, tmp_path), said.append
+    ):
         for count in range(1, 4):
             junk_into(client, key, junk, Random(count))
             threading.Event().wait(0.05)
@@ -84,12 +86,12 @@ def test_a_node_lives_and_knows_the_others_after_junk(
         for seed in range(3):
             for key in keys:
                 junk_into(client, key, junk, Random(seed))
-            until(lambda: node.present(config, client).keys() >= {"a"}, "its state again")
+            until(lambda: node.registered(config, client).keys() >= {"a"}, "its state again")
             client.delete(keys[1])
             client.set(keys[1], other)
-            until(lambda: "node b is there" in said, "the other node")
+            until(lambda: "node b joined" in said, "the other node")
             client.delete(keys[1])
-            until(lambda: "node b is gone" in said, "its end")
+            until(lambda: "node b left" in said, "its end")
             said.clear()
 
 

@@ -52,7 +52,7 @@ def test_a_device_is_emptied_while_its_model_serves(cluster: Cluster) -> None:
         os.kill(cluster.child("prism.cluster"), signal.SIGKILL)
         said, problem = drain.communicate(timeout=120)
         assert drain.returncode == 0, problem
-        assert said.splitlines()[-1].startswith(f"{home} is empty, and stays so")
+        assert said.splitlines()[-1].startswith(f"{home} is empty after")
         # The other one's agent may not have reported to the new scheduler yet.
         until(lambda: places(cluster) == {home: set(), other: {"a", "b"}}, "both models moved")
         shown = cluster.operate("status").stdout
@@ -72,7 +72,7 @@ def test_it_ends_with_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> ActionResult:
         for answer in answers:
             return answer
-        raise operator.OperatorError("the scheduler gave no answer")
+        raise operator.OperatorError("the scheduler did not answer")
 
     monkeypatch.setattr(operator, "ask", ask)
     config = ClusterConfig("prism-test", str(tmp_path), "", "prism", devices=[], models=[])

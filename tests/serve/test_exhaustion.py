@@ -51,7 +51,7 @@ def test_a_full_disk_under_the_logs_ends_and_stalls_nothing(
 
 def test_the_launchers_own_output_may_be_full() -> None:
     with FULL.open("w") as full:
-        _say(Console(file=full), "ended; starting it again")
+        _say(Console(file=full), "ended; restarting")
         with pytest.raises(OSError, match="No space left"):
             full.close()
 

@@ -19,7 +19,7 @@ import pytest
 
 from prism.engines.fake import expected_tokens
 from prism.serve.children import ChildSpec
-from prism.serve.frontends import AgentLine, Frontend
+from prism.serve.frontends import AgentNotifier, Frontend
 from tests.serve.conftest import Cluster, serving, until
 
 COUNT = 100
@@ -182,8 +182,8 @@ def test_who_asks_again_gets_one_answer_and_no_connection_is_refused(cluster: Cl
 def test_a_frontend_that_waits_for_its_restart_is_not_replaced(tmp_path: Path) -> None:
     """Its successor would be forgotten by the restart, and go on unsupervised."""
     spec = ChildSpec("", "time", (), 1.0)
-    line = Mock(spec=AgentLine)
-    line.new_place.return_value = ""
+    line = Mock(spec=AgentNotifier)
+    line.new_id_suffix.return_value = ""
     frontend = Frontend("f0", spec, tmp_path, {}, line)
     frontend.start()
     until(lambda: frontend.exit_code() is not None, "its end")

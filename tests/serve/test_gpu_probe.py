@@ -81,7 +81,7 @@ def test_without_nvml_the_plan_counts(folder: Path, short_dir: Path) -> None:
 def test_a_driver_that_names_no_process_is_told_of() -> None:
     seen = GpuFound("H200", "580", total_bytes=8, free_bytes=8, context_bytes=1)
     [said] = warnings({"cuda:0": seen, "cuda:1": structs.replace(seen, context_bytes=0)})
-    assert said.startswith("warning: the driver names no process of ours on cuda:1: ")
+    assert said.startswith("warning: the driver does not report processes on cuda:1: ")
     assert not warnings({"cuda:0": seen})
 
 
@@ -134,7 +134,7 @@ MISTAKES = [
     ("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-1234"}, "MIG"),
     ("cuda:0", {"KVCACHED_TEST_CUDA_VERSION": "10010"}, "driver is too old"),
     ("cuda:0", {"KVCACHED_TEST_CUDA_INIT_ERROR": "803"}, "803"),
-    ("cuda:0", {"KVCACHED_TEST_CUDA_BYTES": "33554432"}, "capacity of 64 MiB is not there"),
+    ("cuda:0", {"KVCACHED_TEST_CUDA_BYTES": "33554432"}, "capacity of 64 MiB is not available"),
     # Without NVML CUDA says it, as far as it can.
     ("cuda:0", {"KVCACHED_LIBNVML": "/nowhere", "KVCACHED_TEST_CUDA_VMM": "0"}, "virtual memory"),
 ]

@@ -63,7 +63,7 @@ def test_the_time_in_which_a_part_hangs_is_no_peace() -> None:
         now_s += 0.2
         if part.kills == 4 and part.code is None:
             reports.add(supervisor.troubles.get("scripted"))
-    assert reports == {"ended 4 times in a row (the last time: did not answer for 90 s)"}
+    assert reports == {"ended 4 times in a row (last: did not answer for 90 s)"}
     assert [line.rpartition("again in ")[2] for line in said[1::2]] == [
         "0.5 s",
         "1 s",
@@ -85,7 +85,7 @@ def test_a_part_that_outlives_its_kill_is_killed_once_and_reported() -> None:
     watch(supervisor, 20)
     assert said == ["scripted did not answer for 5 s and was killed"]
     assert supervisor.troubles == {
-        "scripted": "did not answer for 5 s; it was killed and has not ended yet"
+        "scripted": "did not answer for 5 s; killed, but has not ended yet"
     }
 
 

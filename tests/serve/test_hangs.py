@@ -70,14 +70,14 @@ def test_one_unreadable_model_and_removed_files_leave_the_rest(
         assert refused.json()["error"]["message"].startswith("b cannot be served now: cannot load")
         assert (run_dir / "cluster.json").exists()
         assert cluster.operate("status").returncode == 0
-        assert f"something removed files of {run_dir}; they are there again" in cluster.output()
+        assert f"files of {run_dir} were removed and have been restored" in cluster.output()
 
 
 def test_deaths_in_a_row_leave_the_cluster_running(tmp_path: Path, short_dir: Path) -> None:
     with serving(tmp_path, short_dir) as cluster:
         for _ in range(6):
             killed_and_replaced(cluster, "prism.cluster", signal.SIGKILL)
-        assert "starting it again in 16 s" in cluster.output()
+        assert "restarting in 16 s" in cluster.output()
         assert cluster.process.poll() is None
         assert served(cluster, "a")
         until(lambda: "scheduler: ended" in cluster.operate("status").stdout, "the report", 60)

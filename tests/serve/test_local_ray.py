@@ -154,7 +154,7 @@ def test_it_is_started_and_started_again_and_ends_with_ctrl_c(
     """One line says so. It listens on loopback alone. While it is away the machine serves on."""
     before, log = machine.processes(), tmp_path / "up"
     with machine.serving(log) as process:
-        said = r"no Ray cluster was found: one was started at 127\.0\.0\.1:\d+, for this command"
+        said = r"no Ray cluster was found; started one at 127\.0\.0\.1:\d+ for this command"
         assert re.match(said, log.read_text().splitlines()[0])
         listening = machine.run(sys.executable, "-c", LISTENING).split()
         assert {each.removeprefix("::ffff:") for each in listening} == {"127.0.0.1"}
@@ -162,9 +162,9 @@ def test_it_is_started_and_started_again_and_ends_with_ctrl_c(
         assert len(agents) == 1
         machine.run(sys.executable, "-c", ASK, "3")
         machine.kill("gcs_server")
-        await_text(log, "Ray is lost", 1, 180)
+        await_text(log, "lost Ray", 1, 180)
         machine.run(sys.executable, "-c", ASK, "3")
-        await_text(log, "Ray is there again", 1, 180)
+        await_text(log, "reconnected to Ray", 1, 180)
         assert machine.processes("prism.agent") == agents
         os.kill(command(process), signal.SIGINT)
         assert process.wait(120) == 0
@@ -201,8 +201,8 @@ def test_what_cannot_be_is_refused_and_nothing_is_left(machine: Machine) -> None
     assert "ray: none was found, and none could be started here: " in found
     assert "token" in found
     nodes = [{"name": "x", "address": "10.0.0.2", "devices": [{**DEVICE, "name": "host:0"}]}]
-    assert "the nodes are machines of one" in machine.refusal(nodes=nodes, devices=[])
+    assert "no Ray cluster was found for the nodes" in machine.refusal(nodes=nodes, devices=[])
     gpu = {**DEVICE, "name": "cuda:*"}
-    assert "devices: no machine of Ray has what they" in machine.refusal(devices=[gpu])
+    assert "devices: no machine of Ray has such devices" in machine.refusal(devices=[gpu])
     assert "redis: " in machine.refusal(redis=f"redis://127.0.0.1:{free_port()}")
     machine.await_nothing_left(before)

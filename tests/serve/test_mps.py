@@ -129,7 +129,7 @@ def test_it_dies_with_a_killed_launcher_and_its_server_at_the_next_start(tmp_pat
 def test_who_gets_it(program: Path) -> None:
     assert wants_mps(config())
     assert not wants_mps(config(mps=False))
-    with pytest.raises(ConfigError, match="no GPU among the devices"):
+    with pytest.raises(ConfigError, match="needs a GPU among the devices"):
         wants_mps(config("host:0"))
     program.unlink()
     with pytest.raises(ConfigError, match="no nvidia-cuda-mps-control on the PATH"):

@@ -118,7 +118,7 @@ def test_a_launcher_takes_other_nodes_over(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "follower.py").write_text(FOLLOWER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("prism.serve.on_ray.node_actor._LAUNCHER", "follower")
-    monkeypatch.setattr("prism.serve.on_ray.node_actor._ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr("prism.serve.on_ray.node_actor._RESEND_S", 0.2)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     actor = NodeActor("nodes: [a]", KEY, "a", [])
     assert actor.poll().follows

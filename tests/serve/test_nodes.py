@@ -209,7 +209,7 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
             assert f"prism_device_capacity_bytes{labels}" in metrics
         shown = first.operate("status").stdout
         assert f"nodes, {leader(database)} plans" in shown
-        assert f"node {gone} is there" in first.output()
+        assert f"node {gone} joined" in first.output()
     assert keys_left(database) == []
     segments = f"prism-kvcached.{sole_namespace(first)}"
     assert not [p for p in Path("/dev/shm").iterdir() if p.name.startswith(segments)]
@@ -237,10 +237,10 @@ def test_a_node_that_does_not_fit_is_refused(
     config = load(path, node="b")
     config = structs.replace(config, namespace=namespace_of(config))
     monkeypatch.setattr("prism.serve.node._TTL_S", 1.0)
-    monkeypatch.setattr("prism.serve.node._SAY_S", 0.2)
+    monkeypatch.setattr("prism.serve.node._RENEW_S", 0.2)
     with (
         joined(config, print),
-        pytest.raises(ConfigError, match=r"--node: b runs already, on"),
+        pytest.raises(ConfigError, match=r"--node: b is already running on"),
         joined(config, print),
     ):
         pass
@@ -250,7 +250,7 @@ def test_a_node_that_does_not_fit_is_refused(
             ({"shared": "x"}, "nodes: b has other devices, models or settings"),
             (
                 {"version": "0.0.0", "protocol": 0},
-                "nodes: b runs version 0.0.0, whose protocol is 0, and this machine",
+                "nodes: b runs version 0.0.0 with protocol 0, and this machine",
             ),
         ):
             client.set(key, msgspec.msgpack.encode(structs.replace(state_of(config), **change)))

@@ -39,10 +39,10 @@ def test_the_head_starts_again(cluster: RayCluster, tmp_path: Path) -> None:
         load = [Load(cluster.machines, name, 2, seed) for seed, name in enumerate(ADDRESSES)]
         began_s = time.monotonic()
         cluster.kill_ray("a")
-        await_text(log, "Ray is lost", 1, 180)
+        await_text(log, "lost Ray", 1, 180)
         lost_s = time.monotonic()
         cluster.restart_ray()
-        await_text(log, "Ray is there again", 1, 180)
+        await_text(log, "reconnected to Ray", 1, 180)
         again_s = time.monotonic()
         results = [result for each in load for result in each.results()]
         print(
@@ -81,13 +81,13 @@ def test_a_machine_is_lost_and_comes_back_and_the_driver_dies(
         for name in ADDRESSES:
             cluster.ask(name)
         cluster.machines.kill("b")
-        await_text(log, "b: Ray has lost it", 1, 120)
+        await_text(log, "b: Ray lost it", 1, 120)
         cluster.ask("a")
         cluster.start_ray("b")
         await_text(log, "b: ready in ", 2, 240)
         cluster.ask("b")
         cluster.operate("b", "down", "--here")
-        await_text(log, "b: ended; it is started again", 1, 30)
+        await_text(log, "b: ended; restarting", 1, 30)
         await_text(log, "b: ready in ", 3, 120)
         cluster.ask("b")
         driver.kill()
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(
     with cluster.run_ray(RESERVE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
-        assert "Ray has promised devices of 10.77.0." in cluster.refusal(
+        assert "Ray has reserved devices of 10.77.0." in cluster.refusal(
             cluster.write_yaml(models=MODELS)
         )
         other.communicate("\n")

@@ -173,9 +173,9 @@ class Campaign:
         agents = self.cluster.agents()
         with self.event("Ray's head killed"):
             self.cluster.kill_ray("a")
-            await_text(self.log, "Ray is lost", 1, RECOVER_S)
+            await_text(self.log, "lost Ray", 1, RECOVER_S)
             self.cluster.restart_ray()
-            await_text(self.log, "Ray is there again", 1, RECOVER_S)
+            await_text(self.log, "reconnected to Ray", 1, RECOVER_S)
         assert self.cluster.agents() == agents
 
     def restarted_in_turn(self) -> None:

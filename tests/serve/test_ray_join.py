@@ -19,7 +19,7 @@ from tests.serve.ray_cluster import RayCluster
 from tests.strangers import needs_root
 
 MODELS = [{"name": "a", "path": "a", "replicas": {"min": 2, "max": 2}}]
-JOINS, LEAVES = ": Ray has it; it joins", "; it is no node any more"
+JOINS, LEAVES = ": found by Ray; joining", "; removed"
 PAIR = {"host:0@10-77-0-1", "host:0@10-77-0-2"}
 
 
@@ -58,7 +58,7 @@ def test_machines_come_and_go_under_load(cluster: RayCluster, tmp_path: Path) ->
         cluster.ask("c")
         assert devices(cluster) == PAIR | {"host:0@10-77-0-3"}
         cluster.machines.kill("c")
-        await_text(log, f"10-77-0-3: Ray has not had it for {LEAVE_S:g} s{LEAVES}", 1, 360)
+        await_text(log, f"10-77-0-3: missing in Ray for {LEAVE_S:g} s{LEAVES}", 1, 360)
         until(lambda: devices(cluster) == PAIR, "it is forgotten", 30)
         assert not status(cluster)["degraded"]
         cluster.machines.move("c", "10.77.0.9")

@@ -12,16 +12,16 @@ from prism.config.reader import convert
 from prism.config.schema import ServeYaml
 from prism.errors import ConfigError
 from prism.serve.on_ray import machines
-from prism.serve.on_ray.command import ray_of, serve
+from prism.serve.on_ray.command import ray_address, serve
 from prism.serve.on_ray.machines import (
     HOST_DEVICES,
     Placement,
     RayMachine,
     check_ray,
     layout,
+    machines_with_devices,
     placements,
-    portable,
-    usable,
+    with_absolute_paths,
     with_nodes,
 )
 from tests.ports import free_port
@@ -57,12 +57,12 @@ def test_nodes_are_the_machines_that_have_such_devices() -> None:
 
 def test_a_layout_follows_from_the_machines_that_are_nodes() -> None:
     file = yaml.safe_dump({"ray": "auto", "devices": [GPU, HOST], "models": MODELS, "redis": URL})
-    assert usable(file, FOUND) == FOUND[1:]
+    assert machines_with_devices(file, FOUND) == FOUND[1:]
     found = layout(file, FOUND[:0:-1])
     assert [each.name for each in found.placements] == ["10-0-0-3", "10-0-0-2"]
     assert [n["name"] for n in yaml.safe_load(found.text)["nodes"]] == ["10-0-0-3", "10-0-0-2"]
     named = {"nodes": [{"name": "x", "address": "10.0.0.2"}], "models": MODELS, "redis": URL}
-    assert usable(yaml.safe_dump(named), FOUND) is None
+    assert machines_with_devices(yaml.safe_dump(named), FOUND) is None
 
 
 def test_named_nodes_stay_as_they_are() -> None:
@@ -79,15 +79,15 @@ def test_named_nodes_stay_as_they_are() -> None:
     [
         ({"devices": [{**GPU, "name": "cuda:0"}]}, "devices[0].name: 'cuda:0' cannot be used"),
         ({"devices": [GPU, GPU]}, "devices[1].name: 'cuda:*' cannot be used"),
-        ({"devices": []}, "devices: no machine of Ray has what they describe"),
-        ({"cluster_key": "key"}, "cluster_key: Ray hands a new one out"),
+        ({"devices": []}, "devices: no machine of Ray has such devices"),
+        ({"cluster_key": "key"}, "cluster_key: cannot be combined with ray"),
         (
             {"nodes": [{"name": "x", "address": "10.0.0.7"}]},
-            "nodes[0].address: no machine of the Ray cluster has 10.0.0.7: it has 10.0.0.1,",
+            "nodes[0].address: the Ray cluster does not have 10.0.0.7; it has 10.0.0.1,",
         ),
         (
             {"nodes": [{"name": "x", "address": "10.0.0.2", "devices": [GPU] * 3}]},
-            "nodes[0].devices: 3 GPUs, and Ray's 10.0.0.2 has 2",
+            "nodes[0].devices: 3 GPUs, but Ray's 10.0.0.2 has 2",
         ),
     ],
 )
@@ -106,7 +106,9 @@ def test_ray_is_asked_of_only_as_it_should_be(
         check_ray()
     monkeypatch.setattr(machines, "find_spec", lambda _: object())
     monkeypatch.setattr(machines, "version", lambda _: "2.51.1")
-    with pytest.raises(ConfigError, match=r"Ray 2\.51\.1 has no tokens; install 2\.52 or later"):
+    with pytest.raises(
+        ConfigError, match=r"Ray 2\.51\.1 does not support tokens; install 2\.52 or later"
+    ):
         check_ray()
     monkeypatch.setattr(machines, "version", lambda _: "2.60.0")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -116,13 +118,13 @@ def test_ray_is_asked_of_only_as_it_should_be(
     check_ray()
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump({"ray": "auto", "models": MODELS}))
-    assert ray_of(path) == "auto"
-    with pytest.raises(ConfigError, match="redis: several machines need one that all reach"):
+    assert ray_address(path) == "auto"
+    with pytest.raises(ConfigError, match="redis: is required with Ray"):
         serve(path, "auto", {}, print)
     named = {"nodes": [{"name": "x", "address": "10.0.0.2"}], "models": MODELS, "redis": URL}
     path.write_text(yaml.safe_dump(named))
     monkeypatch.setattr("prism.serve.on_ray.command._machines", lambda _: [])
-    with pytest.raises(ConfigError, match="ray: no Ray cluster was found, and the nodes are"):
+    with pytest.raises(ConfigError, match="ray: no Ray cluster was found for the nodes"):
         serve(path, "auto", {}, print)
     monkeypatch.setattr("prism.serve.on_ray.command._machines", lambda _: FOUND)
     file = {"devices": [HOST], "models": MODELS, "redis": f"redis://127.0.0.1:{free_port()}"}
@@ -141,7 +143,7 @@ def test_paths_are_those_of_the_files_folder() -> None:
         "frontend": {"port": 1, "tls_key": "../key.pem", "admin": "./admin.sock"},
         "engine": {"weight_store": "auto", "python": {"vllm": "v/bin/python"}},
     }
-    found = yaml.safe_load(portable(file, Path("/f")))
+    found = yaml.safe_load(with_absolute_paths(file, Path("/f")))
     assert [m["path"] for m in found["models"]] == ["/f/m", "/x/n"]
     assert found["models"][0]["lora"][0]["path"] == "/f/l"
     assert found["access"] == {"keys": "/f/k.yaml"}
@@ -153,6 +155,6 @@ def test_paths_are_those_of_the_files_folder() -> None:
         "frontend": {"admin": "127.0.0.1:1"},
         "engine": {"weight_store": "w"},
     }
-    found = yaml.safe_load(portable(other, Path("/f")))
+    found = yaml.safe_load(with_absolute_paths(other, Path("/f")))
     assert found["frontend"] == {"admin": "127.0.0.1:1"}
     assert found["engine"] == {"weight_store": "/f/w"}

@@ -20,7 +20,7 @@ def names(machines: Sequence[RayMachine] | None) -> str | None:
 
 
 def wanted(membership: Membership, there: str, now_s: float) -> str | None:
-    membership.seen(of(there), now_s)
+    membership.observe(of(there), now_s)
     return names(membership.wanted(now_s))
 
 
@@ -42,7 +42,7 @@ def test_a_machine_is_dropped_when_it_has_been_away_for_long() -> None:
     assert wanted(membership, "ac", 2 * LEAVE_S - 1) is None
     assert wanted(membership, "ac", 2 * LEAVE_S) == "ac"
     assert wanted(membership, "", 2 * LEAVE_S) == "ac"
-    membership.took(of("ac"))
+    membership.applied(of("ac"))
     assert wanted(membership, "", 2 * LEAVE_S + 1) is None
     assert wanted(membership, "", 9 * LEAVE_S) is None, "a cluster keeps its last machines"
 
@@ -51,7 +51,7 @@ def test_who_comes_is_first_and_who_goes_is_next() -> None:
     membership = Membership(of("ab"))
     assert wanted(membership, "ac", 0) is None
     assert wanted(membership, "ac", LEAVE_S) == "abc"
-    membership.took(of("abc"))
+    membership.applied(of("abc"))
     assert wanted(membership, "ac", LEAVE_S) == "ac"
 
 
@@ -61,12 +61,12 @@ def test_what_was_refused_is_tried_later_and_later() -> None:
     now_s, waits_s = LEAVE_S, []
     for _ in range(7):
         assert wanted(membership, "ac", now_s) == "abc"
-        waits_s.append(membership.refused(of("abc"), now_s))
+        waits_s.append(membership.rejected(of("abc"), now_s))
         assert wanted(membership, "ac", now_s + waits_s[-1] - 1) == "a", "another change"
         now_s += waits_s[-1]
     assert waits_s == [30, 60, 120, 240, 480, 900, 900]
-    membership.took(of("a"))
-    assert membership.refused(of("abc"), now_s) == 30
+    membership.applied(of("a"))
+    assert membership.rejected(of("abc"), now_s) == 30
 
 
 def test_machines_that_flap_make_few_changes() -> None:
@@ -96,5 +96,5 @@ def test_machines_that_flap_make_few_changes() -> None:
                 assert all((name in seen) == came for seen in recent)
             assert after.startswith(before) or set(after) < set(before)
             changes += 1
-            membership.took(of(after))
+            membership.applied(of(after))
         assert 0 < changes <= 2 * len(until_s) * 2000 * LOOK_S / LEAVE_S

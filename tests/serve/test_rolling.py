@@ -97,8 +97,8 @@ def said_by_all(running: dict[str, Node], *arguments: str) -> list[str]:
 def drained(running: dict[str, Node], name: str, by: str) -> None:
     """`by`: on which machine the command runs."""
     safe, empty = said(running[by], "drain", f"@{name}").splitlines()[-2:]
-    assert safe == f"prism-serve may be stopped on {name} now: no request needs its devices"
-    assert empty.startswith(f"@{name} is empty, and stays so, after ")
+    assert safe == f"prism-serve on {name} may be stopped now: no request uses its devices"
+    assert empty.startswith(f"@{name} is empty after ")
     print(empty)
     assert models_of(running[by], name) == set()
 
@@ -126,7 +126,7 @@ def test_a_newer_version_comes_machine_by_machine(tmp_path: Path, database: Bund
                 assert models_of(back, name) == set()
                 assert back.operate("undrain", f"@{name}").returncode == 0
                 if name == "a":
-                    assert "node a is there, version 9.9.9" in running["b"].output()
+                    assert "node a joined, version 9.9.9" in running["b"].output()
         print(f"{len(answered)} requests")
     assert keys_left(database) == []
 

@@ -97,7 +97,9 @@ def test_the_config_of_another_version_is_an_error_by_name(temporary: Path) -> N
     made = RunDir.create(None)
     made.config_file.write_text('{"namespace": "x"}')
     for wanted in (None, made.path):
-        with pytest.raises(ConfigError, match=r"cluster.json is not this version's: .*run_dir"):
+        with pytest.raises(
+            ConfigError, match=r"cluster.json was not written by this version: .*run_dir"
+        ):
             run_dir.find(wanted)
     # It is no reason not to check a configuration here.
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -124,11 +126,11 @@ def test_find_needs_exactly_one(temporary: Path) -> None:
     assert run_dir.find(None) == expected
     second = RunDir.create(None)
     config_for(second, port=9)
-    with pytest.raises(ConfigError, match=r"several clusters run: .*\(port 9\).*--run-dir"):
+    with pytest.raises(ConfigError, match=r"several clusters are running: .*\(port 9\).*--run-dir"):
         run_dir.find(None)
     assert run_dir.find(first.path) == expected
     first.remove()
-    with pytest.raises(ConfigError, match="no prism-serve runs in"):
+    with pytest.raises(ConfigError, match="no prism-serve is running in"):
         run_dir.find(first.path)
     second.remove()
 

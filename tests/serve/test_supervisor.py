@@ -82,7 +82,7 @@ def test_a_dead_child_is_started_again(make: Make) -> None:
     os.kill(first, signal.SIGKILL)
     until(lambda: not child.running())
     supervisor.watch(100.0)
-    assert said == ["steady ended (signal SIGKILL); starting it again in 0.5 s"]
+    assert said == ["steady ended (signal SIGKILL); restarting in 0.5 s"]
     supervisor.watch(100.4)
     assert not child.running()
     supervisor.watch(100.6)
@@ -179,8 +179,8 @@ def test_one_that_keeps_dying_leaves_the_others_running(make: Make, code: int) -
         supervisor.watch(now_s)
         now_s += 0.25
     assert steady.running()
-    assert said[8] == f"broken ended (exit code {code}); starting it again in 30 s"
-    assert supervisor.troubles == {"broken": f"ended (exit code {code}); it is started again"}
+    assert said[8] == f"broken ended (exit code {code}); restarting in 30 s"
+    assert supervisor.troubles == {"broken": f"ended (exit code {code}); restarting"}
 
 
 def test_deaths_in_a_row_are_reported_while_the_part_runs_again(make: Make) -> None:
@@ -193,7 +193,7 @@ def test_deaths_in_a_row_are_reported_while_the_part_runs_again(make: Make) -> N
         now_s += 30
         supervisor.watch(now_s)
         assert child.running()
-        known = {"frail": "ended 3 times in a row (the last time: signal SIGKILL)"}
+        known = {"frail": "ended 3 times in a row (last: signal SIGKILL)"}
         assert supervisor.troubles == (known if deaths == 3 else {})
     supervisor.watch(now_s + 61)
     assert supervisor.troubles == {}
@@ -257,8 +257,8 @@ def test_one_that_hangs_is_killed_and_started_again(make: Make) -> None:
     assert said == ["hung did not answer for 5 s and was killed"]
     until(lambda: not hung.running())
     supervisor.watch(10)
-    assert said[1:] == ["hung ended (did not answer for 5 s); starting it again in 0.5 s"]
-    assert supervisor.troubles == {"hung": "ended (did not answer for 5 s); it is started again"}
+    assert said[1:] == ["hung ended (did not answer for 5 s); restarting in 0.5 s"]
+    assert supervisor.troubles == {"hung": "ended (did not answer for 5 s); restarting"}
     supervisor.watch(11)
     until(lambda: hung.beats() > 0)
     assert hung.pid != first
@@ -320,7 +320,7 @@ def test_redis_is_started_again_without_waiting_for_it(redis: BundledRedis) -> N
         supervisor.watch(now_s + 31)
         assert redis.running
         assert len(said) == deaths
-    assert said[-1] == "redis ended (signal SIGKILL); starting it again in 30 s"
+    assert said[-1] == "redis ended (signal SIGKILL); restarting in 30 s"
     supervisor.stop(lambda: False)
 
 
@@ -364,8 +364,8 @@ def test_a_redis_that_cannot_load_its_data_starts_empty(redis: BundledRedis) -> 
         f" they are in {place}"
     )
     assert said == [
-        "redis ended (signal SIGKILL); starting it again in 0.5 s",
-        "redis ended (exit code 1); starting it again in 0 s",
+        "redis ended (signal SIGKILL); restarting in 0.5 s",
+        "redis ended (exit code 1); restarting in 0 s",
         f"redis {why}",
     ]
     assert (place / manifest.name).exists()
@@ -388,7 +388,9 @@ def test_a_redis_whose_data_cannot_be_put_aside_is_started_all_the_same(
     part.start()
     until(redis._answers)
     [line] = said
-    assert line.startswith("redis could not load its data (no reason), nor are they put aside: ")
+    assert line.startswith(
+        "redis could not load its data (no reason), and they could not be moved: "
+    )
 
 
 def test_a_redis_that_hangs_is_killed_and_started_again(redis: BundledRedis) -> None:
@@ -409,7 +411,7 @@ def test_a_redis_that_hangs_is_killed_and_started_again(redis: BundledRedis) -> 
     until(lambda: looked(0.2) >= 0 and len(said) == 2)
     assert said == [
         "redis did not answer for 5 s and was killed",
-        "redis ended (did not answer for 5 s); starting it again in 0.5 s",
+        "redis ended (did not answer for 5 s); restarting in 0.5 s",
     ]
     until(lambda: looked() > 1 and redis.running)
     assert len(said) == 2

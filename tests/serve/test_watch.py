@@ -11,7 +11,7 @@ import pytest
 from prism.config.schema import ClusterConfig
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.serve import launcher
-from prism.serve.launcher import Watch
+from prism.serve.launcher import Maintenance
 from prism.serve.logs import log_names
 from prism.serve.run_dir import RunDir
 from prism.serve.supervisor import Supervisor
@@ -37,10 +37,10 @@ def run_dir(short_dir: Path) -> Iterator[RunDir]:
     made.remove()
 
 
-def watch(run_dir: RunDir) -> Watch:
+def watch(run_dir: RunDir) -> Maintenance:
     path = str(run_dir.path)
     config = ClusterConfig("prism-test", path, "", "prism", devices=[], models=[])
-    return Watch(Fixed(), run_dir, config, NAMES, lambda _: None)
+    return Maintenance(Fixed(), run_dir, config, NAMES, lambda _: None)
 
 
 def test_troubles_that_could_not_be_written_are_written_later(
@@ -56,7 +56,7 @@ def test_troubles_that_could_not_be_written_are_written_later(
             look()
     assert read_troubles(run_dir.path) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "the state of the parts cannot be written: no space left"
+        "the state of the processes cannot be written: no space left"
     ]
     look()
     assert read_troubles(run_dir.path) == ENDED
@@ -76,7 +76,7 @@ def test_troubles_that_were_removed_or_are_old_are_written_again(run_dir: RunDir
 def test_a_log_that_cannot_be_kept_is_told_once(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launcher, "_LOGS_EVERY_S", 0)
+    monkeypatch.setattr(launcher, "_LOGS_INTERVAL_S", 0)
     look, problem = watch(run_dir), "part.log: no room"
     found = [problem, problem, "", problem]
     monkeypatch.setattr(

@@ -1,7 +1,7 @@
 """The lease in Redis by which `prism-serve up --ray` keeps a cluster's launchers running.
 
-Ray ends what it started when its head or a machine's raylet ends, or when it takes a machine for
-lost. Launchers do not: they run until the lease says stop, or has expired.
+Ray ends its processes when its head or a machine's raylet ends, or when it considers a machine
+lost. Launchers keep running until the lease says stop or has expired.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import redis
 from prism.errors import ConfigError
 from prism.serve.node import namespace_of_key, node_key
 
-# The lease's value. Each of the last two is one more signal to the launchers.
+# Values of the lease. STOP sends one signal to the launchers, KILL two.
 SERVE, STOP, KILL = b"serve", b"stop", b"kill"
 _TTL_S = 10.0
 _RENEW_S = 2.0
 _POLL_S = 1.0
-_MISSING_S = 5.0  # a Redis that was started again may not have it yet
+_MISSING_S = 5.0  # a restarted Redis may not have the lease yet
 _NO_REDIS_S = 300.0
 _TIMEOUT_S = 5.0
 
 
 class ClusterLease:
-    """Renewed by a thread until `close`."""
+    """Lease that a thread renews until `close`."""
 
     def __init__(self, redis_url: str, cluster_key: str) -> None:
-        """Raises ConfigError where Redis does not answer."""
+        """Raises ConfigError if Redis does not answer."""
         self._value = SERVE
         self._namespace, self._over = namespace_of_key(cluster_key), threading.Event()
         try:
@@ -46,7 +46,8 @@ class ClusterLease:
         self._thread.start()
 
     def set(self, value: bytes) -> bool:
-        """From now on. False: Redis does not answer now; it is told when it does."""
+        """Changes the value. Returns False if Redis does not answer; the thread then writes it
+        later."""
         self._value = value
         try:
             self._write()
@@ -55,14 +56,14 @@ class ClusterLease:
         return True
 
     def is_over(self) -> bool:
-        """Whether somebody else has said stop."""
+        """Returns True if the lease says stop, also by another process."""
         return self._value != SERVE
 
     def nodes_left(self) -> int | None:
-        """How many nodes run; None: Redis does not answer."""
-        every = self._client.scan_iter(node_key(self._namespace, "*"), count=1000)
+        """Returns the number of running nodes, or None if Redis does not answer."""
+        keys = self._client.scan_iter(node_key(self._namespace, "*"), count=1000)
         try:
-            return sum(1 for _ in every)
+            return sum(1 for _ in keys)
         except (redis.RedisError, OSError):
             return None
 
@@ -78,7 +79,7 @@ class ClusterLease:
 
     def _renew(self) -> None:
         while not self._over.wait(_RENEW_S):
-            # Written also where it cannot be read: another type would stay.
+            # Written even if it cannot be read, to replace a value of another type.
             with suppress(redis.RedisError, OSError):
                 if self._client.get(_key(self._namespace)) == STOP:
                     self._value = STOP
@@ -87,8 +88,8 @@ class ClusterLease:
 
 
 def stop(redis_url: str, cluster_key: str) -> bool:
-    """Have the cluster's command and launchers end. False: no command holds a lease. Raises
-    ConfigError where Redis does not answer."""
+    """Ends the cluster's command and launchers. Returns False if no command has a lease. Raises
+    ConfigError if Redis does not answer."""
     with redis.Redis.from_url(redis_url, socket_timeout=_TIMEOUT_S) as client:
         try:
             key = _key(namespace_of_key(cluster_key))
@@ -100,20 +101,21 @@ def stop(redis_url: str, cluster_key: str) -> bool:
 
 
 @contextmanager
-def followed(redis_url: str, cluster_key: str, parent_fd: int) -> Iterator[None]:
-    """Within the block this process gets SIGTERM when the lease says stop, another one when it says
-    kill; and when it has expired after `parent_fd`, a pipe's end, was closed: by Ray's end."""
+def ends_with_lease(redis_url: str, cluster_key: str, parent_fd: int) -> Iterator[None]:
+    """Sends SIGTERM to this process within the block when the lease says stop, and again when it
+    says kill. Also when the lease has expired and the pipe `parent_fd` was closed, which means that
+    Ray has ended."""
     over = threading.Event()
-    arguments = (redis_url, namespace_of_key(cluster_key), _closed(parent_fd), over)
-    threading.Thread(target=_follow, args=arguments, daemon=True).start()
+    arguments = (redis_url, namespace_of_key(cluster_key), _closed_event(parent_fd), over)
+    threading.Thread(target=_poll_lease, args=arguments, daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-def _closed(fd: int) -> threading.Event:
-    """Set when the other end is."""
+def _closed_event(fd: int) -> threading.Event:
+    """Returns an event that is set when the other end of a pipe is closed."""
     closed = threading.Event()
 
     def wait() -> None:
@@ -124,7 +126,7 @@ def _closed(fd: int) -> threading.Event:
     return closed
 
 
-def _follow(url: str, namespace: str, closed: threading.Event, over: threading.Event) -> None:
+def _poll_lease(url: str, namespace: str, closed: threading.Event, over: threading.Event) -> None:
     sent, held_s = 0, time.monotonic()
     answered_s = held_s
     with redis.Redis.from_url(url, socket_timeout=_TIMEOUT_S) as client:

@@ -1,7 +1,8 @@
-"""The process of `prism-serve up --ray` that talks to Ray. It prints the machines' lines; the last
-one says why it ends, if that is not in order. Ray ends it, too, when its head has gone for long.
+"""The process of `prism-serve up --ray` that talks to Ray. It prints the machines' lines. The last
+line is the reason of an end that was not in order. Ray also ends this process when its head is away
+for long.
 
-    python -m prism.serve.on_ray.driver              the LaunchSpec is on its standard input
+    python -m prism.serve.on_ray.driver              reads a LaunchSpec from standard input
     python -m prism.serve.on_ray.driver ADDRESS      only prints Ray's machines
 """
 
@@ -36,8 +37,8 @@ from prism.serve.on_ray.machines import (
     Placement,
     RayMachine,
     layout,
-    plain,
-    usable,
+    machines_with_devices,
+    normalized,
 )
 from prism.serve.on_ray.membership import LEAVE_S, Membership
 from prism.serve.on_ray.node_actor import NodeActor, NodeReport
@@ -45,25 +46,25 @@ from prism.serve.on_ray.node_actor import NodeActor, NodeReport
 _POLL_S = 0.5
 _ANSWER_S = 30.0
 _RESERVE_S = 15.0
-_LOOK_FOR_S = 3.0
+_CHECK_S = 3.0
 _STOP_S = 120.0
 _LOST_S = 60.0
-_CHANGE_S = 180.0  # more than a reload may take
-_NOT_FOUND = "Could not find any running Ray"  # Ray's own words
+_CHANGE_S = 180.0  # exceeds the timeout of a reload
+_NOT_FOUND = "Could not find any running Ray"  # Ray's message
 
 
 @dataclass(slots=True)
 class Node:
-    """A node of the file, what Ray has reserved for it, and its actor."""
+    """A node of the file, its reservation in Ray, and its actor."""
 
     placement: Placement
     group: Any = None
-    actor: Any = None  # None: its machine is lost, or it has to wait for its next start
+    actor: Any = None  # None: its machine is lost, or its restart is delayed
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     start_at_s: float = 0.0
     last_line: str = ""
-    follows: bool | None = True  # the present layout, as its last report says
-    is_new: bool = False  # a launcher that is found there is from before it left
+    follows: bool | None = True  # it uses the present layout, by its last report
+    is_new: bool = False  # a launcher that is found there is older than its removal
 
     @property
     def name(self) -> str:
@@ -72,61 +73,65 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of the machines, under way. before: what is asked for again if one refuses it."""
+    """A change of the machines in progress."""
 
     machines: list[RayMachine]
-    before: Layout
+    before: Layout  # restored if a node rejects the change
 
 
 class NoRayError(ConfigError):
-    """This machine is part of no Ray cluster."""
+    """The machine is not part of a Ray cluster."""
 
 
 class RayCluster:
-    """The actors of all nodes. `ray`: the module, connected."""
+    """The actors of all nodes. `ray` is the connected module."""
 
     def __init__(self, ray: Any, spec: LaunchSpec, say: Callable[[str], None]) -> None:
         """Raises ConfigError."""
         self._ray, self._spec, self._say = ray, spec, say
-        self._layout = layout(spec.file, spec.machines)  # what all are to follow
+        self._layout = layout(spec.file, spec.machines)  # layout for all nodes
         self._nodes = [Node(placement) for placement in self._layout.placements]
-        named = usable(spec.file, []) is None
+        named = machines_with_devices(spec.file, []) is None
         self._membership = None if named else Membership(spec.machines)
         self._change: Change | None = None
         self._settled = spec.settled
         self._answered_s = time.monotonic()
-        self._looked_s = self._asked_s = 0.0
+        self._checked_s = self._sent_s = 0.0
 
-    def run(self, asked: Sequence[int]) -> None:
-        """Until a signal is in `asked`. Raises ConfigError, NodeFailedError, or a RayError."""
+    def run(self, signals: Sequence[int]) -> None:
+        """Runs until a signal is in `signals`. Raises ConfigError, NodeFailedError, or a
+        RayError."""
         try:
-            while not asked:
+            while not signals:
                 began_s = time.monotonic()
-                self._turn()
+                self._step()
                 if not self._settled or self._answered_s >= began_s:
-                    self._say("")  # Ray is there
+                    self._say("")  # Ray answers
                 elif time.monotonic() - self._answered_s > _LOST_S:
                     raise NodeFailedError(f"no machine has answered for {_LOST_S:g} s")
                 time.sleep(_POLL_S)
         finally:
-            if asked or not self._settled:  # else the machines work on
-                self._stop(asked)
+            if signals or not self._settled:  # otherwise the machines keep working
+                self._stop(signals)
 
-    def _turn(self) -> None:
-        now_s, there = time.monotonic(), None
+    def _step(self) -> None:
+        now_s, present = time.monotonic(), None
         for node in self._nodes:
             if node.actor is not None:
                 self._poll(node)
             elif now_s >= node.start_at_s:
-                there = {each.address for each in machines(self._ray)} if there is None else there
-                node.start_at_s = now_s + _LOOK_FOR_S
-                if node.placement.address in there and self._reserve(node):
+                present = (
+                    {each.address for each in machines(self._ray)} if present is None else present
+                )
+                node.start_at_s = now_s + _CHECK_S
+                if node.placement.address in present and self._reserve(node):
                     node.actor = self._start(node)
         if self._settled and self._membership is not None:
-            self._look_for_change(self._membership, now_s)
+            self._check_changes(self._membership, now_s)
 
     def _reserve(self, node: Node) -> bool:
-        """A bundle for each device, all on its machine. Raises ConfigError at the first start."""
+        """Reserves a bundle for each device, all on the node's machine. Returns False if that is
+        not possible now. Raises ConfigError at the first start."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         here = {f"node:{node.placement.address}": 0.001}
@@ -136,10 +141,10 @@ class RayCluster:
         remove_placement_group(node.group)
         if not self._settled:
             raise ConfigError(
-                f"node {node.name}: Ray has promised devices of {node.placement.address} to others;"
-                " end these (ray status), or take devices out"
+                f"node {node.name}: Ray has reserved devices of {node.placement.address} for other"
+                " jobs; end these (ray status), or remove devices"
             )
-        self._say(f"{node.name}: Ray cannot reserve its devices; tried again")
+        self._say(f"{node.name}: Ray cannot reserve its devices; retrying")
         return False
 
     def _start(self, node: Node) -> Any:
@@ -156,14 +161,14 @@ class RayCluster:
         try:
             report = cast(NodeReport, self._ray.get(node.actor.poll.remote(), timeout=_ANSWER_S))
         except self._ray.exceptions.GetTimeoutError:
-            return  # it is cut off; Ray says whether it is lost
+            return  # unreachable; Ray reports whether it is lost
         except self._ray.exceptions.RayError as error:
-            self._say(f"{node.name}: Ray has lost it ({type(error).__name__})")
-            self._again(node)
+            self._say(f"{node.name}: Ray lost it ({type(error).__name__})")
+            self._schedule_restart(node)
             return
         self._answered_s, node.follows = time.monotonic(), report.follows
         if node.is_new and not report.follows:
-            node.actor.signal.remote(int(signal.SIGTERM))  # it may not take the new order over
+            node.actor.signal.remote(int(signal.SIGTERM))  # it may reject the new order
         node.is_new = False
         for line in report.lines:
             node.last_line = line
@@ -179,82 +184,85 @@ class RayCluster:
             if code == EXIT_CONFIG:
                 raise ConfigError(f"node {node.name}: {why}")
             raise NodeFailedError(f"node {node.name} ended with {code}: {why}")
-        self._say(f"{node.name}: ended; it is started again")
-        self._again(node)
+        self._say(f"{node.name}: ended; restarting")
+        self._schedule_restart(node)
 
-    def _again(self, node: Node) -> None:
+    def _schedule_restart(self, node: Node) -> None:
         from ray.util.placement_group import remove_placement_group
 
         now_s = time.monotonic()
         remove_placement_group(node.group)
         node.actor, node.start_at_s = None, now_s + node.backoff.died(now_s)
 
-    # --- machines that come and go --------------------------------------------------------------
+    # --- added and removed machines -------------------------------------------------------------
 
-    def _look_for_change(self, membership: Membership, now_s: float) -> None:
-        """One change after the other: the next one when all that run follow the present layout."""
-        if now_s - self._looked_s < _LOOK_FOR_S:
+    def _check_changes(self, membership: Membership, now_s: float) -> None:
+        """Advances changes of the machines, one at a time: the next one starts when all running
+        nodes use the present layout."""
+        if now_s - self._checked_s < _CHECK_S:
             return
-        self._looked_s = now_s
-        membership.seen(usable(self._spec.file, machines(self._ray)) or [], now_s)
-        said = [node.follows for node in self._nodes if node.actor is not None]
-        late = now_s - self._asked_s > _CHANGE_S
+        self._checked_s = now_s
+        membership.observe(machines_with_devices(self._spec.file, machines(self._ray)) or [], now_s)
+        reported = [node.follows for node in self._nodes if node.actor is not None]
+        late = now_s - self._sent_s > _CHANGE_S
         if self._change is not None:
-            if all(said):
-                self._took(membership, self._change)
-            elif False in said or late:
-                self._take_back(membership, self._change, now_s)
-        elif not all(said):
+            if all(reported):
+                self._complete_change(membership, self._change)
+            elif False in reported or late:
+                self._revert_change(membership, self._change, now_s)
+        elif not all(reported):
             if late:
-                self._ask(self._layout)
+                self._send_layout(self._layout)
         elif (wanted := membership.wanted(now_s)) is not None:
-            self._begin(membership, wanted, now_s)
+            self._start_change(membership, wanted, now_s)
 
-    def _begin(self, membership: Membership, wanted: list[RayMachine], now_s: float) -> None:
+    def _start_change(self, membership: Membership, wanted: list[RayMachine], now_s: float) -> None:
         try:
             found = layout(self._spec.file, wanted)
         except ConfigError as error:
-            again_s = membership.refused(wanted, now_s)
-            self._say(f"{error}; the new nodes are tried again in {again_s:g} s")
+            again_s = membership.rejected(wanted, now_s)
+            self._say(f"{error}; retrying the new nodes in {again_s:g} s")
             return
         self._change = Change(wanted, self._layout)
-        self._ask(found)
+        self._send_layout(found)
 
-    def _ask(self, wanted: Layout) -> None:
-        self._layout, self._asked_s = wanted, time.monotonic()
+    def _send_layout(self, wanted: Layout) -> None:
+        self._layout, self._sent_s = wanted, time.monotonic()
         for node in self._nodes:
             if node.actor is not None:
                 node.follows = None
                 node.actor.follow.remote(wanted.text)
 
-    def _took(self, membership: Membership, change: Change) -> None:
-        """Machines start when the others know them. One that goes has no actor: it is away."""
+    def _complete_change(self, membership: Membership, change: Change) -> None:
+        """Completes a change that the running nodes have taken over. New nodes start afterwards. A
+        removed node does not have an actor, since its machine is away."""
         known = {node.name: node for node in self._nodes}
         places = {place.name: place for place in self._layout.placements}
         for name in places.keys() - known.keys():
-            self._say(f"{name}: Ray has it; it joins")
+            self._say(f"{name}: found by Ray; joining")
         for name in known.keys() - places.keys():
-            self._say(f"{name}: Ray has not had it for {LEAVE_S:g} s; it is no node any more")
+            self._say(f"{name}: missing in Ray for {LEAVE_S:g} s; removed")
         self._nodes = [known.get(n) or Node(place, is_new=True) for n, place in places.items()]
         self._change = None
-        membership.took(change.machines)
+        membership.applied(change.machines)
         self._say(f"{MACHINES}{msgspec.json.encode(change.machines).decode()}")
 
-    def _take_back(self, membership: Membership, change: Change, now_s: float) -> None:
-        again_s = membership.refused(change.machines, now_s)
-        self._say(f"not all machines take the new nodes over; tried again in {again_s:g} s")
+    def _revert_change(self, membership: Membership, change: Change, now_s: float) -> None:
+        again_s = membership.rejected(change.machines, now_s)
+        self._say(f"not all machines accepted the new nodes; retrying in {again_s:g} s")
         self._change = None
-        self._ask(change.before)
+        self._send_layout(change.before)
 
     # --- the end ----------------------------------------------------------------------------
 
-    def _stop(self, asked: Sequence[int]) -> None:
-        """Until all nodes have ended, which the lease has told them to. SIGINT: it could not, and
-        Ray is to. Nobody asked: this is the end of a start that failed."""
+    def _stop(self, signals: Sequence[int]) -> None:
+        """Waits until all nodes have ended, which the lease asked for. Sends them SIGTERM by Ray
+        for each SIGINT, by which `command.py` reports that Redis does not answer, or after a failed
+        start."""
         until_s, sent = time.monotonic() + _STOP_S, 0
         left = [node for node in self._nodes if node.actor is not None]
         while left and time.monotonic() < until_s:
-            if sent < (list(asked).count(signal.SIGINT) if asked else 1):
+            if sent < (list(signals).count(signal.SIGINT) if signals else 1):
                 sent += 1
                 for node in left:
                     node.actor.signal.remote(int(signal.SIGTERM))
@@ -273,14 +281,14 @@ class RayCluster:
                 return False
             self._ray.kill(node.actor)
         except self._ray.exceptions.RayError:
-            pass  # its machine is lost, and all on it
+            pass  # its machine is lost, with all its processes
         return True
 
 
 def machines(ray: Any) -> list[RayMachine]:
-    """Those that live."""
+    """Returns Ray's live machines."""
     return [
-        RayMachine(plain(each["NodeManagerAddress"]), each["Resources"])
+        RayMachine(normalized(each["NodeManagerAddress"]), each["Resources"])
         for each in ray.nodes()
         if each["Alive"]
     ]
@@ -288,6 +296,7 @@ def machines(ray: Any) -> list[RayMachine]:
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
+    """Connects to Ray within the block. Raises ConfigError or NodeFailedError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -299,7 +308,7 @@ def _connected(address: str) -> Iterator[Any]:
             raise NoRayError(why) from error
         raise ConfigError(
             f"ray: no Ray cluster answers at {address}: {why}; start one with ray start --head, and"
-            " have the same token here (~/.ray/auth_token, or RAY_AUTH_TOKEN)"
+            " use the same token here (~/.ray/auth_token, or RAY_AUTH_TOKEN)"
         ) from error
     try:
         yield ray
@@ -310,7 +319,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _machines_at(address: str) -> list[RayMachine]:
-    """None where `address` is auto and there is no Ray."""
+    """Returns Ray's live machines. Empty without a Ray cluster, if `address` is auto."""
     try:
         with _connected(address) as ray:
             return machines(ray)
@@ -318,28 +327,30 @@ def _machines_at(address: str) -> list[RayMachine]:
         return []
 
 
-def _end_with(problem: Exception, code: int) -> int:
+def _print_error(problem: Exception, code: int) -> int:
+    """Prints the reason of the end, and returns the exit code."""
     print(f"{ERROR}{problem}", flush=True)
     return code
 
 
 def main() -> int:
-    """Exit codes: 0 after a signal, 2 for a wrong setting, 3 for a node's or Ray's failure."""
+    """Returns the exit code: 0 after a signal, 2 for a wrong setting, 3 for a failure of a node or
+    Ray."""
     die_with_parent()
-    # What is on stderr is Ray's, which has much to say when its head goes.
+    # stderr has Ray's output, of which there is much when its head ends.
     sys.excepthook = partial(traceback.print_exception, file=sys.stdout)
     try:
         if sys.argv[1:]:
             print(msgspec.json.encode(_machines_at(sys.argv[1])).decode(), flush=True)
             return 0
         spec = msgspec.json.decode(sys.stdin.buffer.read(), type=LaunchSpec)
-        # Ray has handlers of its own.
-        with _connected(spec.address) as ray, caught_signals() as asked:
-            RayCluster(ray, spec, partial(print, flush=True)).run(asked)
+        # Ray installs signal handlers, which these replace.
+        with _connected(spec.address) as ray, caught_signals() as signals:
+            RayCluster(ray, spec, partial(print, flush=True)).run(signals)
     except ConfigError as error:
-        return _end_with(error, EXIT_CONFIG)
+        return _print_error(error, EXIT_CONFIG)
     except NodeFailedError as error:
-        return _end_with(error, EXIT_FAILED)
+        return _print_error(error, EXIT_FAILED)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""A Ray of this machine alone, on loopback, where `ray: auto` finds none. It lives as long as the
-`prism-serve up` that needs it.
+"""A Ray cluster of this machine on loopback, for `ray: auto` if there is none. It ends with the
+`prism-serve up` that started it.
 
     python -m prism.serve.on_ray.local_ray FOLDER RAY-START-OPTION...
 
-is the process that has it: it starts Ray again where it dies, and ends it, and removes FOLDER, when
-its standard input is closed, as by the death of `prism-serve up`.
+is the process that runs it. It restarts Ray when it dies. When its standard input is closed, such
+as by the death of `prism-serve up`, it ends Ray and removes FOLDER.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from prism.serve.run_dir import lock
 
 _STARTED = "Ray runtime started"
 _HOST = "127.0.0.1"
-# Ray takes 127.0.0.1 for the machine's other address where clusters of several may be.
+# Ray replaces 127.0.0.1 by another address of the machine if clusters may have several machines.
 _LOOPBACK = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-_OBJECTS_BYTES = 80_000_000  # about the least that Ray allows; nothing is kept there
+_OBJECTS_BYTES = 80_000_000  # about Ray's minimum; the store is not used
 _POLL_S = 0.1
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _STOP_S = 20.0
-_TRIES = 3  # Ray ends where one of its parts took over 30 s, as on a busy machine
+_TRIES = 3  # Ray ends if one of its processes needs over 30 s, as on a busy machine
 
 
 @contextmanager
 def local_ray(host_devices: int) -> Iterator[str]:
-    """The address of a Ray that runs within the block, and has this machine's GPUs. Changes this
-    process's environment: what talks to that Ray needs it, too. Raises ConfigError."""
+    """Yields the address of a Ray that runs within the block and has this machine's GPUs. Changes
+    this process's environment, which clients of that Ray need, too. Raises ConfigError."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=LOCAL_RAY_PREFIX))
     lock_fd, port = lock(folder), _free_port()
@@ -59,7 +59,7 @@ def local_ray(host_devices: int) -> Iterator[str]:
     )
     os.close(lock_fd)
     assert keeper.stdout is not None
-    with keeper:  # its standard input is closed, and it is waited for
+    with keeper:  # closes its standard input and waits for it
         if why := keeper.stdout.readline().decode(errors="replace").strip():
             raise ConfigError(f"ray: none was found, and none could be started here: {why}")
         yield f"{_HOST}:{port}"
@@ -71,7 +71,8 @@ def _free_port() -> int:
 
 
 def _options(folder: Path, port: int, host_devices: int) -> list[str]:
-    """Of `ray start`. It makes its own folder readable for everybody: that one lies in `folder`."""
+    """Returns options of `ray start`. Ray makes its own folder readable for all users, so it is
+    inside of `folder`, which is private."""
     return [
         f"--node-ip-address={_HOST}",
         f"--port={port}",
@@ -84,28 +85,28 @@ def _options(folder: Path, port: int, host_devices: int) -> list[str]:
     ]
 
 
-# --- the process that has it ------------------------------------------------------------------
+# --- the process that runs it -----------------------------------------------------------------
 
 
 def main() -> None:
-    """Prints one line when Ray runs, an empty one, or why it does not."""
+    """Prints one line: empty when Ray runs, otherwise why it does not."""
     folder, options, over = Path(sys.argv[1]), sys.argv[2:], threading.Event()
     threading.Thread(target=_set_at_end_of_input, args=(over,), daemon=True).start()
-    log, said, left = folder / "log", False, _TRIES
+    log, printed, left = folder / "log", False, _TRIES
     try:
         while not over.is_set():
             left -= 1
             with private_log(log) as out:
-                ray = _started(options, out.fileno())
+                ray = _start(options, out.fileno())
             while ray.poll() is None and not over.wait(_POLL_S):
-                if not said and _STARTED in log.read_text():
-                    said = True
+                if not printed and _STARTED in log.read_text():
+                    printed = True
                     print(flush=True)
             _end(ray)
-            if not said and not left:
+            if not printed and not left:
                 print(_last_line(log), flush=True)
                 return
-            over.wait(_AGAIN_S)
+            over.wait(_RETRY_S)
     finally:
         _remove(folder)
 
@@ -115,8 +116,8 @@ def _set_at_end_of_input(over: threading.Event) -> None:
     over.set()
 
 
-def _started(options: list[str], out_fd: int) -> subprocess.Popen[bytes]:
-    """`ray start` takes all of Ray with it, also where it is killed."""
+def _start(options: list[str], out_fd: int) -> subprocess.Popen[bytes]:
+    """Starts Ray. `ray start` ends all of Ray with it, also if it is killed."""
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
     return subprocess.Popen(
         [*wrapped_command(), *ray],
@@ -138,7 +139,7 @@ def _end(ray: subprocess.Popen[bytes]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """What Ray's last processes write meanwhile as well."""
+    """Removes the folder, including files that Ray's last processes write meanwhile."""
     until_s = time.monotonic() + _STOP_S
     while folder.exists() and time.monotonic() < until_s:
         shutil.rmtree(folder, ignore_errors=True)
@@ -147,7 +148,7 @@ def _remove(folder: Path) -> None:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "ray start said nothing")
+    return next((line for line in reversed(lines) if line), "ray start printed nothing")
 
 
 if __name__ == "__main__":

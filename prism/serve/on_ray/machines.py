@@ -1,4 +1,5 @@
-"""The machines of a Ray cluster, and what is to run on each of them. Nothing here talks to Ray."""
+"""The machines of a Ray cluster, and the processes to run on each of them. Nothing here talks to
+Ray."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from prism.config.reader import convert
 from prism.config.schema import ServeYaml
 from prism.errors import ConfigError
 
-# A custom resource of Ray: how many host devices a machine has, where the file names no nodes.
+# Custom resource of Ray: number of a machine's host devices, if the file does not have nodes.
 HOST_DEVICES = "prism_host_device"
-GPU, HOST = "cuda:*", "host:*"  # what the file calls them then
-_OLDEST = (2, 52)  # the first with tokens
+GPU, HOST = "cuda:*", "host:*"  # names in a file without nodes
+_VERSION_MIN = (2, 52)  # first version with tokens
 _PATHS = (("access", "keys"), ("frontend", "tls_certificate"), ("frontend", "tls_key"))
 
 
@@ -36,52 +37,50 @@ class RayMachine(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A node of the cluster. bundles: what Ray is to reserve there, one for each device."""
+    """A node of the cluster."""
 
     name: str
     address: str
-    bundles: list[dict[str, float]]
+    bundles: list[dict[str, float]]  # Ray's reservation, one for each device
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """What is to run on the machines. address: Ray's. file: the YAML, with absolute paths.
-    machines: those that are nodes, in their order, where the file names none. options: of each
-    node's `prism-serve`. settled: the cluster was ready before."""
+    """Specification of what runs on the machines."""
 
-    address: str
-    file: str
-    key: str
-    machines: list[RayMachine]
-    options: tuple[str, ...]
-    settled: bool = False
+    address: str  # of Ray
+    file: str  # the YAML, with absolute paths
+    key: str  # of the cluster
+    machines: list[RayMachine]  # the nodes in order, if the file does not have any
+    options: tuple[str, ...]  # of each node's `prism-serve`
+    settled: bool = False  # the cluster was ready before
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """text: the YAML with the nodes, as each of them reads it."""
+    """Nodes of the cluster and their placement."""
 
-    text: str
+    text: str  # the YAML with `nodes`, for each node
     placements: list[Placement]
 
 
 def check_ray() -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if Ray is not installed, too old, or not protected by a token."""
     if find_spec("ray") is None:
         raise ConfigError("--ray: Ray is not installed; pip install 'prism-serving[ray]'")
-    if tuple(int(part) for part in version("ray").split(".")[:2]) < _OLDEST:
+    if tuple(int(part) for part in version("ray").split(".")[:2]) < _VERSION_MIN:
         raise ConfigError(
-            f"--ray: Ray {version('ray')} has no tokens; install"
-            f" {'.'.join(map(str, _OLDEST))} or later on all machines"
+            f"--ray: Ray {version('ray')} does not support tokens; install"
+            f" {'.'.join(map(str, _VERSION_MIN))} or later on all machines"
         )
     if os.environ.get("RAY_AUTH_MODE") != "token":
         raise ConfigError(
-            "--ray: who reaches Ray's ports runs code on all its machines; set RAY_AUTH_MODE=token"
-            " here and for ray start (ray get-auth-token --generate makes the token)"
+            "--ray: any client of Ray's ports can run code on all its machines; set"
+            " RAY_AUTH_MODE=token here and for ray start (ray get-auth-token --generate makes one)"
         )
 
 
 def with_nodes(file: Mapping[str, Any], machines: Sequence[RayMachine]) -> dict[str, Any]:
-    """The file with `nodes`: where it names none, they are the machines that have GPUs or host
-    devices, with each device as `devices` describes its kind. Raises ConfigError."""
+    """Returns the file with `nodes`. If it does not have any, they are the machines that have GPUs
+    or host devices, each device as `devices` describes its kind. Raises ConfigError."""
     whole = {key: value for key, value in file.items() if key != "ray"}
     if whole.get("nodes"):
         return whole
@@ -90,20 +89,20 @@ def with_nodes(file: Mapping[str, Any], machines: Sequence[RayMachine]) -> dict[
     whole["nodes"] = [node for node in nodes if node["devices"]]
     if not whole["nodes"]:
         raise ConfigError(
-            f"devices: no machine of Ray has what they describe; start Ray with --num-gpus=N, or"
+            f"devices: no machine of Ray has such devices; start Ray with --num-gpus=N, or"
             f" with --resources='{{\"{HOST_DEVICES}\": N}}' for host devices"
         )
     return whole
 
 
 def layout(file: str, machines: Sequence[RayMachine]) -> Layout:
-    """`file`: the YAML. Raises ConfigError."""
+    """Returns the layout for a YAML. Raises ConfigError."""
     whole = with_nodes(yaml.safe_load(file), machines)
     return Layout(yaml.safe_dump(whole), placements(convert(whole, ServeYaml), machines))
 
 
-def usable(file: str, machines: Sequence[RayMachine]) -> list[RayMachine] | None:
-    """Those that have devices of the file. None: it names its nodes."""
+def machines_with_devices(file: str, machines: Sequence[RayMachine]) -> list[RayMachine] | None:
+    """Returns the machines that have devices of the file, or None if the file has `nodes`."""
     whole = yaml.safe_load(file)
     if whole.get("nodes"):
         return None
@@ -112,22 +111,22 @@ def usable(file: str, machines: Sequence[RayMachine]) -> list[RayMachine] | None
 
 
 def _kinds(devices: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """By Ray's resource."""
+    """Returns the kinds of devices by Ray's resource. Raises ConfigError."""
     known = {GPU: "GPU", HOST: HOST_DEVICES}
     kinds: dict[str, Mapping[str, Any]] = {}
     for index, device in enumerate(devices):
         resource = known.get(device["name"])
         if resource is None or resource in kinds:
             raise ConfigError(
-                f"devices[{index}].name: {device['name']!r} cannot be used: Ray has the machines;"
-                " describe each kind of device once, as cuda:* or host:*, or name the nodes"
+                f"devices[{index}].name: {device['name']!r} cannot be combined with ray; describe"
+                " each kind of device once, as cuda:* or host:*, or add nodes"
             )
         kinds[resource] = device
     return kinds
 
 
 def _node(machine: RayMachine, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Named by its address: it stays the same over restarts."""
+    """Returns a machine as a node, named by its address, which is the same after a restart."""
     devices = [
         {**kind, "name": kind["name"].replace("*", str(index))}
         for resource, kind in kinds.items()
@@ -138,34 +137,38 @@ def _node(machine: RayMachine, kinds: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def placements(data: ServeYaml, machines: Sequence[RayMachine]) -> list[Placement]:
-    """`data`: with nodes. Raises ConfigError where Ray has not what they need."""
+    """Returns the placement of a file with nodes. Raises ConfigError if Ray does not have what they
+    need."""
     if data.cluster_key is not None:
-        raise ConfigError("cluster_key: Ray hands a new one out; leave the key out")
+        raise ConfigError("cluster_key: cannot be combined with ray, which makes one; remove it")
     nodes_of(data)
-    there = {each.address: each.resources for each in machines}
+    resources = {each.address: each.resources for each in machines}
     found = []
     for index, node in enumerate(data.nodes):
-        address = plain(node.address)
-        if address not in there:
+        address = normalized(node.address)
+        if address not in resources:
             raise ConfigError(
-                f"nodes[{index}].address: no machine of the Ray cluster has {node.address}: it has"
-                f" {', '.join(sorted(there))}; start Ray there (ray start --address=...), or"
+                f"nodes[{index}].address: the Ray cluster does not have {node.address}; it has"
+                f" {', '.join(sorted(resources))}; start Ray there (ray start --address=...), or"
                 " correct it"
             )
-        gpus, have = sum(is_gpu(d.name) for d in node.devices), there[address].get("GPU", 0)
+        gpus, have = (
+            sum(is_gpu(d.name) for d in node.devices),
+            resources[address].get("GPU", 0),
+        )
         if gpus > have:
             raise ConfigError(
-                f"nodes[{index}].devices: {gpus} GPUs, and Ray's {node.address} has {have:g}; take"
-                " some out"
+                f"nodes[{index}].devices: {gpus} GPUs, but Ray's {node.address} has {have:g};"
+                " remove some"
             )
-        hosts = min(len(node.devices) - gpus, int(there[address].get(HOST_DEVICES, 0)))
+        hosts = min(len(node.devices) - gpus, int(resources[address].get(HOST_DEVICES, 0)))
         bundles = [{"GPU": 1.0}] * gpus + [{HOST_DEVICES: 1.0}] * hosts
         found.append(Placement(node.name, address, bundles))
     return found
 
 
-def portable(file: Mapping[str, Any], folder: Path) -> str:
-    """The file without relative paths, which start at `folder`."""
+def with_absolute_paths(file: Mapping[str, Any], folder: Path) -> str:
+    """Returns the YAML with absolute paths. Relative ones start at `folder`."""
     whole = deepcopy(dict(file))
 
     def make_absolute(section: dict[str, Any], *keys: str) -> None:
@@ -187,6 +190,6 @@ def portable(file: Mapping[str, Any], folder: Path) -> str:
     return yaml.safe_dump(whole)
 
 
-def plain(address: str) -> str:
-    """As Ray's nodes say it."""
+def normalized(address: str) -> str:
+    """Returns an address in the form of Ray's nodes."""
     return str(ipaddress.ip_address(address))

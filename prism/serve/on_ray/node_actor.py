@@ -1,6 +1,6 @@
-"""What Ray runs on each machine: one `prism-serve`, as a child of a Ray worker.
+"""Ray actor of a machine, which runs one `prism-serve` as a child of a Ray worker.
 
-Nothing here imports Ray, or waits: the driver (`driver.py`) asks several times a second.
+Nothing here imports Ray or blocks: the driver (`driver.py`) polls several times a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcached.trust import distrust
+from kvcached.trust import untrusted_reason
 from prism.process import child_environment, keep_private, private_log
 from prism.serve.run_dir import LOCK_FILE, lock
 
@@ -26,10 +26,10 @@ _PREFIX = "prism-node-"
 LOCAL_RAY_PREFIX = "prism-ray-"
 KEY_FILE, CONFIG_FILE, PID_FILE = "cluster.key", "cluster.yaml", "pid"
 _NODE_FILE, _CONSOLE_FILE, _SHOWN_FILE = "node", "console", "shown"
-_ASKED_FILE = "asked"  # while it is not known whether the launcher follows the present file
+_ASKED_FILE = "asked"  # exists until the launcher reports whether it uses the present file
 _LAUNCHER = "prism.cli.node_launcher"
-# Ray ends the children of a worker that ends. So its child only waits for the launcher, which is in
-# a session of its own, and which sees by the closed pipe that it is alone.
+# Ray kills the children of a worker that ends. So its child only waits for the launcher, which has
+# its own session. The launcher sees by the closed pipe that its parent has ended.
 _WAITER = """
 import os, signal, subprocess, sys, time
 lock_fd, parent = int(sys.argv[1]), os.getppid()
@@ -41,39 +41,38 @@ while launcher.poll() is None and os.getppid() == parent:
     time.sleep(0.1)
 sys.exit(launcher.returncode)
 """
-# Ray numbers the GPUs of a worker anew; the YAML has nvidia-smi's numbers. Engines need no token.
+# Ray renumbers the GPUs of a worker; the YAML has nvidia-smi's numbers. Engines need no token.
 _NOT_INHERITED = re.compile("CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|RAY_.*")
 EXIT_UNKNOWN = 1
-_ASK_AGAIN_S = 30.0  # a launcher that is just starting may not have heard it
+_RESEND_S = 30.0  # a launcher that is just starting may have missed the signal
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """Lines of its console since the last report, its exit code (None: it runs), and whether it
-    follows the file that it was given last (None: that is not known yet)."""
+    """State of a node's launcher."""
 
-    lines: tuple[str, ...]
-    code: int | None
-    follows: bool | None = True
+    lines: tuple[str, ...]  # lines of its console since the last report
+    code: int | None  # exit code; None: it runs
+    follows: bool | None = True  # it uses the last file; None: not known yet
 
 
 class NodeActor:
-    """A node's `prism-serve`. It outlives this process, for as long as the cluster's lease holds;
-    the next actor of the same node and cluster finds it."""
+    """A node's `prism-serve`, which outlives this process while the cluster's lease is held. The
+    next actor of the same node and cluster finds it."""
 
     def __init__(self, yaml: str, key: str, node: str, options: Sequence[str]) -> None:
-        """`yaml`: the file, without relative paths and without `cluster_key`. Raises OSError."""
+        """Raises OSError. `yaml` is the file, without relative paths and without `cluster_key`."""
         keep_private()
         sweep()
-        self._begun = b""  # a line whose end has not been written yet
+        self._partial_line = b""  # beginning of a line that is not complete yet
         self._process: subprocess.Popen[bytes] | None = None  # None: another actor started it
         self._unsent: list[int] = []
         self._follows: bool | None = True
-        self._asked_s = 0.0
-        found = _folder_of(key, node)
-        self._folder = found or _made(yaml, key, node)
+        self._sent_s = 0.0
+        found = _find_folder(key, node)
+        self._folder = found or _create_folder(yaml, key, node)
         self._console = open(self._folder / _CONSOLE_FILE, "rb")  # noqa: SIM115 (kept open)
-        self._shown = self._console.seek(_number(self._folder / _SHOWN_FILE))
+        self._shown_bytes = self._console.seek(_number(self._folder / _SHOWN_FILE))
         if found is None:
             self._start(node, options)
         elif (found / _ASKED_FILE).exists() or _config_text(yaml, found) != _read(found):
@@ -82,7 +81,7 @@ class NodeActor:
     def _start(self, node: str, options: Sequence[str]) -> None:
         folder, lock_fd = self._folder, lock(self._folder)
         if lock_fd is None:
-            raise OSError(f"{folder} was swept while it was made")
+            raise OSError(f"{folder} was removed while it was created")
         launcher = [sys.executable, "-m", _LAUNCHER, str(folder)]
         launcher += ["--config", str(folder / CONFIG_FILE), "--node", node, *options]
         environment = {
@@ -100,27 +99,28 @@ class NodeActor:
                 start_new_session=True,
                 pass_fds=[lock_fd],
             )
-        os.close(lock_fd)  # the launcher has it
+        os.close(lock_fd)  # the launcher has inherited it
 
     def poll(self) -> NodeReport:
-        self._send()
+        """Returns the state since the last call."""
+        self._send_signals()
         code = self._code()  # before the last lines are read
-        news = self._console.read()
-        self._begun += news
-        whole, _, rest = self._begun.rpartition(b"\n")
+        new_bytes = self._console.read()
+        self._partial_line += new_bytes
+        whole, _, rest = self._partial_line.rpartition(b"\n")
         if code is not None:
-            whole, rest = self._begun, b""
-        self._begun = rest
+            whole, rest = self._partial_line, b""
+        self._partial_line = rest
         if code is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # killed, it could not
-        elif news:
-            self._note_shown(len(news))
+            shutil.rmtree(self._folder, ignore_errors=True)  # a killed launcher did not
+        elif new_bytes:
+            self._store_shown(len(new_bytes))
         lines = tuple(whole.decode(errors="replace").splitlines())
-        self._note_answer(lines)
+        self._check_reload(lines)
         return NodeReport(lines, code, self._follows)
 
     def follow(self, yaml: str) -> None:
-        """Have the launcher read another file, with other nodes; `poll` tells whether it does."""
+        """Gives the launcher another file with other nodes. `poll` reports whether it uses it."""
         self._follows, text = None, _config_text(yaml, self._folder)
         partial = self._folder / f"{CONFIG_FILE}.partial"
         try:
@@ -132,42 +132,46 @@ class NodeActor:
         except OSError:
             self._follows = False
             return
-        self._ask()
+        self._send_reload()
 
-    def _ask(self) -> None:
-        self._asked_s = time.monotonic()
+    def _send_reload(self) -> None:
+        self._sent_s = time.monotonic()
         self.signal(signal.SIGHUP)
 
-    def _note_answer(self, lines: Sequence[str]) -> None:
-        """A reload says one of these (`prism.serve.reload`)."""
+    def _check_reload(self, lines: Sequence[str]) -> None:
+        """Looks for the result of a reload (`prism.serve.reload`) in the lines."""
         if self._follows is not None:
             return
         for line in lines:
             if line.startswith(("reloaded: ", "reload: ")):
                 self._follows = line.startswith("reloaded: ")
                 (self._folder / _ASKED_FILE).unlink(missing_ok=True)
-        if self._follows is None and time.monotonic() - self._asked_s > _ASK_AGAIN_S:
-            self._ask()
+        if self._follows is None and time.monotonic() - self._sent_s > _RESEND_S:
+            self._send_reload()
 
-    def _note_shown(self, count: int) -> None:
-        """For the next actor."""
-        self._shown += count
-        with suppress(OSError):  # it ends at this moment
-            (self._folder / _SHOWN_FILE).write_text(str(self._shown - len(self._begun)))
+    def _store_shown(self, count: int) -> None:
+        """Stores the position in the console for the next actor."""
+        self._shown_bytes += count
+        with suppress(OSError):  # the launcher is removing the folder
+            (self._folder / _SHOWN_FILE).write_text(
+                str(self._shown_bytes - len(self._partial_line))
+            )
 
     def _code(self) -> int | None:
-        """What a launcher that another actor started ended with is not known."""
+        """Returns the launcher's exit code, or None while it runs. The code is unknown if another
+        actor started it."""
         if self._process is not None:
             return self._process.poll()
         return None if _is_held(self._folder) else EXIT_UNKNOWN
 
     def signal(self, number: int) -> None:
-        """SIGTERM ends it in order, a second one at once; SIGHUP has it read its file again."""
+        """Sends a signal: SIGTERM ends the launcher in order, a second one at once, SIGHUP reloads
+        its file."""
         self._unsent.append(number)
-        self._send()
+        self._send_signals()
 
-    def _send(self) -> None:
-        """A launcher that has just begun has not said yet which process it is."""
+    def _send_signals(self) -> None:
+        """Sends the signals when the launcher has written its pid."""
         pid = _number(self._folder / PID_FILE)
         while pid and self._unsent and self._code() is None:
             with suppress(ProcessLookupError):
@@ -175,8 +179,8 @@ class NodeActor:
 
 
 def sweep() -> None:
-    """Remove what launchers of this user left that were killed with their machine: each holds its
-    folder's lock until it has ended."""
+    """Removes folders of this user's launchers that were killed with their machine. A launcher
+    holds its folder's lock until it ends."""
     for folder in _folders():
         lock_fd = lock(folder)
         if lock_fd is not None:
@@ -187,20 +191,20 @@ def sweep() -> None:
 def _folders() -> list[Path]:
     at = Path(tempfile.gettempdir())
     found = [each for prefix in (_PREFIX, LOCAL_RAY_PREFIX) for each in at.glob(f"{prefix}*")]
-    return [each for each in found if not distrust(each) and (each / LOCK_FILE).is_file()]
+    return [each for each in found if not untrusted_reason(each) and (each / LOCK_FILE).is_file()]
 
 
-def _folder_of(key: str, node: str) -> Path | None:
-    """The folder of this node's launcher, if it runs."""
+def _find_folder(key: str, node: str) -> Path | None:
+    """Returns the folder of this node's running launcher."""
     for folder in _folders():
         with suppress(OSError):
-            whose = (folder / KEY_FILE).read_text(), (folder / _NODE_FILE).read_text()
-            if whose == (key, node) and _is_held(folder):
+            owner = (folder / KEY_FILE).read_text(), (folder / _NODE_FILE).read_text()
+            if owner == (key, node) and _is_held(folder):
                 return folder
     return None
 
 
-def _made(yaml: str, key: str, node: str) -> Path:
+def _create_folder(yaml: str, key: str, node: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     for name, text in (
         (KEY_FILE, key),
@@ -218,7 +222,7 @@ def _config_text(yaml: str, folder: Path) -> str:
 
 
 def _read(folder: Path) -> str:
-    """The file that its launcher reads; empty where that has gone."""
+    """Returns the file that the launcher reads. Empty if it was removed."""
     try:
         return (folder / CONFIG_FILE).read_text()
     except OSError:
@@ -228,7 +232,7 @@ def _read(folder: Path) -> str:
 def _is_held(folder: Path) -> bool:
     try:
         lock_fd = lock(folder)
-    except OSError:  # it has gone
+    except OSError:  # it was removed
         return False
     if lock_fd is not None:
         os.close(lock_fd)

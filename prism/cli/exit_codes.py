@@ -1,4 +1,4 @@
-"""How every command ends: what it can name is one line on stderr."""
+"""Maps exceptions to exit codes and one-line messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MOVED: dict[str, Any] = {
 
 
 def new_app(help_: str | None = None, name: str | None = None) -> typer.Typer:
-    """The app of a program that `run` ends. With a help text it is shown without arguments too."""
+    """Returns the app of a program for `run`. With a help text, it is also shown without
+    arguments."""
     return typer.Typer(
         name=name,
         help=help_,
@@ -31,8 +32,8 @@ def new_app(help_: str | None = None, name: str | None = None) -> typer.Typer:
 
 
 def run(command: Callable[[], object], name: str) -> None:
-    """Exit codes: 0 good, 1 for what failed, 2 for wrong input, 130 for Ctrl-C. The line begins
-    with `name`."""
+    """Runs a command. Exit codes: 0 success, 1 failure, 2 wrong input, 130 Ctrl-C. The line of an
+    error on stderr begins with `name`."""
     try:
         command()
     except PrismError as error:
@@ -43,7 +44,7 @@ def run(command: Callable[[], object], name: str) -> None:
 
 
 def moved(command: str, module: str) -> Callable[[], None]:
-    """What stands in place of a command that researchers and developers run from a checkout."""
+    """Returns a replacement for a command that is only available in a checkout."""
 
     def refuse() -> None:
         raise ConfigError(f"{command} is not in the package; in a checkout: python -m {module}")

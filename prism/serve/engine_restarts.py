@@ -1,4 +1,4 @@
-"""What the console says of engines, whose deaths only their agents see."""
+"""Prints engine restarts to the console. Only agents see their engines end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from prism.config.schema import ClusterConfig
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.cluster import ClusterStatus
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _TIMEOUT_S = 5.0
 
 
 @contextmanager
-def told(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, a thread prints a line whenever a device has replaced engines."""
+def print_engine_restarts(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
+    """Runs a thread within the block that prints a line whenever a device replaced engines."""
     over = threading.Event()
-    thread = threading.Thread(target=_tell, args=(config, say, over), daemon=True)
+    thread = threading.Thread(target=_poll_status, args=(config, say, over), daemon=True)
     thread.start()
     try:
         yield
@@ -31,26 +31,31 @@ def told(config: ClusterConfig, say: Callable[[str], None]) -> Iterator[None]:
         thread.join(_TIMEOUT_S)
 
 
-def _tell(config: ClusterConfig, say: Callable[[str], None], over: threading.Event) -> None:
+def _poll_status(config: ClusterConfig, say: Callable[[str], None], over: threading.Event) -> None:
     known: dict[str, tuple[int, int]] = {}
     with redis.Redis.from_url(config.redis_url, socket_timeout=_TIMEOUT_S) as client:
-        while not over.wait(_LOOK_S):
+        while not over.wait(_POLL_S):
             try:
                 body = client.get(f"{config.namespace}:status")
             except (redis.RedisError, OSError):
-                continue  # the supervisor says so
+                continue  # the supervisor reports it
             if isinstance(body, bytes):
                 try:
                     status = msgspec.msgpack.decode(body, type=ClusterStatus)
                 except MALFORMED_ERRORS:
                     continue  # the scheduler writes it again
-                for line in news(status, known):
+                for line in restart_lines(status, known):
                     say(line)
 
 
-def news(status: ClusterStatus, known: dict[str, tuple[int, int]]) -> Iterator[str]:
-    """What has happened since `known`, which is brought up to date: device -> its agent's epoch,
-    engines replaced. A new agent counts from 0."""
+def restart_lines(status: ClusterStatus, known: dict[str, tuple[int, int]]) -> Iterator[str]:
+    """Yields a line for each device that replaced engines since the last call.
+
+    Args:
+        status: Present status of the cluster.
+        known: Device -> epoch of its agent and number of replaced engines. Updated. A new agent
+            counts from 0.
+    """
     for agent in status.agents:
         epoch, before = known.get(agent.device, (agent.epoch, 0))
         since = before if epoch == agent.epoch else 0
@@ -58,4 +63,4 @@ def news(status: ClusterStatus, known: dict[str, tuple[int, int]]) -> Iterator[s
         if (ended := agent.engine_restarts_total - since) > 0:
             what = "an engine has" if ended == 1 else f"{ended} engines have"
             log = f"agent-{local_name(agent.device).replace(':', '')}.log"
-            yield f"{agent.device}: {what} ended and made way for new ones; see {log}"
+            yield f"{agent.device}: {what} ended; replacements are starting; see {log}"
