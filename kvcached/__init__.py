@@ -1,8 +1,8 @@
 """Elastic KV-cache memory that engines on one device share safely.
 
-A `Device` is opened by name; a process registers as a `Client`; the client reserves address space
-(`alloc_kvcache`, `alloc_virtual_tensor`) and pages back it only while they are used. Nothing is
-mapped before the device's ledger, which all processes share, has granted it.
+A `Device` is opened by name, and a process registers as a `Client`. The client reserves address
+space (`alloc_kvcache`, `alloc_virtual_tensor`), which is backed by pages only while it is used. No
+page is mapped before the device's ledger, which all processes share, has granted it.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ refuse_conflicting_distribution()
 
 from kvcached import errors  # noqa: E402
 from kvcached._core import TensorView  # noqa: E402
-from kvcached.asking import ShrinkOrder  # noqa: E402
 from kvcached.balloon import (  # noqa: E402
     Demand,
     Holder,
@@ -43,6 +42,7 @@ from kvcached.layouts import (  # noqa: E402
     MLALayout,
     choose_layout,
 )
+from kvcached.memory_requests import ShrinkOrder  # noqa: E402
 from kvcached.ranks import RankKV  # noqa: E402
 from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
@@ -137,7 +137,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> str:
-        """`__version__`, when it is asked for: importlib.metadata is slow to import."""
+        """Returns `__version__` lazily, since importlib.metadata is slow to import."""
         if name != "__version__":
             raise AttributeError(f"module 'kvcached' has no attribute {name!r}")
         from importlib.metadata import version

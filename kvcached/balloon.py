@@ -1,8 +1,8 @@
-"""Which clients give memory back when one needs some: requests, policy, answers.
+"""Shrink requests between clients: the policy's input, its demands, and the answers.
 
 A client that waits for room asks others to shrink. A `ShrinkPolicy`, a pure function over frozen
-data, decides which ones and by how much. The asked process frees on a thread of its own choosing
-(its engine's, between two steps): it alone knows which pages a kernel reads. See
+data, decides which clients give how much. The asked process frees memory on its own engine's
+thread, between two steps, since only the engine knows which pages a kernel reads. See
 `Client.answer_requests`.
 """
 
@@ -23,49 +23,53 @@ IDLE_AFTER_S = 1.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A client as the policy sees it: what it holds, and what it says it could do without.
-
-    `held_bytes` are its pages; giving up those of the minimum helps no other client.
-    """
+    """Client as the policy sees it."""
 
     key: tuple[int, int]
+    """Slot in the ledger, and the client's number."""
     name: str
     pid: int
     held_bytes: int
+    """Bytes of its pages."""
     min_bytes: int
-    spare_bytes: int  # without a live block
-    evictable_bytes: int  # whole slabs of prefix cache alone
-    asked_bytes: int  # asked for and not answered yet
-    idle_s: float  # since its last allocation
+    """Guaranteed bytes. Giving these up helps no other client."""
+    spare_bytes: int
+    """Bytes of pages without a live block."""
+    evictable_bytes: int
+    """Bytes of whole slabs that hold prefix cache alone."""
+    asked_bytes: int
+    """Bytes of its unanswered request."""
+    idle_s: float
+    """Seconds since its last allocation."""
     waits: bool = False
-    """It waits for room itself; meanwhile its thread answers no request."""
+    """True while the client waits for room; its thread answers no request meanwhile."""
     answers: bool = True
-    """False: it let the time of a request pass, or has just given less than it was asked for."""
+    """False if the client missed a request's deadline, or has just given less than requested."""
 
     @property
     def above_min_bytes(self) -> int:
-        """What it holds beyond its guarantee."""
+        """Bytes held beyond the guaranteed minimum."""
         return max(0, self.held_bytes - self.min_bytes)
 
     @property
     def on_the_way_bytes(self) -> int:
-        """Of what it was asked for, the part that it can give."""
+        """Part of `asked_bytes` that the client can give."""
         return min(self.asked_bytes, self.spare_bytes + self.evictable_bytes, self.above_min_bytes)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One holder's part of a plan; `size_bytes` None: all that it can do without."""
+    """One holder's part of a plan. `size_bytes` None means all that it can give up."""
 
     holder: Holder
     size_bytes: int | None
 
 
 class ShrinkPolicy(Protocol):
-    """(bytes that are missing, the other clients of the device) -> how much each shall give.
+    """(missing bytes, the device's other clients) -> how much each of them shall give.
 
-    A pure function. Called without any lock, between two reads of the ledger, and perhaps again for
-    the rest.
+    A pure function. Called without a lock between two reads of the ledger, and called again if the
+    ledger changed or bytes are still missing.
     """
 
     def __call__(self, missing_bytes: int, holders: Sequence[Holder], /) -> Sequence[Demand]: ...
@@ -73,13 +77,14 @@ class ShrinkPolicy(Protocol):
 
 @checked(missing_bytes=not_negative, holders=each(instance_of(Holder)))
 def spares_then_idle_caches(missing_bytes: int, holders: Sequence[Holder]) -> list[Demand]:
-    """The default policy: first pages without a live block, then prefix cache; idle clients first.
+    """Takes pages without a live block first, then prefix cache, and idle clients first. The
+    default.
 
-    Spare pages of all before any prefix-cache page; within each, clients that have been idle for
-    `IDLE_AFTER_S` before busy ones (Prism §6.1 evicts idle models first, and only when memory is
-    constrained), then those that hold most beyond their minimum. No demand goes below a minimum, to
-    a client that waits itself, or to one that does not answer. Less than `missing_bytes` is asked
-    for where there is no more.
+    Spare pages of all clients come before any prefix-cache page. Within each kind, clients idle for
+    `IDLE_AFTER_S` come before busy ones (Prism §6.1 evicts idle models first, and only when memory
+    is constrained), then those that hold most beyond their minimum. No demand goes below a minimum,
+    to a client that waits itself, or to a client that does not answer. The demands sum to less than
+    `missing_bytes` if the clients do not have as much.
     """
     willing = [h for h in holders if h.answers and not h.waits]
     willing.sort(key=lambda h: (h.idle_s < IDLE_AFTER_S, -h.above_min_bytes, h.key))
@@ -99,14 +104,14 @@ def _offer_bytes(holder: Holder, evicting: bool) -> int:
     return holder.spare_bytes + (holder.evictable_bytes if evicting else 0)
 
 
-# --- the asked side --------------------------------------------------------------------------
+# --- the client that is asked ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ShrinkRequest:
-    """What this client is asked to give back; `size_bytes` None: all that it can do without.
+    """Bytes that this client is asked to give back. `size_bytes` None means all it can give up.
 
-    Others asked for it, or it holds more than its limit.
+    Other clients asked for them, or the client holds more than its limit.
     """
 
     number: int
@@ -119,11 +124,14 @@ class ShrinkRequest:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What was given back. `evicted_tokens` of prefix cache made `evicted_bytes` of it free."""
+    """Memory that was given back."""
 
     returned_bytes: int = 0
+    """All bytes that were given back."""
     evicted_tokens: int = 0
+    """Prefix-cache tokens that were evicted."""
     evicted_bytes: int = 0
+    """Part of `returned_bytes` that became free by evicting those tokens."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -138,23 +146,27 @@ class Shrunk:
 
 
 class PrefixCache(Protocol):
-    """What an engine tells about its prefix cache so that kvcached can choose from it by page."""
+    """Engine's prefix cache, from which kvcached chooses blocks to evict page by page."""
 
     def evictable(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Blocks that no request uses, and when each was last used on any clock: int64 arrays of
-        one length, in any order."""
+        """Returns the blocks that no request uses, and when each was last used, on any clock.
+
+        Two int64 arrays of equal length, in any order.
+        """
 
     def evict(self, ids: NDArray[np.int64]) -> int:
-        """Forget these blocks, and whatever of the cache is worthless without them, and free them
-        with `KVCache.free_kv`. Returns the tokens that went."""
+        """Drops these blocks and all cache entries that are useless without them.
+
+        Frees them with `KVCache.free_kv`. Returns the number of evicted tokens.
+        """
 
 
-# --- the asking side, from outside -----------------------------------------------------------
+# --- requests by other processes (`Device.shrink`) -------------------------------------------
 
 
 @dataclass(frozen=True)
 class ShrinkAnswer:
-    """What one client made of a request. `outcome`: "answered", "no answer" or "gone"."""
+    """One client's answer to a request. `outcome`: "answered", "no answer" or "gone"."""
 
     name: str
     pid: int

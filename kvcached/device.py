@@ -1,4 +1,4 @@
-"""Devices: a GPU, or RAM of a fixed capacity that stands in for one."""
+"""Devices: a GPU, or host RAM of a fixed capacity that replaces one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kvcached._core as _core
-from kvcached.asking import ShrinkOrder, ask_for, order_shrink
 from kvcached.balloon import Holder, ShrinkAnswer, ShrinkPolicy, spares_then_idle_caches
 from kvcached.checks import (
     checked,
+    duration,
     flag,
     function,
     namespace_name,
     not_negative,
     optional,
-    patience,
     positive,
     process_id,
     text,
 )
 from kvcached.client import Client
-from kvcached.driver_memory import MemoryDrift, ask_driver, ask_host, drift, lack
+from kvcached.driver_memory import MemoryDrift, capacity_shortfall, drift, gpu_memory, host_memory
 from kvcached.errors import (
     ClosedError,
     DeviceBusyError,
@@ -35,6 +34,7 @@ from kvcached.errors import (
     UnknownClientError,
     UnknownDeviceError,
 )
+from kvcached.memory_requests import ShrinkOrder, ask_for, order_shrink
 from kvcached.usage import ClientUsage, DeviceUsage, DriverMemory
 
 SHM_DIR = Path("/dev/shm")
@@ -43,7 +43,10 @@ DEFAULT_PAGE_BYTES = 2 << 20
 
 @checked(name=text, namespace=namespace_name)
 def segment_path(name: str, namespace: str = "default") -> Path:
-    """Where a device's ledger lies. Raises UnknownDeviceError, BackendUnavailableError."""
+    """Returns the path of a device's ledger.
+
+    Raises UnknownDeviceError, BackendUnavailableError.
+    """
     _core.check_device_name(name)
     return SHM_DIR / f"prism-kvcached.{namespace}.{name}"
 
@@ -53,7 +56,7 @@ def _client(name: str, value: str | int) -> str | int:
 
 
 class _ClientQuery(NamedTuple):
-    """Which clients are meant, for the ledger; an absent part matches every client."""
+    """Clients that a call selects. A part that is None matches every client."""
 
     name: str | None
     pid: int | None
@@ -65,7 +68,7 @@ class _ClientQuery(NamedTuple):
             return cls(client, pid, number)
         if pid is None:
             return cls(None, client, number)
-        raise InvalidArgumentError("client is a pid already; give a name, or no pid beside it")
+        raise InvalidArgumentError("client is already a pid; pass a name, or leave out pid")
 
     def matches(self, holder: Holder) -> bool:
         found = (holder.name, holder.pid, holder.key[1])
@@ -84,8 +87,9 @@ def _resident_bytes(record: _core.ClientRecord) -> int | None:
 
 
 class Device:
-    """A device as all processes of one namespace share it. Usable from any thread, and by children
-    after a fork: opening one makes no call to CUDA.
+    """A device that all processes of one namespace share.
+
+    Usable from any thread, and by children after a fork, since opening one makes no call to CUDA.
     """
 
     def __init__(self, name: str, namespace: str, ledger: _core.Ledger) -> None:
@@ -109,9 +113,10 @@ class Device:
     ) -> Device:
         """Creates the device's ledger, or attaches to it.
 
-        `capacity_bytes` None attaches only. `page_bytes` defaults to 2 MiB with a capacity, else
-        to what the ledger has. Raises UnknownDeviceError, BackendUnavailableError, AlignmentError,
-        DeviceMismatchError, LedgerVersionError, LedgerPermissionError, SharedMemoryFullError.
+        With `capacity_bytes` None it only attaches. `page_bytes` defaults to 2 MiB with a capacity,
+        else to the ledger's page size. Raises UnknownDeviceError, BackendUnavailableError,
+        AlignmentError, DeviceMismatchError, LedgerVersionError, LedgerPermissionError,
+        SharedMemoryFullError.
         """
         path = segment_path(name, namespace)
         if capacity_bytes is not None and page_bytes is None:
@@ -120,16 +125,16 @@ class Device:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of the device."""
+        """Capacity of the device in bytes."""
         return self._open_ledger().capacity_bytes
 
     @property
     def page_bytes(self) -> int:
-        """The granularity of mapping."""
+        """Granularity of mapping in bytes."""
         return self._open_ledger().page_bytes
 
     def usage(self) -> DeviceUsage:
-        """One coherent read of the ledger; clients that died are freed first."""
+        """Returns one coherent read of the ledger, after freeing the records of dead clients."""
         return self._usage(*self._open_ledger().usage())
 
     def _usage(self, charged_bytes: int, records: Sequence[_core.ClientRecord]) -> DeviceUsage:
@@ -146,54 +151,56 @@ class Device:
         )
 
     def resident_bytes(self) -> int:
-        """Bytes of physical memory behind all live clients' pages, as the OS counts them.
+        """Returns the bytes of physical memory of all live clients' pages, as the OS counts them.
 
-        On a GPU, whose memory the OS does not see, the bytes that the clients have committed.
-        No reservation is granted while it looks, so that a page which moves from one client to
-        another is not counted twice. Raises LedgerPermissionError if a client belongs to a user or
-        pid namespace whose files cannot be looked at.
+        On a GPU, whose memory the OS does not see, returns the bytes that the clients have
+        committed. No reservation is granted during the count, so that a page which moves from one
+        client to another is not counted twice. Raises LedgerPermissionError if a client belongs to
+        a user or pid namespace whose files cannot be read.
         """
         return self._open_ledger().resident_bytes()
 
     def residency(self) -> tuple[DeviceUsage, tuple[int | None, ...]]:
-        """`usage`, and for each of its clients the bytes of physical memory behind its pages.
+        """Returns `usage`, and for each of its clients the physical bytes of its pages.
 
-        As the OS counts them, None where this user, or this pid namespace, may not look. They are
-        read one after another while reservations go on; `resident_bytes` is the coherent sum.
+        The bytes are counted by the OS, and None where this user or pid namespace lacks permission.
+        They are read one client after another while reservations continue; `resident_bytes` is the
+        coherent sum.
         """
         charged_bytes, records = self._open_ledger().usage()
         usage = self._usage(charged_bytes, records)
         return usage, tuple(_resident_bytes(record) for record in records)
 
     def driver_memory(self) -> DriverMemory | None:
-        """The device's memory as the driver counts it; None where it does not tell.
+        """Returns the device's memory as the driver counts it, or None if that is not available.
 
-        Makes no CUDA context and uses no CUDA: by NVML, and on a host device from what the OS says
-        of the clients' pages. The GPU is the one that CUDA_VISIBLE_DEVICES makes of the name.
-        Raises UnknownDeviceError, HiddenDeviceError, UnsupportedDeviceError.
+        Makes no CUDA context and uses no CUDA: NVML for a GPU, the OS's count of the clients' pages
+        for a host device. The GPU is the one that CUDA_VISIBLE_DEVICES maps the name to. Raises
+        UnknownDeviceError, HiddenDeviceError, UnsupportedDeviceError.
         """
         if self.name.startswith("cuda:"):
-            return ask_driver(self.name)
-        return ask_host(*self.residency())
+            return gpu_memory(self.name)
+        return host_memory(*self.residency())
 
     def compare_with_driver(self) -> MemoryDrift | None:
-        """The ledger's figure beside `driver_memory`'s, read one after the other."""
+        """Compares the ledger's figure with `driver_memory`, read one after the other."""
         memory = self.driver_memory()
         return None if memory is None else drift(memory, self.usage())
 
-    @checked(wait_s=patience)
+    @checked(wait_s=duration)
     def check_capacity(self, wait_s: float = 0.0) -> None:
-        """Raises DeviceOccupiedError if processes outside of the ledger hold memory that its
-        capacity counts on, after waiting up to `wait_s` for it to come free.
+        """Raises DeviceOccupiedError if processes outside of the ledger hold part of its capacity.
 
-        A host device's capacity must not be above the machine's memory. Call it after `open`: a
-        process that was killed a moment ago still holds memory.
-        Does nothing where the driver does not tell (`driver_memory`).
+        Waits up to `wait_s` for that memory to be freed, since a process that was just killed still
+        holds memory. A host device's capacity must not be above the machine's memory. Call it after
+        `open`. Does nothing where `driver_memory` is not available.
         """
         deadline = time.monotonic() + wait_s
-        while (why := lack(self.name, self.driver_memory(), self.usage())) is not None:
+        while (
+            problem := capacity_shortfall(self.name, self.driver_memory(), self.usage())
+        ) is not None:
             if time.monotonic() >= deadline:
-                raise DeviceOccupiedError(why)
+                raise DeviceOccupiedError(problem)
             time.sleep(0.05)
 
     @checked(
@@ -214,18 +221,23 @@ class Device:
         background: bool = True,
         guard_holes: bool = False,
     ) -> Client:
-        """Registers this process in the ledger; the client's memory dies with it.
+        """Registers this process in the ledger. The client's memory is freed when the process ends.
 
-        `min_bytes` are guaranteed, `limit_bytes` bounds its pages. `shrink_policy` decides which
-        clients are asked for memory when this one waits. `background` allows a thread that keeps
-        spare pages between their watermarks (`KVCache.set_premapped_pages`); it starts with the
-        first low watermark above 0. Without it the client's own calls do that. `guard_holes` is for
-        GPUs that run MPS (`Client.guard_holes`); it takes effect before any KV cache.
+        Args:
+            name: The client's name in the ledger.
+            min_bytes: Guaranteed bytes of pages.
+            limit_bytes: Limit of its pages.
+            shrink_policy: Decides which clients are asked for memory when this one waits.
+            background: Allows a thread that keeps spare pages between their watermarks
+                (`KVCache.set_premapped_pages`). It starts with the first low watermark above 0.
+                Without it the client's own calls do that.
+            guard_holes: Calls `Client.guard_holes` before any KV cache exists, for GPUs under MPS.
+
         Raises NoRoomError if the minimum, or the guard page, is not free, TooManyClientsError,
-        DeviceGoneError; on `cuda:N` UnknownDeviceError if there is no such GPU, HiddenDeviceError
-        if CUDA_VISIBLE_DEVICES may be why, UnsupportedDeviceError, AlignmentError if page_bytes is
-        not the driver's granularity times a power of two, ForkedClientError in the child of a
-        process that had used CUDA.
+        DeviceGoneError. On `cuda:N` raises UnknownDeviceError if there is no such GPU,
+        HiddenDeviceError if CUDA_VISIBLE_DEVICES may be the cause, UnsupportedDeviceError,
+        AlignmentError if page_bytes is not the driver's granularity times a power of two,
+        ForkedClientError in the child of a process that had used CUDA.
         """
         ledger = self._open_ledger()
         core = _core.Client.open(ledger, self.name, name, min_bytes, limit_bytes, background)
@@ -247,13 +259,16 @@ class Device:
         pid: int | None = None,
         number: int | None = None,
     ) -> None:
-        """Bounds the pages of a client of any process, found by name or pid; None lifts the limit.
+        """Limits the pages of a client of any process. None lifts the limit.
 
-        It governs the client's next reservation. Below what is held it stops growth and the client
-        is asked to shrink to it (`Client.shrink_request`); pages without a live block go within
-        0.1 s if the client's thread runs (`KVCache.set_premapped_pages`). `pid` tells clients of
-        one name apart, `number` (`ClientUsage.number`) those of one process too. Raises
-        UnknownClientError, AmbiguousClientError, InvalidArgumentError below the client's minimum.
+        `client` is a name or a pid. `pid` tells clients of one name apart, `number`
+        (`ClientUsage.number`) those of one name and process.
+
+        The limit applies from the client's next reservation. A limit below what is held stops
+        growth, and the client is asked to shrink to it (`Client.shrink_request`). Pages without a
+        live block are returned within 0.1 s if the client's thread runs
+        (`KVCache.set_premapped_pages`). Raises UnknownClientError, AmbiguousClientError,
+        InvalidArgumentError below the client's minimum.
         """
         self._open_ledger().set_limit(*_ClientQuery.of(client, pid, number), limit_bytes)
 
@@ -266,7 +281,7 @@ class Device:
         pid: int | None = None,
         number: int | None = None,
     ) -> None:
-        """Guarantees pages to a client of any process, found as by `set_limit`.
+        """Guarantees pages to a client of any process, selected as in `set_limit`.
 
         Raises UnknownClientError, AmbiguousClientError, NoRoomError if they are not free,
         InvalidArgumentError above the client's limit.
@@ -282,16 +297,17 @@ class Device:
         number: int | None = None,
         wait_s: float = 1.0,
     ) -> tuple[ShrinkAnswer, ...]:
-        """Asks clients, found as by `set_limit` (all if nothing is named), to shrink, and waits.
+        """Asks clients, selected as in `set_limit` (default: all), to shrink, and waits.
 
-        Each for `size_bytes`, None for all that it can do without, minimum or not. One that does
-        not answer within `wait_s` (stopped, or an engine that never looks) says so in its
-        `outcome`. Several clients of one name are all asked. Raises UnknownClientError.
+        Each client is asked for `size_bytes`, or with None for all it can give up, even below its
+        minimum. The `outcome` of a client that does not answer within `wait_s` (a stopped process,
+        or an engine that never polls) says so. All clients of an ambiguous name are asked. Raises
+        UnknownClientError.
         """
         order = self.order_shrink(client, size_bytes, pid=pid, number=number, wait_s=wait_s)
         return order.wait()
 
-    @checked(client=_client, size_bytes=positive, pid=process_id, number=positive, wait_s=patience)
+    @checked(client=_client, size_bytes=positive, pid=process_id, number=positive, wait_s=duration)
     def order_shrink(
         self,
         client: str | int | None = None,
@@ -301,20 +317,22 @@ class Device:
         number: int | None = None,
         wait_s: float = 1.0,
     ) -> ShrinkOrder:
-        """`shrink` for event loops: posts the requests and returns; `ShrinkOrder.poll` has
-        answers."""
+        """Posts the requests of `shrink` and returns at once, for event loops.
+
+        `ShrinkOrder.poll` returns the answers.
+        """
         query = _ClientQuery.of(client, pid, number)
 
         def wanted(holders: Sequence[Holder]) -> list[Holder]:
             found = [holder for holder in holders if query.matches(holder)]
             if not found and any(part is not None for part in query):
                 there = ", ".join(f"{h.name} (pid {h.pid})" for h in holders) or "none"
-                raise UnknownClientError(f"no such client; there are: {there}")
+                raise UnknownClientError(f"no such client; clients: {there}")
             return found
 
         return order_shrink(self._open_ledger(), wanted, size_bytes, _until_ns(wait_s))
 
-    @checked(missing_bytes=positive, for_client=text, within_s=patience, policy=function)
+    @checked(missing_bytes=positive, for_client=text, within_s=duration, policy=function)
     def request_room(
         self,
         missing_bytes: int,
@@ -323,10 +341,10 @@ class Device:
         within_s: float = 1.0,
         policy: ShrinkPolicy = spares_then_idle_caches,
     ) -> None:
-        """Asks clients other than those named `for_client` to give back `missing_bytes` together.
+        """Asks clients other than those named `for_client` to give back `missing_bytes` in sum.
 
-        For schedulers that know of a need before an engine meets it. What others were asked for
-        already counts as on its way. Returns at once and keeps nothing.
+        For schedulers that know of a need before an engine does. Bytes that clients were already
+        asked for count as on their way. Returns at once and reserves nothing.
         """
         ask_for(
             self._open_ledger(),
@@ -342,16 +360,16 @@ class Device:
 
     @checked(force=flag)
     def destroy(self, *, force: bool = False) -> None:
-        """Removes the ledger; the last one out does this. Closes this object.
+        """Removes the ledger and closes this object. The last process to leave calls it.
 
-        Raises DeviceBusyError while any client lives, unless `force`: then they get DeviceGoneError
-        at their next allocation.
+        Raises DeviceBusyError while any client lives. With `force`, live clients get
+        DeviceGoneError at their next allocation instead.
         """
         self._open_ledger().destroy(force)
         self._ledger = None
 
     def close(self) -> None:
-        """Detaches this object; clients opened from it stay."""
+        """Detaches this object. Clients opened from it stay."""
         self._ledger = None
 
     def __enter__(self) -> Device:
@@ -363,11 +381,11 @@ class Device:
     @staticmethod
     @checked(force=flag)
     def unlink(namespace: str, name: str, *, force: bool = False) -> bool:
-        """Removes a device's ledger, of any creator; False if there is none.
+        """Removes a device's ledger, of any creator. Returns False if there is none.
 
-        A damaged one, or one of another library version, is removed as well. Raises
-        DeviceBusyError while any client lives, or, where that cannot be told, while any process has
-        it open, unless `force`.
+        Also removes a damaged ledger, or one of another library version. Unless `force`, raises
+        DeviceBusyError while any client lives or, where clients cannot be read, while any process
+        has the ledger open.
         """
         path = segment_path(name, namespace)
         try:

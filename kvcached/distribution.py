@@ -1,4 +1,4 @@
-"""Whether the package `kvcached` of another project is installed beside this one."""
+"""Check for an installed distribution of another project that provides the package `kvcached`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ _OTHER = "kvcached-"
 
 
 def refuse_conflicting_distribution() -> None:
-    """Raises ConflictingPackageError if a distribution called kvcached is installed.
+    """Raises ConflictingPackageError if a distribution named kvcached is installed.
 
-    It installs the same import name and hooks itself into engines; the two cannot work together.
+    It installs the same import name and hooks into engines, so the two cannot work together.
     """
     version = next((found for folder in sys.path for found in _versions(folder)), None)
     if version is None:
         return
     raise ConflictingPackageError(
-        f"the distribution kvcached {version} is installed beside prism-kvcached; both provide the "
-        "package 'kvcached' and only one can work: run 'pip uninstall kvcached', then reinstall "
+        f"both kvcached {version} and prism-kvcached are installed; both provide the package "
+        "'kvcached' and only one can work: run 'pip uninstall kvcached', then reinstall "
         "prism-kvcached (or uninstall prism-kvcached to keep the other)"
     )
 
 
 def _versions(folder: str) -> list[str]:
-    """Of distributions called kvcached in a folder, by the name of their metadata.
+    """Returns the versions of distributions named kvcached in a folder, from the metadata's file
+    names.
 
-    Not by importlib.metadata, whose import takes as long as that of all of kvcached.
+    importlib.metadata is not used: its import takes as long as that of all of kvcached.
     """
     try:
         names = os.listdir(folder or ".")
-    except OSError:  # a zip, or a folder that is not there
+    except OSError:  # a zip file, or a folder that does not exist
         return []
     ours = (name for name in names if name.startswith(_OTHER))
     ends = (".dist-info", ".egg-info")

@@ -1,4 +1,4 @@
-"""What the driver says of a device's memory, beside what its ledger says."""
+"""A device's memory as the driver counts it, compared with its ledger."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ from kvcached.usage import DeviceUsage, DriverMemory, GpuFacts, ProcessMemory
 
 @dataclass(frozen=True)
 class MemoryDrift:
-    """The ledger's figure beside the driver's.
-
-    A process is foreign if it is no client of the ledger. No process counts as foreign unless the
-    driver shows all clients: in a container it may show a client under another number.
-    """
+    """Difference between the ledger's figure and the driver's."""
 
     ledger_bytes: int
-    """Pages that exist, and static memory, of all clients."""
+    """Existing pages and static memory of all clients."""
     driver_bytes: int
+    """Used bytes as the driver counts them."""
     foreign: tuple[ProcessMemory, ...]
+    """Processes that are not clients of the ledger.
+
+    Empty unless the driver shows all clients, since in a container it may show a client under
+    another pid.
+    """
     excess_bytes: Mapping[int, int] = field(default_factory=dict)
-    """By pid of the clients that the driver shows with a size: what they hold beyond their grants;
-    negative: granted and not used."""
+    """Bytes that a client holds beyond its grants, by pid, where the driver shows a size.
+
+    Negative: granted and not used.
+    """
     names_processes: bool = False
-    """Whether the driver shows processes, by the ledger's numbers."""
+    """True if the driver shows processes by the ledger's pids."""
 
     @property
     def drift_bytes(self) -> int:
-        """Used, and in no lease; below 0 where leased memory is not used yet."""
+        """Bytes used without a lease. Negative where leased memory is not used yet."""
         return self.driver_bytes - self.ledger_bytes
 
     @property
     def foreign_bytes(self) -> int:
-        """What the foreign processes hold, as far as it is known."""
+        """Known bytes of the foreign processes."""
         return sum(process.used_bytes or 0 for process in self.foreign)
 
 
-def ask_driver(device: str) -> DriverMemory | None:
-    """A GPU's memory by NVML; None where that is not to be had."""
-    from kvcached import nvml  # imports ctypes, which most users of kvcached never need
+def gpu_memory(device: str) -> DriverMemory | None:
+    """Returns a GPU's memory by NVML, or None if NVML is not available."""
+    from kvcached import nvml  # imports ctypes, which most processes never need
 
     try:
         library = nvml.load()
@@ -62,8 +66,8 @@ def ask_driver(device: str) -> DriverMemory | None:
         return None
 
 
-def ask_host(usage: DeviceUsage, resident_bytes: Iterable[int | None]) -> DriverMemory:
-    """A host device's memory: what the OS says is behind its clients' pages."""
+def host_memory(usage: DeviceUsage, resident_bytes: Iterable[int | None]) -> DriverMemory:
+    """Returns a host device's memory: the OS's count of its clients' pages."""
     sizes = list(zip(usage.clients, resident_bytes, strict=True))
     processes = tuple(ProcessMemory(client.pid, size, client.name) for client, size in sizes)
     used_bytes = sum(size or 0 for _, size in sizes)
@@ -77,8 +81,8 @@ def drift(
 ) -> MemoryDrift:
     """Compares both figures of one moment.
 
-    `ledger_pids` maps the driver's number of a process to the ledger's, where a container makes
-    them differ.
+    `ledger_pids` maps the driver's pid of a process to the ledger's, where a container makes them
+    differ.
     """
     granted: Counter[int] = Counter()
     for client in usage.clients:
@@ -86,7 +90,7 @@ def drift(
     ours = ledger_pids or {}
     shown = {ours.get(process.pid, process.pid): process for process in memory.processes}
     if granted and not granted.keys() & shown.keys():
-        shown = {}  # numbers of another pid namespace say nothing
+        shown = {}  # the driver's pids are of another pid namespace
     excess_bytes = {
         pid: process.used_bytes - granted[pid]
         for pid, process in shown.items()
@@ -99,12 +103,15 @@ def drift(
     )
 
 
-def lack(device: str, memory: DriverMemory | None, usage: DeviceUsage) -> str | None:
-    """Why the ledger's capacity is not there; None if it is, or the driver does not tell."""
+def capacity_shortfall(device: str, memory: DriverMemory | None, usage: DeviceUsage) -> str | None:
+    """Returns a message if the ledger's capacity does not exist on the device.
+
+    Returns None if it exists or the driver's figure is not available.
+    """
     if memory is None:
         return None
     if memory.source == "host":
-        return _lack_of_host(device, usage.capacity_bytes)
+        return _host_shortfall(device, usage.capacity_bytes)
     outside_bytes = max(0, memory.used_bytes - clients_bytes(memory, usage))
     room_bytes = memory.total_bytes - outside_bytes
     if usage.capacity_bytes <= room_bytes:
@@ -112,31 +119,31 @@ def lack(device: str, memory: DriverMemory | None, usage: DeviceUsage) -> str | 
     holders = describe(drift(memory, usage).foreign)
     return (
         f"device '{device}' has {mib(memory.total_bytes)}, of which {mib(outside_bytes)} are used "
-        f"outside of the ledger ({holders or 'the driver does not say by whom'}): its capacity of "
-        f"{mib(usage.capacity_bytes)} is not there. End those processes, or open the device with "
-        f"at most {mib(room_bytes)}"
+        f"outside of the ledger ({holders or 'the driver does not show by which process'}), so its "
+        f"capacity of {mib(usage.capacity_bytes)} is not available. End those processes, or open "
+        f"the device with at most {mib(room_bytes)}"
     )
 
 
-def _lack_of_host(device: str, capacity_bytes: int) -> str | None:
+def _host_shortfall(device: str, capacity_bytes: int) -> str | None:
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if capacity_bytes <= machine_bytes:
         return None
     return (
-        f"device '{device}' has a capacity of {mib(capacity_bytes)}, and this machine "
+        f"device '{device}' has a capacity of {mib(capacity_bytes)}, but this machine has only "
         f"{mib(machine_bytes)} of memory; open the device with at most {mib(machine_bytes)}"
     )
 
 
 def clients_bytes(memory: DriverMemory, usage: DeviceUsage) -> int:
-    """What the ledger's clients hold, contexts included where the driver says so by process."""
+    """Returns what the ledger's clients hold, with contexts where the driver shows processes."""
     pids = {client.pid for client in usage.clients}
     by_driver = sum(p.used_bytes or 0 for p in memory.processes if p.pid in pids)
     return max(by_driver, usage.committed_bytes + usage.static_bytes)
 
 
 def describe(processes: Iterable[ProcessMemory]) -> str:
-    """ "pid 4711 (python) holds 512 MiB", for messages."""
+    """Returns text such as "pid 4711 (python) holds 512 MiB", for messages."""
     return ", ".join(
         f"pid {process.pid}"
         + (f" ({process.name})" if process.name else "")
@@ -146,17 +153,20 @@ def describe(processes: Iterable[ProcessMemory]) -> str:
 
 
 def mib(size_bytes: int) -> str:
-    """Bytes for people."""
+    """Returns a size in MiB, for messages."""
     return f"{size_bytes / (1 << 20):.0f} MiB"
 
 
 @checked(device=text)
 def gpu_facts(device: str) -> GpuFacts:
-    """What "cuda:0" is, by NVML: no context is made. Raises NoDriverError, UnknownDeviceError,
-    HiddenDeviceError, UnsupportedDeviceError."""
+    """Returns the name, UUID, driver version and MIG state of "cuda:0", by NVML.
+
+    Makes no CUDA context. Raises NoDriverError, UnknownDeviceError, HiddenDeviceError,
+    UnsupportedDeviceError.
+    """
     from kvcached import nvml
 
     if not re.fullmatch("cuda:[0-9]{1,4}", device):  # _core's check would load libcuda
-        raise UnknownDeviceError(f"device '{device}' is no GPU; name one such as 'cuda:0'")
+        raise UnknownDeviceError(f"device '{device}' is not a GPU; name one such as 'cuda:0'")
     library = nvml.load()
     return library.facts(library.find(device))

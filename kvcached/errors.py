@@ -1,4 +1,4 @@
-"""Every exception that kvcached raises.
+"""Exceptions of kvcached.
 
 KvcachedError
 ├── InvalidArgumentError (also ValueError)   a size, count or name that can never work
@@ -9,15 +9,15 @@ KvcachedError
 ├── DeviceError
 │   ├── BackendUnavailableError              the machine lacks what the backend needs
 │   │   ├── NoDriverError                    NVIDIA's driver is missing or shows no GPU
-│   │   ├── DriverTooOldError                it lacks calls that are needed
+│   │   ├── DriverTooOldError                NVIDIA's driver lacks calls that are needed
 │   │   └── UnsupportedDeviceError           a GPU without virtual memory management, or a MIG part
-│   ├── DeviceOccupiedError                  others hold memory that the ledger counts on
+│   ├── DeviceOccupiedError                  processes outside of the ledger hold its capacity
 │   ├── DeviceMismatchError                  the ledger exists with other capacity or page size
 │   ├── DeviceBusyError                      live clients keep the device from being destroyed
 │   ├── DeviceGoneError                      the device was destroyed, or its ledger's file removed
 │   ├── LedgerVersionError                   another library version made the ledger
-│   ├── LedgerCorruptError                   the file is no ledger, or a damaged one
-│   ├── LedgerPermissionError                the OS does not let this user in
+│   ├── LedgerCorruptError                   the file is not a ledger, or is damaged
+│   ├── LedgerPermissionError                the OS denies this user access
 │   ├── SharedMemoryFullError                no space in /dev/shm for the ledger
 │   ├── TooManyClientsError                  every client record of the ledger is taken
 │   ├── UnknownClientError                   no live client of that name or process
@@ -29,17 +29,17 @@ KvcachedError
 │   ├── PagesInUseError                      the engine's streams may still touch the pages
 │   └── StrandedPagesError                   a batch failed and could not be rolled back
 ├── BlockError
-│   ├── UnknownBlockError                    an id of no allocatable block
+│   ├── UnknownBlockError                    an id that is not an allocatable block
 │   └── DoubleFreeError                      an id that is not allocated, or named twice
 ├── HandoverError                            blocks of another process that cannot be fetched
 ├── WeightError
 │   ├── WeightFileError                      a file of weights is missing, short or damaged
-│   ├── WeightMismatchError                  the tensors are not the ones that were expected
-│   ├── StoreFullError                       all that the weight store holds is in use
-│   └── LoadCancelledError                   the caller ended it
+│   ├── WeightMismatchError                  the tensors differ from the expected ones
+│   ├── StoreFullError                       the weight store is full and all entries are in use
+│   └── LoadCancelledError                   the caller cancelled the load
 ├── ClosedError                              the object was closed or freed before
 ├── ForkedClientError                        the object, or CUDA, belongs to the parent process
-├── SystemCallError                          the OS or the driver refused; names the call
+├── SystemCallError                          the OS or the driver refused a call
 ├── InternalError                            a broken invariant: a bug in kvcached
 └── ConflictingPackageError (also ImportError)   another package of the same name is installed
 
@@ -56,7 +56,7 @@ class KvcachedError(Exception):
     """Base of all exceptions of this package."""
 
     def __init_subclass__(cls, *, code: str | None = None) -> None:
-        """`code` is the name of the C++ layers' status (csrc/status.h)."""
+        """Registers the class for `code`, a status of the C++ layers (csrc/status.h)."""
         super().__init_subclass__()
         if code is not None:
             _BY_CODE[code] = cls
@@ -81,7 +81,7 @@ class HiddenDeviceError(UnknownDeviceError, code="hidden_device"):
 class NoRoomError(KvcachedError, code="no_room"):
     """The device has no room for this client now. Expected under load: free memory or wait.
 
-    `need_bytes` were asked for, `free_bytes` could have been had.
+    `need_bytes` were requested; `free_bytes` were available.
     """
 
     def __init__(self, message: str, need_bytes: int = 0, free_bytes: int = 0) -> None:
@@ -114,7 +114,7 @@ class UnsupportedDeviceError(BackendUnavailableError, code="unsupported"):
 
 
 class DeviceOccupiedError(DeviceError):
-    """Processes outside of the ledger hold memory that its capacity counts on."""
+    """Processes outside of the ledger hold memory that is part of its capacity."""
 
 
 class DeviceMismatchError(DeviceError, code="mismatch"):
@@ -126,7 +126,7 @@ class DeviceBusyError(DeviceError, code="busy"):
 
 
 class DeviceGoneError(DeviceError, code="gone"):
-    """The device was destroyed, or the file of its ledger was removed under its clients."""
+    """The device was destroyed, or its ledger's file was removed while clients used it."""
 
 
 class LedgerVersionError(DeviceError, code="version"):
@@ -134,11 +134,11 @@ class LedgerVersionError(DeviceError, code="version"):
 
 
 class LedgerCorruptError(DeviceError, code="corrupt"):
-    """The file is no ledger, or a damaged one."""
+    """The file is not a ledger, or is damaged."""
 
 
 class LedgerPermissionError(DeviceError, code="permission"):
-    """The OS does not let this user use the ledger or look at a client's memory."""
+    """The OS does not let this user use the ledger or read a client's memory figures."""
 
 
 class SharedMemoryFullError(DeviceError, code="shm_full"):
@@ -186,7 +186,7 @@ class BlockError(KvcachedError):
 
 
 class UnknownBlockError(BlockError, code="unknown_block"):
-    """An id of no allocatable block of this KV cache."""
+    """An id that is not an allocatable block of this KV cache."""
 
 
 class DoubleFreeError(BlockError, code="double_free"):
@@ -194,8 +194,11 @@ class DoubleFreeError(BlockError, code="double_free"):
 
 
 class HandoverError(KvcachedError):
-    """Blocks that another process offered cannot be fetched: the offer is over, its process is
-    gone, or its memory cannot be read here. What was to be filled holds anything."""
+    """Blocks that another process offered cannot be fetched.
+
+    The offer has ended, its process is gone, or its memory cannot be read here. The contents of the
+    target blocks are undefined.
+    """
 
 
 class WeightError(KvcachedError):
@@ -207,13 +210,13 @@ class WeightFileError(WeightError, code="weight_file"):
 
 
 class WeightMismatchError(WeightError):
-    """Names, types or shapes of tensors are not the ones that were expected."""
+    """Names, types or shapes of tensors differ from the expected ones."""
 
 
 class StoreFullError(WeightError):
-    """The weight store has no room and all that it holds is in use.
+    """The weight store has no room and all of its entries are in use.
 
-    `need_bytes` were asked for; `missing_bytes` of them are not there.
+    `need_bytes` were requested; `missing_bytes` of them are not available.
     """
 
     def __init__(self, message: str, need_bytes: int = 0, missing_bytes: int = 0) -> None:
@@ -226,7 +229,7 @@ class StoreFullError(WeightError):
 
 
 class LoadCancelledError(WeightError, code="cancelled"):
-    """The caller ended a load or a read; nothing of it stays."""
+    """The caller cancelled a load or a read; none of its data is kept."""
 
 
 class ClosedError(KvcachedError, code="closed"):
@@ -234,8 +237,10 @@ class ClosedError(KvcachedError, code="closed"):
 
 
 class ForkedClientError(KvcachedError, code="forked"):
-    """The object, or all of CUDA, belongs to the parent process: start a fresh one, or fork before
-    CUDA is used."""
+    """The object, or all of CUDA, belongs to the parent process.
+
+    Start a fresh process, or fork before CUDA is used.
+    """
 
 
 class SystemCallError(KvcachedError, code="system_call"):
@@ -251,7 +256,7 @@ class ConflictingPackageError(KvcachedError, ImportError):
 
 
 def from_status(code: str, message: str, need_bytes: int, free_bytes: int) -> KvcachedError:
-    """The exception for a status of the C++ layers, which call this by name."""
+    """Returns the exception for a status of the C++ layers, which call this function by name."""
     if code == "no_room":
         return NoRoomError(message, need_bytes, free_bytes)
     return _BY_CODE[code](message)

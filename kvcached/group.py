@@ -1,15 +1,15 @@
-"""The KV cache of a hybrid model: a pool for each group of layers, on one client's budget."""
+"""KV cache of a hybrid model: one pool for each group of layers, all within one client's limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvcached.asking import MemoryRequest, Requester, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
-from kvcached.checks import by_name, checked, has, instance_of, not_negative, patience
+from kvcached.checks import by_name, checked, duration, has, instance_of, not_negative
 from kvcached.errors import InvalidArgumentError
 from kvcached.kvcache import KVCache
+from kvcached.memory_requests import MemoryRequest, Requester, wait_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,11 +22,11 @@ _mapping = instance_of(Mapping)
 
 
 class KVCacheGroup:
-    """Made by `Client.alloc_kvcache` from a `HybridLayout`; used from one thread.
+    """KV cache of a `HybridLayout`, made by `Client.alloc_kvcache`; used from one thread.
 
-    Each group of layers has block ids of its own, and all take pages from the same client: one
-    record, one limit, one minimum, and the spare pages of one go to another that has no room. So
-    memory that a window leaves behind is the full attention's in the next step.
+    Each group of layers has separate block ids. All groups take pages from the same client: one
+    record, one limit, one minimum, and spare pages of one group go to another that has no room. So
+    memory that a sliding window frees is available to full attention in the next step.
     """
 
     def __init__(
@@ -59,28 +59,28 @@ class KVCacheGroup:
         return f"KVCacheGroup({', '.join(f'{name}: {pool}' for name, pool in self.pools.items())})"
 
     def __getitem__(self, name: str) -> KVCache:
-        """The pool of a group: its views, counters and watermarks. Layers count from 0 in it."""
+        """Returns the pool of a group, with its views and counters. Its layers count from 0."""
         return self.pools[self.layout.group(name).name]
 
     def buffer(self, layer: int, part: str) -> _core.TensorView:
-        """`KVCache.buffer` of one of the model's layers."""
+        """Returns `KVCache.buffer` of one of the model's layers."""
         pool, index = self._place(layer)
         return pool.buffer(index, part)
 
     def blocks(self, layer: int, part: str) -> _core.TensorView:
-        """`KVCache.blocks` of one of the model's layers."""
+        """Returns `KVCache.blocks` of one of the model's layers."""
         pool, index = self._place(layer)
         return pool.blocks(index, part)
 
     def alloc_kv(
         self, num_blocks: Mapping[str, int], *, wait_s: float = 0.0
     ) -> dict[str, NDArray[np.int64]] | None:
-        """Blocks of several groups at once, by name; None if there is no room for all of them now.
+        """Allocates blocks of several groups, by name. Returns None if they do not all fit now.
 
-        All or nothing: a failure, of the driver too, leaves every group the blocks it had. `wait_s`
-        as in `KVCache.alloc_kv`.
+        All or nothing: on any failure, also of the driver, every group keeps exactly the blocks it
+        had. `wait_s` as in `KVCache.alloc_kv`.
         """
-        patience("wait_s", wait_s)
+        duration("wait_s", wait_s)
         taken = self._take(num_blocks)
         if taken is not None or wait_s == 0:
             return taken
@@ -93,7 +93,7 @@ class KVCacheGroup:
             return None
         taken: dict[str, NDArray[np.int64]] = {}
         try:
-            # Those that need pages first: the others have what they need.
+            # Groups that need pages first: the others cannot fail.
             for name in sorted(num_blocks, key=lambda name: missing[name] == 0):
                 ids = self.pools[name].alloc_kv(num_blocks[name])
                 if ids is None:
@@ -107,7 +107,7 @@ class KVCacheGroup:
     def free_kv(self, ids: Mapping[str, NDArray[np.int64]]) -> None:
         """Frees blocks of one or several groups, by name: all of them or, with an error, none.
 
-        Blocks that a window has left behind go alone: {"window": ids}.
+        Blocks outside of a sliding window are freed on their own: {"window": ids}.
         """
         for name, blocks in _mapping("ids", ids).items():
             self[name].check_free(blocks)
@@ -115,7 +115,7 @@ class KVCacheGroup:
             self.pools[name].free_kv(blocks)
 
     def can_alloc(self, num_blocks: Mapping[str, int]) -> bool:
-        """Whether alloc_kv would succeed now; other clients may change that at any time.
+        """Returns whether alloc_kv would succeed now. Other clients may change that at any time.
 
         Spare pages of this client's other caches are not counted.
         """
@@ -123,28 +123,28 @@ class KVCacheGroup:
         return missing_bytes is not None and missing_bytes <= self._requester.core.available_bytes()
 
     def live_blocks(self) -> dict[str, int]:
-        """Blocks that are allocated, by group, reserved ones not counted."""
+        """Returns the number of allocated blocks by group, without reserved ones."""
         return {name: pool.live_blocks() for name, pool in self.pools.items()}
 
     def mapped_bytes(self) -> int:
-        """Bytes of mapped pages of all groups."""
+        """Returns the bytes of mapped pages of all groups."""
         return sum(pool.mapped_bytes() for pool in self.pools.values())
 
     def floor_bytes(self) -> int:
-        """Bytes that stay mapped when no block is live: the slabs of the reserved blocks."""
+        """Returns the bytes mapped without live blocks: the slabs of the reserved blocks."""
         return sum(pool.floor_bytes() for pool in self.pools.values())
 
     def trim(self) -> int:
-        """Gives every page without a live block back now. Returns how many pages went."""
+        """Returns every page without a live block to the device. Returns the number of pages."""
         return sum(pool.trim() for pool in self.pools.values())
 
     @checked(size_bytes=not_negative, caches=by_name(has("evictable", "evict")))
     def shrink(
         self, size_bytes: int | None = None, caches: Mapping[str, PrefixCache] | None = None
     ) -> Shrunk:
-        """`KVCache.shrink` over all groups: their spare pages first, then pages of prefix caches.
+        """Applies `KVCache.shrink` to all groups: spare pages first, then pages of prefix caches.
 
-        `caches` are those of the groups that have one, by name; the first named gives first.
+        `caches` are the groups' prefix caches by name, in the order in which they give pages.
         """
         shrunk = Shrunk()
         for pool in self.pools.values():
@@ -156,7 +156,7 @@ class KVCacheGroup:
         return shrunk
 
     def check_integrity(self) -> None:
-        """Recounts the books of every group; raises InternalError if they do not add up."""
+        """Recounts the books of every group. Raises InternalError if they do not add up."""
         for pool in self.pools.values():
             pool.check_integrity()
 
@@ -166,7 +166,7 @@ class KVCacheGroup:
         return self._places[layer]
 
     def _missing_pages(self, num_blocks: Mapping[str, int]) -> dict[str, int] | None:
-        """`KVCache.missing_pages` of each group; None if one of them answers that."""
+        """Returns `KVCache.missing_pages` of each group, or None if one of them returns None."""
         missing: dict[str, int] = {}
         for name, count in _mapping("num_blocks", num_blocks).items():
             pages = self[name].missing_pages(count)

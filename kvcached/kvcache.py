@@ -1,15 +1,15 @@
-"""The KV cache of one model: blocks of tokens on pages that come and go (Prism §5.2, Table 3)."""
+"""KV cache of one model: blocks of tokens on pages mapped on demand (Prism §5.2, Table 3)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import kvcached._core as _core
-from kvcached.asking import MemoryRequest, Requester, wait_for
 from kvcached.balloon import PrefixCache, Shrunk
-from kvcached.checks import checked, has, not_negative, patience, shown, text
+from kvcached.checks import checked, duration, has, not_negative, shown, text
 from kvcached.errors import DoubleFreeError, HandoverError, InvalidArgumentError
 from kvcached.handover.plan import LocalCache, Shape
+from kvcached.memory_requests import MemoryRequest, Requester, wait_for
 from kvcached.usage import Fragmentation, KVCounters
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _WRONG_IDS = "ids must be a 1-D int64 array on the CPU"
 
 _EVERYTHING = 2**63 - 1
-_AT_ONCE = 0.0  # known by its identity, so that a call without `wait_s` checks nothing
+_AT_ONCE = 0.0  # compared by identity, so that a call without `wait_s` skips the check
 
 
 class KVCache:
-    """Made by `Client.alloc_kvcache`; used from one thread. Spare pages may be kept by another.
+    """KV cache made by `Client.alloc_kvcache`; used from one thread.
 
-    Block b holds the tokens from b * block_tokens on, in every buffer. Blocks below
-    `reserved_blocks` are never handed out and always mapped, and hold zeros at first: padding may
-    be written and read there.
+    Another thread of kvcached may map spare pages. Block b holds the tokens from b * block_tokens
+    on, in every buffer. Blocks below `reserved_blocks` are never allocated and always mapped, and
+    hold zeros at first, so padding may be written to and read from them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KVCache:
             requester.core, slab_pages, slabs, blocks_per_slab, reserved_blocks
         )
         self._shape = Shape(page_bytes, tuple(slab_pages), blocks_per_slab, slabs)
-        self._offers: Offers | None = None  # from the first one on
+        self._offers: Offers | None = None  # set by the first offer
 
     def __repr__(self) -> str:
         mapped = f"{self.mapped_bytes()} bytes mapped"
@@ -65,34 +65,37 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole virtual space, reserved ones included."""
+        """Number of blocks of the whole virtual space, including reserved ones."""
         return self._core.total_blocks
 
     def k_buffer(self, layer: int) -> _core.TensorView:
-        """K of a layer for from_dlpack: (num_tokens, num_kv_heads, head_dim)."""
+        """Returns K of a layer for from_dlpack: (num_tokens, num_kv_heads, head_dim)."""
         return self.buffer(layer, "k")
 
     def v_buffer(self, layer: int) -> _core.TensorView:
-        """V of a layer for from_dlpack: (num_tokens, num_kv_heads, v_head_dim)."""
+        """Returns V of a layer for from_dlpack: (num_tokens, num_kv_heads, v_head_dim)."""
         return self.buffer(layer, "v")
 
     def buffer(self, layer: int, part: str) -> _core.TensorView:
-        """A part of a layer ("k", "v", "latent") for from_dlpack, by tokens: (tokens, heads, dim).
+        """Returns a part of a layer ("k", "v", "latent") by tokens: (tokens, heads, dim).
 
-        Strided if the layout interleaves tokens; InvalidArgumentError if it interleaves blocks.
+        Strided if the layout interleaves tokens. Raises InvalidArgumentError if it interleaves
+        blocks.
         """
         return self._view(self.layout.tokens_of(layer, part, self.num_tokens))
 
     def k_blocks(self, layer: int) -> _core.TensorView:
-        """K of a layer by blocks, on every layout: (blocks, block_tokens, heads, head_dim)."""
+        """Returns K of a layer by blocks, any layout: (blocks, block_tokens, heads, head_dim)."""
         return self.blocks(layer, "k")
 
     def v_blocks(self, layer: int) -> _core.TensorView:
-        """V of a layer by blocks, on every layout: (blocks, block_tokens, heads, v_head_dim)."""
+        """Returns V of a layer by blocks, any layout: (blocks, block_tokens, heads, v_head_dim)."""
         return self.blocks(layer, "v")
 
     def blocks(self, layer: int, part: str) -> _core.TensorView:
-        """A part of a layer by blocks: (num_blocks, block_tokens, heads, dim), maybe strided."""
+        """Returns a part of a layer by blocks: (num_blocks, block_tokens, heads, dim), maybe
+        strided.
+        """
         return self._view(self.layout.blocks_of(layer, part, self.num_blocks))
 
     def _view(self, place: TensorPlacement) -> _core.TensorView:
@@ -105,15 +108,15 @@ class KVCache:
         )
 
     def alloc_kv(self, num_blocks: int, *, wait_s: float = _AT_ONCE) -> NDArray[np.int64] | None:
-        """Ids of blocks that are mapped and yours, or None if there is no room now.
+        """Allocates blocks, mapping pages as needed. Returns their ids, or None without room now.
 
-        All or nothing. Maps pages as needed; what they contain is undefined. With `wait_s` other
-        clients are asked to shrink as the client's `shrink_policy` says. Blocks until room is
-        available or `wait_s` expires. Memory that comes free is kept for waiting clients in the
-        order in which they came. An int64 array.
+        All or nothing. The ids are an int64 array; the blocks' contents are undefined. With
+        `wait_s` other clients are asked to shrink as the client's `shrink_policy` says, and the
+        call blocks until room is available or `wait_s` expires. Memory that is freed meanwhile is
+        kept for waiting clients in the order in which they began to wait.
         """
         if wait_s is not _AT_ONCE:
-            patience("wait_s", wait_s)
+            duration("wait_s", wait_s)
         try:
             ids = self._core.alloc(num_blocks)
         except TypeError as error:
@@ -126,10 +129,10 @@ class KVCache:
         return wait_for(request, lambda: self._core.alloc(num_blocks), wait_s)
 
     def free_kv(self, ids: NDArray[np.int64]) -> None:
-        """Frees blocks; pages without a live block go back, but for what the watermarks keep.
+        """Frees blocks. Pages without a live block are returned, except those the watermarks keep.
 
         Raises DoubleFreeError or UnknownBlockError before anything changes. Blocks that are offered
-        to another process (`offer_kv`) count as live until that is over.
+        to another process (`offer_kv`) count as live until the offer ends.
         """
         try:
             if self._offers is not None and self._offers.standing:
@@ -139,37 +142,39 @@ class KVCache:
             raise InvalidArgumentError(_WRONG_IDS) from error
 
     def _not_offered(self, offers: Offers, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of `ids` that no offer holds. The others are freed when their offers end."""
+        """Returns the `ids` that no offer holds. The others are freed when their offers end."""
         self._core.check_free(ids)
         try:
             return offers.keep(ids)
         except KeyError as error:
             raise DoubleFreeError(f"block {error} was freed before") from error
 
-    # --- blocks of one process in another's --------------------------------------------------
+    # --- handing blocks to another process ---------------------------------------------------
 
-    @checked(deadline_s=patience)
+    @checked(deadline_s=duration)
     def offer_kv(self, ids: NDArray[np.int64], *, deadline_s: float = 10.0) -> Offer:
-        """Offers live blocks to another process of this user on the machine, which copies their
-        contents into blocks of its own (`fetch_kv`): from device to device, over no file.
+        """Offers live blocks to another process of this user on this machine.
 
-        The offer ends when the blocks are fetched, it is withdrawn or `deadline_s` expires (one
-        second later while they are being read). Until then the blocks stay as they are and charged
-        to this client, even if they are freed: free them at once, and they go when the offer ends.
-        Waits for the work that the streams were given (`Client.set_streams`). A thread serves
-        offers; the first one starts it. It frees blocks, so offer none while a graph is captured.
-        If this process dies, its record in the ledger stays while another one reads its pages.
+        That process copies their contents into its own blocks (`fetch_kv`), from device to device
+        and without a file. The offer ends when the blocks are fetched, it is withdrawn or
+        `deadline_s` expires (one second later while they are being read). Until then the blocks
+        keep their contents and stay charged to this client. They may be freed at once; they are
+        released when the offer ends.
+
+        Waits for the work on the client's streams (`Client.set_streams`). A thread, started by the
+        first offer, serves offers. It frees blocks, so offer none while a graph is captured. If
+        this process dies, its record in the ledger stays while another process reads its pages.
         Raises UnknownBlockError, DoubleFreeError, PagesInUseError, BackendUnavailableError where
-        the driver shares no memory, HandoverError where the process has no descriptor or thread
-        left to serve them.
+        the driver cannot share memory, HandoverError where the process has no descriptor or thread
+        left to serve offers.
         """
         self.check_free(ids)
         if len(ids) == 0:
-            raise InvalidArgumentError("ids is empty; offer one block at least")
+            raise InvalidArgumentError("ids is empty; offer at least one block")
         return self._all_offers().add(ids, deadline_s)
 
     def _all_offers(self) -> Offers:
-        # Imports sockets and threads, which most users of kvcached never need.
+        # Imports sockets and threads, which most processes never need.
         try:
             from kvcached.handover.offers import Offers
         except OSError as error:
@@ -181,28 +186,30 @@ class KVCache:
 
     @checked(device=text)
     def can_offer_to(self, device: str) -> bool:
-        """Whether a client on `device` ("host:1", "cuda:0") could fetch blocks from this one: both
-        on the host, or both on GPUs that read each other's memory."""
+        """Returns whether a client on `device` ("host:1", "cuda:0") could fetch this cache's
+        blocks.
+
+        True if both are on the host, or both on GPUs that read each other's memory.
+        """
         _core.check_device_name(device)
         kind, _, ordinal = device.partition(":")
         return _core.can_share_with(self._requester.core, kind == "cuda", int(ordinal))
 
     def open_offers(self) -> int:
-        """Offers that are not over. They end by themselves."""
+        """Returns the number of offers that have not ended. Offers end without further calls."""
         return 0 if self._offers is None else len(self._offers)
 
-    @checked(address=text, skip=not_negative, timeout_s=patience)
+    @checked(address=text, skip=not_negative, timeout_s=duration)
     def fetch_kv(
         self, address: str, ids: NDArray[np.int64], *, skip: int = 0, timeout_s: float = 5.0
     ) -> None:
-        """Fills live blocks with those that `Offer.address` names, in the order of both, from the
-        one after the first `skip` on.
+        """Fills live blocks with the blocks offered at `Offer.address`, in the order of both.
 
-        The other process's pages are mapped here, read-only, a part of them at a time, copied page
-        to page, and unmapped; the offer is over then. The layouts must be equal; the devices, the
-        sizes of the caches and the ids need not be. Raises HandoverError when that cannot be, in
-        `timeout_s` at the latest; the blocks hold anything then. Raises UnknownBlockError,
-        DoubleFreeError.
+        The first `skip` offered blocks are left out. The other process's pages are mapped here,
+        read-only, some at a time, copied page to page, and unmapped; then the offer ends. The
+        layouts must be equal; devices, cache sizes and ids may differ. Raises HandoverError on
+        failure, within `timeout_s`; the blocks' contents are undefined then. Raises
+        UnknownBlockError, DoubleFreeError.
         """
         try:
             from kvcached.handover.fetch import fetch
@@ -216,114 +223,114 @@ class KVCache:
         return LocalCache(self._requester.core, self._core, self.layout, self._shape)
 
     def missing_pages(self, num_blocks: int) -> int | None:
-        """Pages that alloc_kv would take from the ledger: 0 if what is mapped or spare will do.
+        """Returns the pages that alloc_kv would take from the ledger, after mapped and spare pages.
 
-        None if the virtual space has not as many blocks left.
+        Returns None if the virtual space does not have that many free blocks.
         """
         return self._core.missing_pages(not_negative("num_blocks", num_blocks))
 
     def find_room(self, num_pages: int) -> bool:
-        """Whether the ledger would grant so many pages at this moment; none is kept.
+        """Returns whether the ledger would grant that many pages now. None of them is reserved.
 
-        What could be given back for them is: the spare pages of this client's other caches.
+        Spare pages of this client's other caches are given back if that is needed for them.
         """
         return self._core.find_room(not_negative("num_pages", num_pages))
 
     def check_free(self, ids: NDArray[np.int64]) -> None:
-        """Raises what free_kv would raise; changes nothing."""
+        """Raises the errors that free_kv would raise, and changes nothing."""
         try:
             self._core.check_free(ids)
         except TypeError as error:
             raise InvalidArgumentError(_WRONG_IDS) from error
 
     def can_alloc(self, num_blocks: int) -> bool:
-        """Whether alloc_kv would succeed now; other clients may change that at any time."""
+        """Returns whether alloc_kv would succeed now. Other clients may change that at any time."""
         return self._core.can_alloc(not_negative("num_blocks", num_blocks))
 
     def available_blocks(self) -> int:
-        """Blocks that alloc_kv would grant now.
+        """Returns the number of blocks that alloc_kv would grant now.
 
-        Free blocks on mapped pages, those on pages that the ledger would grant this client (its
-        limit and the others' minimums counted), and those on spare pages that the client's other
-        caches would give back. While the client's thread moves pages it may be off by one batch.
+        Counts free blocks on mapped pages, on pages that the ledger would grant this client (within
+        its limit and the others' minimums), and on spare pages of the client's other caches. While
+        the client's thread moves pages the number may be off by one batch.
         """
         return self._core.available_blocks()
 
     def free_mapped_blocks(self) -> int:
-        """Free blocks on mapped pages: these cost no mapping."""
+        """Returns the number of free blocks on mapped pages, which need no mapping."""
         return self._core.free_mapped_blocks
 
     def live_blocks(self) -> int:
-        """Blocks that are allocated, reserved ones not counted."""
+        """Returns the number of allocated blocks, without reserved ones."""
         return self._core.live_blocks
 
     def mapped_bytes(self) -> int:
-        """Bytes of mapped pages."""
+        """Returns the bytes of mapped pages."""
         return self._core.mapped_bytes
 
     def quarantined_bytes(self) -> int:
-        """Of mapped_bytes, what has no live block and waits for the streams (Client.set_streams).
+        """Returns the mapped bytes without a live block that wait for the streams (`set_streams`).
 
-        Still charged. alloc_kv takes such blocks again without a call to the driver.
+        They are still charged. alloc_kv takes such blocks again without a call to the driver.
         """
         return self._core.quarantined_bytes
 
     def settle(self) -> None:
-        """Unmaps what the streams are done with, or has the client's thread do it.
+        """Unmaps pages that the streams no longer use, or lets the client's thread do it.
 
         For idle moments; never waits for a stream.
         """
         self._core.settle()
 
     def floor_bytes(self) -> int:
-        """Bytes that stay mapped when no block is live: the slabs of the reserved blocks."""
+        """Returns the bytes mapped without live blocks: the slabs of the reserved blocks."""
         return self._core.floor_bytes
 
     def fragmentation(self) -> Fragmentation:
-        """Mapped bytes against the fewest slabs that could hold what is live."""
+        """Returns the mapped bytes and the fewest slabs that could hold the live blocks."""
         return Fragmentation(self._core.mapped_bytes, self._core.needed_bytes)
 
     @checked(low=not_negative, high=not_negative)
     def set_premapped_pages(self, low: int, high: int) -> None:
-        """Keeps pages mapped ahead of need, in whole slabs; alloc_kv takes them without the driver.
+        """Keeps pages mapped ahead of need, in whole slabs, so that alloc_kv needs no driver call.
 
-        When a free leaves more than `high` without a live block, all but `low` are unmapped; below
-        `low` pages are mapped again. A thread of the client does both, unless it was opened with
-        `background=False`: then `free_kv` unmaps, and `refill` maps. The thread takes pages only
-        while a sixteenth of the device stays free (its own minimum aside); below a thirty-second,
-        or while a client waits for memory, it gives all spare pages back. While a stream captures a
+        When a free leaves more than `high` pages without a live block, all but `low` are unmapped.
+        Below `low` pages are mapped again. A thread of the client does both. With
+        `background=False` `free_kv` unmaps, and `refill` maps. The thread takes pages only while a
+        sixteenth of the device stays free, apart from its own minimum. Below a thirty-second, or
+        while a client waits for memory, it returns all spare pages. While a stream captures a
         graph, pages stay.
 
-        They count as reserved and go back at once in `trim`, when the client's limit falls below
-        what it holds (within 0.1 s if another process lowers it), and when another cache, tensor or
-        static lease of this client would not find room. Default: 0, 0 on a host device and without
-        a thread; on a GPU two slabs or 128 MiB, whichever is more, to twice as much, the lower mark
-        at most a 32nd of the device.
+        The pages count as reserved. They are returned at once by `trim`, when the client's limit
+        falls below what it holds (within 0.1 s if another process lowers it), and when another
+        cache, tensor or static lease of this client needs the room. Default: 0, 0 on a host device
+        and without a thread. Default on a GPU: two slabs or 128 MiB, whichever is more, to twice as
+        much, with the lower mark at most a 32nd of the device.
         """
         self._core.set_mapped_spares(low, high)
 
     def refill(self) -> int:
         """Maps pages ahead of need up to the low watermark, as far as there is room.
 
-        For the idle moments of an engine without a thread of kvcached's. Asks no other cache for
-        its spare pages. Returns the pages that were mapped.
+        For idle moments of an engine without kvcached's thread. Takes no spare pages of other
+        caches. Returns the number of pages that were mapped.
         """
         return self._core.refill()
 
     @checked(low=not_negative, high=not_negative)
     def set_spare_pages(self, low: int, high: int) -> None:
-        """Keeps unmapped pages for reuse: up to `high`; above that all but `low` are given back.
+        """Keeps up to `high` unmapped pages for reuse. Above that, all but `low` are returned.
 
-        Below `low` the client's thread creates them, as in `set_premapped_pages`.
-        Spare pages count as reserved and are not available to other clients; when this client needs
-        room elsewhere they go back as premapped ones do. Default: 0, 0.
+        Below `low` the client's thread creates pages, as in `set_premapped_pages`. Spare pages
+        count as reserved and are not available to other clients. They are returned like premapped
+        pages when this client needs the room elsewhere. Default: 0, 0.
         """
         self._core.set_spare_pages(low, high)
 
     def trim(self) -> int:
-        """Gives every page without a live block back now. Returns how many pages went.
+        """Returns every page without a live block to the device. Returns the number of pages.
 
-        Waits for the streams up to their max_wait_s; what they still use follows later.
+        Waits for the streams up to their max_wait_s. Pages still in use then are returned later.
         """
         return self._core.trim()
 
@@ -331,13 +338,13 @@ class KVCache:
     def choose_evictions(
         self, ids: NDArray[np.int64], last_used: NDArray[np.int64], size_bytes: int
     ) -> tuple[NDArray[np.int64], int]:
-        """Which of these blocks to evict so that pages of `size_bytes` come free, and the bytes
-        that will: fewer where no more can.
+        """Chooses blocks whose eviction frees pages of `size_bytes`.
 
-        `ids` are live blocks that no request uses, `last_used` says when each was last used, on any
-        clock: int64 arrays of one length. Slabs go whole: those with the fewest live tokens first
-        (each gives the same memory back), then those not used for the longest time; one that holds
-        a block outside of `ids` never. Changes nothing. Raises UnknownBlockError, DoubleFreeError,
+        Returns their ids, and the bytes that become free: fewer if there are not enough. `ids` are
+        live blocks that no request uses, `last_used` their times of last use on any clock: int64
+        arrays of equal length. Slabs are chosen whole: those with the fewest live tokens first,
+        since each frees the same memory, then the least recently used. A slab with a block outside
+        of `ids` is never chosen. Changes nothing. Raises UnknownBlockError, DoubleFreeError,
         InvalidArgumentError.
         """
         try:
@@ -347,16 +354,16 @@ class KVCache:
 
     @checked(cache=has("evictable", "evict"))
     def evictable_bytes(self, cache: PrefixCache) -> int:
-        """Bytes of pages that hold nothing but evictable blocks of the prefix cache."""
+        """Returns the bytes of pages that hold only evictable blocks of the prefix cache."""
         return self.choose_evictions(*cache.evictable(), _EVERYTHING)[1]
 
     @checked(size_bytes=not_negative, cache=has("evictable", "evict"))
     def shrink(self, size_bytes: int | None = None, cache: PrefixCache | None = None) -> Shrunk:
-        """Gives memory back: every page without a live block, then pages of the prefix cache until
-        `size_bytes` have gone (None: all that can).
+        """Returns pages without a live block to the device, then pages of the prefix cache.
 
-        The cache's blocks are chosen by page (`choose_evictions`) and freed by the cache itself;
-        one that lets others go instead is asked again until there is room or it has no more.
+        Stops after `size_bytes` (None: all it can). The cache's blocks are chosen by page
+        (`choose_evictions`) and freed by the cache itself. A cache that evicts other blocks instead
+        is asked again until enough memory is free or it has nothing left.
         """
         wanted_bytes = _EVERYTHING if size_bytes is None else size_bytes
         held_bytes = self._committed_bytes()
@@ -385,11 +392,11 @@ class KVCache:
         return None if pages is None else pages * self._page_bytes
 
     def check_integrity(self) -> None:
-        """Recounts the books; raises InternalError if they do not add up."""
+        """Recounts the books. Raises InternalError if they do not add up."""
         self._core.check()
 
     def counters(self) -> KVCounters:
-        """Mapping calls and pages since the cache was made."""
+        """Returns the mapping calls and pages since the cache was made."""
         return KVCounters(*self._core.counters())
 
     def _free(self) -> None:

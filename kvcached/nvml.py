@@ -1,7 +1,10 @@
-"""What NVIDIA's management library says of a GPU: it makes no CUDA context and does not use CUDA.
+"""GPUs as NVIDIA's management library (NVML) reports them, without a CUDA context.
 
-The library is libnvidia-ml.so.1, or what the environment variable KVCACHED_LIBNVML names.
+The library is libnvidia-ml.so.1, or the one that the environment variable KVCACHED_LIBNVML names.
 Thread rule: any thread.
+
+The package nvidia-ml-py is not used. It loads one library per process under a fixed name into
+globals that it shares with the engine, takes 70 ms to import instead of 6 ms, and has no types.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """The loaded and initialised library of one process."""
+    """NVML, loaded and initialised in this process."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -64,7 +67,7 @@ class Nvml:
     def _answer(self, function: str, *arguments: object) -> int:
         found = getattr(self._library, function, None)
         if found is None:
-            raise BackendUnavailableError(f"NVML has no {function}; update NVIDIA's driver")
+            raise BackendUnavailableError(f"NVML does not have {function}; update NVIDIA's driver")
         return int(found(*arguments))
 
     def _call(self, function: str, *arguments: object) -> None:
@@ -81,7 +84,7 @@ class Nvml:
         return text.value.decode(errors="replace")
 
     def handles(self) -> list[c_void_p]:
-        """All GPUs of the machine, in the order of their PCI addresses."""
+        """Returns all GPUs of the machine, in the order of their PCI addresses."""
         count = c_uint()
         self._call("nvmlDeviceGetCount_v2", byref(count))
         return [self._by_index(index) for index in range(count.value)]
@@ -92,22 +95,22 @@ class Nvml:
         return handle
 
     def uuid(self, handle: c_void_p) -> str:
-        """GPU-... as in CUDA_VISIBLE_DEVICES."""
+        """Returns the UUID, GPU-... as in CUDA_VISIBLE_DEVICES."""
         return self._text("nvmlDeviceGetUUID", handle)
 
     def name(self, handle: c_void_p) -> str:
-        """The product's name."""
+        """Returns the product's name."""
         return self._text("nvmlDeviceGetName", handle)
 
     def facts(self, handle: c_void_p) -> GpuFacts:
-        """What the GPU is."""
+        """Returns name, UUID, driver version and MIG state."""
         mode, pending = c_uint(), c_uint()
         known = self._answer("nvmlDeviceGetMigMode", handle, byref(mode), byref(pending)) == 0
         version = self._text("nvmlSystemGetDriverVersion")
         return GpuFacts(self.name(handle), self.uuid(handle), version, known and mode.value == 1)
 
     def memory(self, handle: c_void_p) -> tuple[int, int]:
-        """(total, free) without what the driver keeps for itself."""
+        """Returns (total, free) bytes without the driver's reserved memory."""
         newer = _MemoryV2(version=_MEMORY_V2)
         has_v2 = hasattr(self._library, "nvmlDeviceGetMemoryInfo_v2")
         if has_v2 and self._answer("nvmlDeviceGetMemoryInfo_v2", handle, byref(newer)) == 0:
@@ -117,7 +120,7 @@ class Nvml:
         return older.total, older.free
 
     def processes(self, handle: c_void_p) -> tuple[ProcessMemory, ...]:
-        """Those that compute there; under MPS its clients too."""
+        """Returns the processes that compute on the GPU, with MPS clients."""
         found = self._running("nvmlDeviceGetComputeRunningProcesses_v3", handle)
         if hasattr(self._library, "nvmlDeviceGetMPSComputeRunningProcesses_v3"):
             found |= self._running("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)
@@ -141,12 +144,12 @@ class Nvml:
         try:
             return self._text("nvmlSystemGetProcessName", c_uint(pid))
         except BackendUnavailableError:
-            return ""  # it ended, or is of another namespace
+            return ""  # the process ended, or is in another pid namespace
 
     def find(self, device: str) -> c_void_p:
-        """The GPU that CUDA calls `device`, "cuda:0" say, in a process of this environment.
+        """Returns the GPU that CUDA calls `device` ("cuda:0") in a process of this environment.
 
-        Raises UnknownDeviceError, HiddenDeviceError, UnsupportedDeviceError for an instance of MIG.
+        Raises UnknownDeviceError, HiddenDeviceError, or UnsupportedDeviceError for a MIG instance.
         """
         ordinal = int(device.removeprefix("cuda:"))
         handles = self.handles()
@@ -195,5 +198,8 @@ def _loaded(path: str, _pid: int) -> Nvml:
 
 
 def load() -> Nvml:
-    """The library, loaded once per process. Raises NoDriverError, BackendUnavailableError."""
+    """Returns the library, loaded once per process.
+
+    Raises NoDriverError, BackendUnavailableError.
+    """
     return _loaded(os.environ.get("KVCACHED_LIBNVML") or _DEFAULT_PATH, os.getpid())

@@ -1,6 +1,6 @@
-"""Figures of every device and client for Prometheus, from any process of the machine.
+"""Prometheus metrics of every device and client, from any process of the machine.
 
-`exposition()` is the text format, for a handler of one's own; it needs no other package.
+`exposition()` returns the text format for a custom HTTP handler and needs no other package.
 `Collector` is for a registry of the package prometheus-client:
 
     prometheus_client.REGISTRY.register(kvcached.prometheus.Collector())
@@ -25,7 +25,7 @@ CLIENT_LABELS = (*DEVICE_LABELS, "client", "pid")
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: `kind` is gauge or counter; samples have a value for each label."""
+    """One metric. `kind` is gauge or counter; each sample has a value for each label."""
 
     name: str
     kind: str
@@ -34,29 +34,29 @@ class Family:
     samples: dict[Labels, float]
 
 
-# By the name of a field of DeviceUsage; of `clients` the number.
+# By field of DeviceUsage. The value of `clients` is their number.
 _DEVICE = {
     "capacity_bytes": "Bytes of the device",
-    "reserved_bytes": "Bytes that clients take: static, pages, minimums",
+    "reserved_bytes": "Bytes charged to clients: static memory, pages, minimums",
     "committed_bytes": "Bytes of pages that exist",
-    "static_bytes": "Bytes that do not come and go",
-    "free_bytes": "Bytes that no client takes",
+    "static_bytes": "Bytes leased as static memory",
+    "free_bytes": "Bytes not charged to any client",
     "clients": "Live clients",
 }
 
-# By the name of a field of ClientUsage; `resident_bytes` is a figure of the OS.
+# By field of ClientUsage, and `resident_bytes`, which the OS counts.
 _CLIENT = {
     "reserved_bytes": ("gauge", "Bytes of pages reserved"),
     "committed_bytes": ("gauge", "Bytes of pages that exist"),
-    "static_bytes": ("gauge", "Bytes that do not come and go"),
+    "static_bytes": ("gauge", "Bytes leased as static memory"),
     "min_bytes": ("gauge", "Bytes of pages guaranteed"),
-    "limit_bytes": ("gauge", "Bound of its pages; absent: none"),
-    "resident_bytes": ("gauge", "Memory behind its pages; absent: not told"),
+    "limit_bytes": ("gauge", "Limit of its pages; absent: unlimited"),
+    "resident_bytes": ("gauge", "Physical memory of its pages; absent: unknown"),
     "spare_bytes": ("gauge", "Bytes of pages without a live block"),
-    "evictable_bytes": ("gauge", "Bytes of pages with prefix cache alone, as its engine says"),
+    "evictable_bytes": ("gauge", "Bytes of pages with prefix cache alone, as its engine reports"),
     "asked_bytes": ("gauge", "Bytes it is asked to give back"),
     "given_bytes": ("counter", "Bytes given back on request"),
-    "evicted_bytes": ("counter", "Bytes of those that evicting prefix cache made free"),
+    "evicted_bytes": ("counter", "Part of given_bytes that evicted prefix cache freed"),
     "evicted_tokens": ("counter", "Tokens of prefix cache evicted on request"),
     "maps": ("counter", "Runs of pages mapped"),
     "unmaps": ("counter", "Runs of pages unmapped"),
@@ -64,7 +64,7 @@ _CLIENT = {
 
 
 def families(namespace: str | None = None, device: str | None = None) -> list[Family]:
-    """All metrics of all devices in use, or of one namespace or device.
+    """Returns all metrics of all devices in use, or of one namespace or device.
 
     Clients of one process with the same name are added up. A counter's name has no `_total`.
     """
@@ -73,20 +73,23 @@ def families(namespace: str | None = None, device: str | None = None) -> list[Fa
 
 
 def exposition(namespace: str | None = None, device: str | None = None) -> str:
-    """`families` in the text format (version 0.0.4)."""
+    """Returns `families` in the text format (version 0.0.4)."""
     found = families(namespace, device)
     return "".join(f"{line}\n" for family in found for line in _lines(family))
 
 
 class Collector:
-    """What prometheus-client's registries take: reads the ledgers at each scrape."""
+    """Collector for prometheus-client's registries; reads the ledgers at each scrape."""
 
     def __init__(self, namespace: str | None = None, device: str | None = None) -> None:
         self.namespace = namespace
         self.device = device
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry. ImportError without the package prometheus-client."""
+        """Yields the metrics; called by the registry.
+
+        Raises ImportError without the package prometheus-client.
+        """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class RankKV:
     """One rank's KV cache in a tensor-parallel group: every rank gets its blocks, or none does.
 
-    Each rank allocates on its own device and all vote. When one device has no room, or one rank
-    fails, every rank gives back what it took and is told: no kernel runs on some ranks for blocks
-    whose pages another lacks. The ids are each rank's own and may differ between ranks, which
-    suits engines that schedule on every rank.
+    Each rank allocates on its own device and all ranks vote. If one device has no room, or one rank
+    fails, every rank gives back the blocks it took. So no kernel runs on some ranks for blocks
+    whose pages another rank lacks. Ids may differ between ranks, which suits engines that schedule
+    on every rank.
 
     `all_true(ok)` returns whether every rank passed True: a collective of the engine's group, such
     as a minimum over all ranks. All ranks make the same calls of `alloc_kv` in the same order, as
@@ -36,11 +36,11 @@ class RankKV:
         self._all_true = all_true
 
     def alloc_kv(self, num_blocks: int) -> Ids | None:
-        """Ids (int64) of blocks that are mapped on this rank, as they are on all; or None on all.
+        """Allocates blocks on all ranks. Returns this rank's ids (int64), or None on all ranks.
 
-        One vote for each call, whatever happens. A rank whose cache raises votes no before it
-        raises, so that no rank waits for it; the others get None. If the vote itself raises, what
-        this rank took is given back.
+        Each call votes once, in every case. A rank whose cache raises votes no before it raises, so
+        that no rank waits for it; the other ranks return None. If the vote itself raises, this
+        rank's blocks are freed.
         """
         ids = self._own(num_blocks)
         agreed = False
@@ -52,17 +52,17 @@ class RankKV:
         return ids if agreed else None
 
     def free_kv(self, ids: Ids) -> None:
-        """Frees blocks of this rank; no vote. Raises what KVCache.free_kv raises."""
+        """Frees blocks of this rank, without a vote. Raises the errors of `KVCache.free_kv`."""
         self.kv.free_kv(ids)
 
     @checked(size_bytes=optional(not_negative), evict=function)
     def shrink(self, size_bytes: int | None, evict: Callable[[int | None], int]) -> Shrunk:
-        """Gives memory back on this rank, by evicting what every other rank evicts too.
+        """Gives memory back on this rank, by evicting the same tokens as every other rank.
 
-        Block ids, and so pages, differ between ranks; prefix caches must not. So `evict` gets a
-        number of tokens (None: all that can go) that follows from `size_bytes` alone, and returns
-        how many went; the pages without a live block go after that. All ranks call this with the
-        same `size_bytes`; no vote.
+        Block ids, and so pages, differ between ranks, but prefix caches must not. So `evict` gets a
+        number of tokens (None: all it can) computed from `size_bytes` alone, and returns how many
+        it evicted. Pages without a live block are returned after that. All ranks call this with the
+        same `size_bytes`, without a vote.
         """
         held_bytes = self.kv.mapped_bytes()
         tokens = None if size_bytes is None else -(-size_bytes // self.kv.layout.token_bytes)

@@ -1,4 +1,4 @@
-"""The ledgers in shared memory: lists them and their users, and removes unused ones."""
+"""Ledger files in shared memory: lists them with their users, and removes unused ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "prism-kvcached."
 
 @dataclass(frozen=True)
 class SegmentClient:
-    """A client's record in a segment. That of a dead client waits to be reaped."""
+    """A client's record in a segment. A dead client's record waits to be reaped."""
 
     name: str
     pid: int
@@ -25,35 +25,36 @@ class SegmentClient:
 
 @dataclass(frozen=True)
 class Segment:
-    """One ledger file as a stranger finds it.
-
-    `version`, `capacity_bytes` and `page_bytes` are None where they cannot be told: the file is no
-    ledger, was never finished or is of another version. `stale_reason` says why it may go,
-    None while a process has it open. `problem` says why it could not be read.
-    """
+    """One ledger file, read without attaching to it."""
 
     path: Path
     namespace: str
     device: str
     version: int | None = None
+    """Library version of the ledger.
+
+    None, as are the sizes, if the file is not a ledger, is unfinished or of another version.
+    """
     capacity_bytes: int | None = None
     page_bytes: int | None = None
     clients: tuple[SegmentClient, ...] = ()
     stale_reason: str | None = None
+    """Reason why the file may be removed. None while a process has it open."""
     problem: str | None = None
+    """Error that prevented reading the file."""
 
     @property
     def clients_alive(self) -> int:
-        """Clients whose process lives."""
+        """Number of clients whose process is alive."""
         return sum(client.alive for client in self.clients)
 
     @property
     def clients_dead(self) -> int:
-        """Clients whose record outlived their process."""
+        """Number of clients whose process is dead."""
         return len(self.clients) - self.clients_alive
 
     def open(self) -> devices.Device:
-        """Attaches, to look and to administer: unlike `Device.open` this needs no GPU driver.
+        """Attaches to read and administer; unlike `Device.open` this needs no GPU driver.
 
         Raises UnknownDeviceError if the segment is gone, LedgerVersionError, LedgerCorruptError,
         LedgerPermissionError.
@@ -64,11 +65,11 @@ class Segment:
 
 @checked(namespace=text)
 def segments(namespace: str | None = None) -> tuple[Segment, ...]:
-    """Every ledger in shared memory, or in one namespace, in order of namespace and device.
+    """Returns all ledgers in shared memory, or those of one namespace, by namespace and device.
 
-    Changes nothing. A segment is stale when no process has it open: its processes have ended,
-    whether of this boot or an earlier one and whatever their library version, or its creator died
-    before it was done. Raises SystemCallError where /dev/shm cannot be listed.
+    Changes nothing. A segment is stale if no process has it open: its processes have ended, in this
+    boot or an earlier one and with any library version, or its creator died before finishing it.
+    Raises SystemCallError if /dev/shm cannot be listed.
     """
     found = map(_inspect, _paths())
     wanted = (s for s in found if s and namespace in (None, s.namespace))
@@ -77,10 +78,10 @@ def segments(namespace: str | None = None) -> tuple[Segment, ...]:
 
 @checked(dry_run=flag, namespace=text)
 def collect_garbage(dry_run: bool = False, namespace: str | None = None) -> tuple[Segment, ...]:
-    """Removes the stale segments, none else, and returns them; `dry_run` only returns them.
+    """Removes the stale segments and returns them. `dry_run` only returns them.
 
-    Each is looked at again with openers kept out, so that one that comes into use meanwhile stays.
-    Segments of other users that may not be removed are left out.
+    Each segment is checked again with openers locked out, so one that came into use stays. Segments
+    of other users that may not be removed are left out.
     """
     stale = [segment for segment in segments(namespace) if segment.stale_reason]
     if dry_run:

@@ -1,4 +1,4 @@
-"""What all devices in shared memory hold at one moment, for tools and monitoring."""
+"""State of all devices in shared memory at one moment, for tools and monitoring."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from kvcached.usage import ClientUsage, DeviceUsage
 
 @dataclass(frozen=True)
 class DeviceSnapshot:
-    """One device: a coherent read of its ledger, and what the OS says of its clients' pages.
-
-    `resident_bytes` goes with `usage.clients`, entry by entry; None where the OS does not tell.
-    """
+    """One device: a coherent read of its ledger, and the OS's count of its clients' pages."""
 
     namespace: str
     device: str
     usage: DeviceUsage
     resident_bytes: tuple[int | None, ...]
+    """Bytes of each of `usage.clients`, None where the OS does not show them."""
 
     @property
     def clients(self) -> tuple[tuple[ClientUsage, int | None], ...]:
-        """Each client with its resident bytes."""
+        """Pairs of each client and its resident bytes."""
         return tuple(zip(self.usage.clients, self.resident_bytes, strict=True))
 
 
 def used_segments(namespace: str | None = None, device: str | None = None) -> list[Segment]:
-    """Segments that some process has open and that this library can read."""
+    """Returns the segments that a process has open and that this library can read."""
     return [
         segment
         for segment in segments(namespace)
@@ -41,7 +39,7 @@ def used_segments(namespace: str | None = None, device: str | None = None) -> li
 
 @dataclass(frozen=True)
 class UnreadDevice:
-    """Device in use whose ledger could not be read, since another process keeps it locked."""
+    """Device in use whose ledger cannot be read because another process keeps it locked."""
 
     namespace: str
     device: str
@@ -50,10 +48,10 @@ class UnreadDevice:
 
 @checked(namespace=text, device=text)
 def take_snapshots(namespace: str | None = None, device: str | None = None) -> list[DeviceSnapshot]:
-    """Every device in use, or those of one namespace or name. One that goes meanwhile, or cannot be
-    read, is left out.
+    """Returns a snapshot of every device in use, or of those of one namespace or name.
 
-    Dead clients are freed on the way, as by `Device.usage`.
+    Leaves out devices that disappear meanwhile or cannot be read. Frees dead clients, as
+    `Device.usage` does.
     """
     return [read for read in read_devices(namespace, device) if isinstance(read, DeviceSnapshot)]
 
@@ -62,7 +60,7 @@ def take_snapshots(namespace: str | None = None, device: str | None = None) -> l
 def read_devices(
     namespace: str | None = None, device: str | None = None
 ) -> list[DeviceSnapshot | UnreadDevice]:
-    """`take_snapshots`, with the devices that cannot be read."""
+    """Returns `take_snapshots` and an UnreadDevice for each device that cannot be read."""
     read = (_read(segment) for segment in used_segments(namespace, device))
     return [each for each in read if each]
 

@@ -1,4 +1,4 @@
-"""Virtual tensors: address space now, memory when mapped (Prism, Table 3)."""
+"""Virtual tensors: address space that is backed by pages on request (Prism, Table 3)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvcached.errors import InvalidArgumentError
 
 
 class VirtualTensor:
-    """Reserved address space whose pages are mapped and unmapped by hand.
+    """Reserved address space whose pages the caller maps and unmaps.
 
     Made by `Client.alloc_virtual_tensor`. Exports itself through DLPack as one dimension of uint8,
-    and as any other shape and type with `view`. Touching an unmapped page is a SIGSEGV.
+    and as any other shape and type with `view`. Access to an unmapped page is a SIGSEGV.
     """
 
     def __init__(self, client: _core.Client, size_bytes: int) -> None:
@@ -37,7 +37,7 @@ class VirtualTensor:
 
     @checked(offset_bytes=not_negative, size_bytes=positive)
     def map(self, offset_bytes: int, size_bytes: int) -> None:
-        """Backs a range with pages; all or nothing.
+        """Maps pages to a range; all or nothing.
 
         Raises NoRoomError, AlreadyMappedError, AlignmentError, InvalidArgumentError.
         """
@@ -45,7 +45,7 @@ class VirtualTensor:
 
     @checked(offset_bytes=not_negative, size_bytes=positive)
     def unmap(self, offset_bytes: int, size_bytes: int) -> None:
-        """Gives the pages of a range back to the device; all or nothing.
+        """Returns the pages of a range to the device; all or nothing.
 
         Raises NotMappedError, AlignmentError, InvalidArgumentError.
         """
@@ -53,12 +53,12 @@ class VirtualTensor:
 
     @checked(shape=each(positive), dtype=text, offset_bytes=not_negative)
     def view(self, shape: Sequence[int], dtype: str, offset_bytes: int = 0) -> TensorView:
-        """A dense view for `torch.from_dlpack` or `numpy.from_dlpack`.
+        """Returns a dense view for `torch.from_dlpack` or `numpy.from_dlpack`.
 
-        It keeps the address range reserved for as long as it lives, not the pages.
+        The view keeps the address range reserved while it exists, but not the pages.
         """
         if not shape:
-            raise InvalidArgumentError("shape is empty; a view has one extent at least")
+            raise InvalidArgumentError("shape is empty; a view has at least one dimension")
         return self._core.view(offset_bytes, list(shape), dtype)
 
     def __dlpack__(self, **options: Any) -> object:

@@ -1,4 +1,4 @@
-"""What users of kvcached test with: streams of a host device, content of any."""
+"""Test helpers for users of kvcached: streams of a host device, contents of any tensor."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from kvcached.weights.tensor_reader import read_bytes
 
 
 def read_tensor(array: Any) -> bytes:
-    """A copy of a contiguous DLPack tensor's content, wherever it is: the CPU cannot read a GPU's
-    memory. After the work on its owner's current stream; one of kvcached's own has no stream."""
+    """Returns a copy of a contiguous DLPack tensor's content, from a GPU too.
+
+    Reads after the work on the owner's current stream. kvcached's own tensors have no stream.
+    """
     return read_bytes(array)
 
 
 class HostStream:
-    """A stream of a host device whose work ends when the test says so (`Client.set_streams`).
+    """A stream of a host device whose work ends when the test calls for it (`Client.set_streams`).
 
-    Stands in for a CUDA stream. Used from any thread.
+    Replaces a CUDA stream. Used from any thread.
     """
 
     def __init__(self) -> None:
@@ -25,21 +27,21 @@ class HostStream:
 
     @property
     def handle(self) -> int:
-        """For `set_streams`; valid as long as this object lives."""
+        """Handle for `set_streams`, valid while this object lives."""
         return self._core.handle
 
     def pending(self) -> int:
-        """Pieces of work that are submitted and not done."""
+        """Returns the number of submitted pieces of work that are not done."""
         return self._core.pending
 
     def submit(self) -> None:
-        """One more piece of work, which may touch any memory."""
+        """Submits one piece of work, which may access any memory."""
         self._core.submit()
 
     def complete(self) -> None:
-        """The oldest piece is done; nothing happens if there is none."""
+        """Completes the oldest piece of work, if there is one."""
         self._core.complete()
 
     def complete_all(self) -> None:
-        """All of it is done."""
+        """Completes all pieces of work."""
         self._core.complete_all()

@@ -1,4 +1,4 @@
-"""Whether a folder is this user's alone to change."""
+"""Checks that a folder can be modified by this user alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import stat
 from pathlib import Path
 
 
-def distrust(folder: Path) -> str:
-    """Why another user may have put there what lies in it, or may yet; "" where none can. Ends a
-    sentence that begins with the folder's name. Raises OSError where there is none."""
+def untrusted_reason(folder: Path) -> str:
+    """Returns why the folder could be modified by another user, or an empty string.
+
+    The text continues a sentence that begins with the folder's name. Raises OSError if the folder
+    does not exist.
+    """
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode):
         return "is a link"
@@ -18,5 +21,5 @@ def distrust(folder: Path) -> str:
     if found.st_uid != os.geteuid():
         return f"belongs to another user (uid {found.st_uid})"
     if found.st_mode & stat.S_IWOTH:
-        return "may be changed by every user"
+        return "can be modified by every user"
     return ""

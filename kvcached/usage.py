@@ -1,4 +1,4 @@
-"""Plain data: what clients, devices and processes hold."""
+"""Plain data: memory of clients, devices and processes."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientUsage:
-    """One client's record in the ledger.
-
-    `reserved_bytes` counts its pages, `committed_bytes` of which exist. `static_bytes` comes on
-    top; minimum and limit govern pages alone. `maps` and `unmaps` count runs of pages.
-    `spare_bytes` and `evictable_bytes` are what it could do without: pages without a live block,
-    and those with prefix cache alone, as its engine says. Asked to shrink, it owes `asked_bytes`;
-    over its life it gave `given_bytes`, of which `evicted_bytes` cost `evicted_tokens` of prefix
-    cache. `number` is its own on the device: it tells clients of one name and process apart.
-    """
+    """One client's record in the ledger. `min_bytes` and `limit_bytes` apply to pages alone."""
 
     name: str
     pid: int
     reserved_bytes: int
+    """Bytes of the client's pages."""
     committed_bytes: int
+    """Part of `reserved_bytes` whose pages exist."""
     static_bytes: int
+    """Leased bytes in addition to the pages."""
     min_bytes: int
     limit_bytes: int | None
     maps: int
+    """Runs of pages that were mapped."""
     unmaps: int
+    """Runs of pages that were unmapped."""
     spare_bytes: int = 0
+    """Bytes of pages without a live block."""
     evictable_bytes: int = 0
+    """Bytes of pages that hold prefix cache alone, as the engine publishes them."""
     asked_bytes: int = 0
+    """Bytes of its unanswered shrink request."""
     given_bytes: int = 0
+    """Bytes given back on request over its life."""
     evicted_tokens: int = 0
+    """Prefix-cache tokens evicted on request."""
     evicted_bytes: int = 0
+    """Part of `given_bytes` that those tokens freed."""
     number: int = 0
+    """Unique on the device; tells clients of one name and process apart."""
 
     @property
     def evicted_bytes_per_token(self) -> float | None:
-        """Memory that came free per token of prefix cache evicted on request; None before any."""
+        """Bytes freed per token of prefix cache evicted on request, None before any."""
         return self.evicted_bytes / self.evicted_tokens if self.evicted_tokens else None
 
     @classmethod
@@ -51,21 +55,21 @@ class ClientUsage:
         return cls(*_of_record(record))
 
 
-# A ClientUsage's values by position. The record calls its number `joined`.
+# Values of a ClientUsage by position. The record's name for `number` is `joined`.
 _of_record = attrgetter(*(field.name for field in fields(ClientUsage)[:-1]), "joined")
 
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """One coherent read of a device's ledger.
-
-    `reserved_bytes` is what its clients take from the device together: static memory plus, for
-    each, the larger of its pages and its minimum. It and `free_bytes` add up to the capacity.
-    """
+    """One coherent read of a device's ledger."""
 
     capacity_bytes: int
     page_bytes: int
     reserved_bytes: int
+    """Bytes that the clients take together. With `free_bytes` they make up the capacity.
+
+    Static memory plus, for each client, the larger of its pages and its minimum.
+    """
     committed_bytes: int
     static_bytes: int
     free_bytes: int
@@ -74,7 +78,7 @@ class DeviceUsage:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """A process with memory on a GPU. `used_bytes` is None where the driver does not say."""
+    """A process with memory on a GPU. `used_bytes` is None where the driver does not show it."""
 
     pid: int
     used_bytes: int | None
@@ -83,7 +87,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a GPU is. `mig` says whether it is cut into instances."""
+    """Properties of a GPU. `mig` is True if it is split into MIG instances."""
 
     name: str
     uuid: str
@@ -93,9 +97,9 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class DriverMemory:
-    """A device's memory as the driver counts it, or, for a host device, the OS.
+    """A device's memory as the driver counts it or, for a host device, the OS.
 
-    `source` is "nvml" or "host". `processes` are those that the driver shows with memory there.
+    `source` is "nvml" or "host". `processes` are those shown with memory on the device.
     """
 
     total_bytes: int
@@ -105,30 +109,30 @@ class DriverMemory:
 
     @property
     def used_bytes(self) -> int:
-        """Memory of all processes: contexts, graphs and everything else."""
+        """Memory of all processes, with contexts and graphs."""
         return self.total_bytes - self.free_bytes
 
 
 @dataclass(frozen=True)
 class KVCounters:
-    """Calls that changed mappings (one per run of pages and buffer) and the pages they moved.
-
-    `failed_looks` counts how often the client's background thread could not read the ledger, for
-    example because another process kept it locked. The thread tries again, each time later.
-    """
+    """Calls that changed mappings (one per run of pages and buffer), and the pages they moved."""
 
     maps: int
     unmaps: int
     pages_mapped: int
     pages_unmapped: int
     failed_looks: int = 0
+    """Number of times the client's background thread could not read the ledger.
+
+    For example because another process kept it locked. The thread retries with growing delays.
+    """
 
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """What a KV cache has mapped, and the fewest slabs that could hold its live blocks.
+    """Bytes that a KV cache has mapped, and the fewest slabs that could hold its live blocks.
 
-    The difference is free blocks in slabs that are in use, and slabs kept ahead of need.
+    The difference is free blocks in slabs that are in use, and slabs mapped ahead of need.
     """
 
     mapped_bytes: int
@@ -136,7 +140,7 @@ class Fragmentation:
 
     @property
     def ratio(self) -> float:
-        """mapped / needed: 1 at best, and when nothing is mapped; inf when nothing is needed."""
+        """mapped / needed: 1 at best and when nothing is mapped, inf when nothing is needed."""
         if self.needed_bytes == 0:
             return math.inf if self.mapped_bytes else 1.0
         return self.mapped_bytes / self.needed_bytes

@@ -1,8 +1,7 @@
-"""Entry points by which engines find kvcached's adapters.
+"""Entry points through which engines find kvcached's adapters.
 
-Outside of `kvcached`, since engines import their plugins in every process, wanted or not: this
-module needs the standard library alone, and imports an adapter only where the environment asks
-for one.
+A package outside of `kvcached`, since engines import their plugins in every process. This module
+needs only the standard library, and imports an adapter only if the environment asks for one.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import sys
 
 
 def sglang_platform() -> str | None:
-    """For `sglang.srt.platforms`: the dotted path of the platform class that puts SGLang's KV on
-    the device of KVCACHED_DEVICE. None, SGLang's own platform, where the variable is not set.
+    """Returns the platform class for SGLang's KV on KVCACHED_DEVICE, for `sglang.srt.platforms`.
 
-    A mistake in the environment ends the process: SGLang logs exceptions of plugins and serves
-    without them.
+    The class is given by its dotted path. None, SGLang's own platform, if the variable is not set.
+    A mistake in the environment ends the process, since SGLang logs exceptions of plugins and
+    serves without them.
     """
     if not _wanted():
         return None
@@ -25,7 +24,7 @@ def sglang_platform() -> str | None:
 
 
 def sglang_general() -> None:
-    """For `sglang.srt.plugins`: on a GPU, memory is leased before SGLang loads its model."""
+    """Leases memory before SGLang loads its model on a GPU, for `sglang.srt.plugins`."""
     if _is_gpu() and "sglang.srt.managers.scheduler" in sys.modules:
         from kvcached.engines.sglang import server_gpu
 
@@ -33,14 +32,15 @@ def sglang_general() -> None:
 
 
 def vllm_general() -> None:
-    """For `vllm.general_plugins`: puts vLLM's KV on the device of KVCACHED_DEVICE; nothing where
-    the variable is not set. A mistake in the environment ends the process.
+    """Puts vLLM's KV on KVCACHED_DEVICE, for `vllm.general_plugins`.
+
+    Does nothing if the variable is not set. A mistake in the environment ends the process.
     """
     if _wanted():
         if _is_gpu():
             raise SystemExit(
-                "kvcached: stock vLLM is not served on GPUs by this version: set KVCACHED_DEVICE "
-                "to host:0, or serve with SGLang"
+                "kvcached: stock vLLM is not supported on GPUs by this version: set "
+                "KVCACHED_DEVICE to host:0, or serve with SGLang"
             )
         from kvcached.engines.vllm.plugin import install
 
@@ -48,7 +48,10 @@ def vllm_general() -> None:
 
 
 def _wanted() -> bool:
-    """Whether the environment asks for kvcached. Raises SystemExit if it cannot have it."""
+    """Returns whether the environment asks for kvcached.
+
+    Raises SystemExit if kvcached cannot be used.
+    """
     if not os.environ.get("KVCACHED_DEVICE"):
         return False
     try:
@@ -57,10 +60,10 @@ def _wanted() -> bool:
         Settings.from_environment(os.environ)
     except ModuleNotFoundError as error:
         raise SystemExit(
-            f"kvcached: {error}: the package kvcached here is another project's, and there can be "
-            "one of them: run 'pip uninstall kvcached', then reinstall prism-kvcached"
+            f"kvcached: {error}: the installed package kvcached is another project's, and only one "
+            "can be installed: run 'pip uninstall kvcached', then reinstall prism-kvcached"
         ) from error
-    except (ImportError, ValueError) as error:  # another distribution `kvcached`; a mistake
+    except (ImportError, ValueError) as error:  # conflicting distribution, or a wrong setting
         raise SystemExit(f"kvcached: {error}") from error
     return True
 

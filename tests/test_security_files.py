@@ -110,7 +110,7 @@ def test_weights_of_another_user_are_not_served(tmp_path: Path) -> None:
 
 def test_a_store_that_everybody_may_change_is_not_used(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(InvalidArgumentError, match="may be changed by every user"):
+    with pytest.raises(InvalidArgumentError, match="can be modified by every user"):
         WeightStore.open(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Adapters: engines whose KV cache lies in kvcached (docs/kvcached-adapters.md).
+"""Adapters: engines whose KV cache is stored in kvcached (docs/kvcached-adapters.md).
 
-The library imports none of them, and none of them is needed to use it. Each imports its engine.
+The library does not import them and works without them. Each adapter imports its engine.
 """

@@ -1,6 +1,6 @@
-"""What an adapter relies on in its engine, looked at where its version is not one that was tested.
+"""Contracts: the parts of an engine that an adapter relies on, checked on untested versions.
 
-A version that differs shall be refused at the start, with what differs, and not fail while it
+An incompatible version is refused at the start, with the differences, instead of failing while it
 serves.
 """
 
@@ -15,35 +15,39 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Contract:
-    """Paths are written as "package.module:Class.name"."""
+    """Parts of an engine that an adapter relies on. Paths look like "package.module:Class.name"."""
 
     engine: str
     versions: tuple[str, ...]
-    """Those that the adapter was tested with."""
+    """Versions that the adapter was tested with."""
     calls: Mapping[str, tuple[str, ...]]
-    """Callables that are called or replaced, with the parameters that are passed to them by name
-    or that the adapter looks at."""
+    """Callables that the adapter calls or replaces.
+
+    The values are the parameters that it passes by name or reads.
+    """
     attributes: tuple[str, ...] = ()
-    """They need only be there."""
+    """Attributes that must exist."""
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of dataclasses."""
+    """Required fields, by dataclass."""
     behaviours: tuple[Callable[[], list[str]], ...] = ()
-    """Each says what is otherwise than in the versions that were tested."""
+    """Checks that return differences from the tested versions."""
 
     def check(self, version: str, warn: Callable[[str], object]) -> None:
-        """Warns of a version that was not tested, and raises RuntimeError, which names each part
-        that it lacks. A build's own suffix is no other version."""
+        """Warns about a version that was not tested, and verifies it.
+
+        A local build suffix does not make another version. Raises RuntimeError as `verify` does.
+        """
         if version.partition("+")[0] in self.versions:
             return
         tested = " and ".join(self.versions)
         warn(
-            f"kvcached was tested with {self.engine} {tested}, not with {version}: checking what "
-            "it relies on"
+            f"kvcached was tested with {self.engine} {tested}, not with {version}: checking the "
+            "parts that it relies on"
         )
         self.verify()
 
     def verify(self) -> None:
-        """Raises RuntimeError, which names each part that this engine lacks."""
+        """Raises RuntimeError with all missing parts if the engine does not fulfil the contract."""
         lacks = [path for path in self.attributes if _find(path) is None]
         for path, parameters in self.calls.items():
             known = _parameters(_find(path))
@@ -56,9 +60,9 @@ class Contract:
             lacks += differs()
         if lacks:
             raise RuntimeError(
-                f"this version of {self.engine} lacks what kvcached relies on "
+                f"this version of {self.engine} does not have what kvcached relies on "
                 f"({', '.join(lacks)}): install {' or '.join(self.versions)}, which was tested, or "
-                "leave kvcached out"
+                "run without kvcached"
             )
 
 

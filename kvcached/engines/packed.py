@@ -1,4 +1,4 @@
-"""KV caches that are one tensor of blocks, in which an engine lays out its layers by itself."""
+"""KV caches that are one tensor of blocks, in which the engine itself arranges the layers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedLayout(KVLayout):
-    """A block as the engine packs it, all layers of a block together: kvcached needs its size
-    alone."""
+    """Block in the engine's own format, all layers together. kvcached needs only its size."""
 
     packed_token_bytes: int = 1
 
     @property
     def parts(self) -> tuple[TokenPart, ...]:
-        """One, of bytes."""
+        """One part, of bytes."""
         return (TokenPart(0, "packed", 1, self.packed_token_bytes),)
 
     def _of_layers(self, layers: object) -> Self:
-        raise InvalidArgumentError("the layers of a packed block cannot be told apart")
+        raise InvalidArgumentError("a packed block cannot be split into layers")
 
 
 class ServedZeros(TorchFunctionMode):  # type: ignore[misc]
-    """`torch.zeros`, of which engines make their KV cache, answered with `tensor`."""
+    """Makes `torch.zeros`, with which engines allocate their KV cache, return `tensor`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -51,13 +50,13 @@ class ServedZeros(TorchFunctionMode):  # type: ignore[misc]
 
 
 def packed_tensor(kv: KVCache) -> torch.Tensor:
-    """Bytes by block, of which the engine makes views of its own."""
+    """Returns the cache's bytes by block, of which the engine makes its own views."""
     return torch.from_dlpack(kv.blocks(0, "packed"))
 
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """What an engine's own code finds under a name of this module, for a moment."""
+    """Replaces an attribute of an engine's module within the context."""
     stock = getattr(module, name)
     setattr(module, name, value)
     try:

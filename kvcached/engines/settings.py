@@ -1,4 +1,4 @@
-"""What the environment says of an engine's place on a device (docs/kvcached-adapters.md)."""
+"""Settings of an engine on a device, from environment variables (docs/kvcached-adapters.md)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from kvcached.tools.sizes import parse_size
 _PREFIX = "KVCACHED_"
 _SIZES = ("CAPACITY", "PAGE", "LIMIT", "MINIMUM", "STATIC")
 _TEXTS = ("DEVICE", "NAMESPACE", "NAME")
-# Of the library itself: other files to load in the place of the driver's.
-_OTHERS = ("LIBCUDA", "LIBNVML")
-# Of the double of CUDA that tests load.
+# Libraries that kvcached loads instead of the driver's.
+_LIBRARIES = ("LIBCUDA", "LIBNVML")
+# Prefix of the settings of the tests' CUDA double.
 _DOUBLES = "TEST_CUDA_"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One engine's. None: not said."""
+    """Settings of one engine. None: not set."""
 
     device: str
     namespace: str = "default"
     name: str | None = None
-    """The client's, for `kvctl`; the engine's model by default."""
+    """Name of the client, for `kvctl`. Default: the engine's model."""
     capacity_bytes: int | None = None
-    """Of the device, if its ledger is to be made; every engine says the same."""
+    """Capacity of the device, for creating its ledger. Equal for all engines."""
     page_bytes: int | None = None
     limit_bytes: int | None = None
-    """Bounds the engine's KV."""
+    """Limit of the engine's KV."""
     min_bytes: int | None = None
-    """KV that no other engine can take; what one request of full length needs by default."""
+    """KV that no other engine can take. Default: the KV of one request of full length."""
     static_bytes: int | None = None
-    """What the engine takes beside KV: weights, activations. By default the weights, measured."""
+    """The engine's memory other than KV: weights, activations. Default: the measured weights."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """REQUIRES: KVCACHED_DEVICE is set. Raises InvalidArgumentError, UnknownDeviceError, which
-        name the variable."""
+        """Reads the variables KVCACHED_*.
+
+        REQUIRES: KVCACHED_DEVICE is set. Raises InvalidArgumentError or UnknownDeviceError with the
+        variable's name.
+        """
         said = {
             name.removeprefix(_PREFIX): value
             for name, value in environment.items()
@@ -64,8 +67,10 @@ class Settings:
         return settings
 
     def open_device(self) -> Device:
-        """Raises what Device.open raises; of a missing ledger, and of one that others made with
-        another size, with the variables to set."""
+        """Opens the device. Raises the errors of Device.open.
+
+        For a missing ledger, and one of another size, the message names the variables to set.
+        """
         try:
             return Device.open(
                 self.device,
@@ -76,10 +81,11 @@ class Settings:
         except UnknownDeviceError as error:
             if self.capacity_bytes is not None:
                 raise
-            raise UnknownDeviceError(f"{error}; or set KVCACHED_CAPACITY, to make it") from error
+            raise UnknownDeviceError(f"{error}; or set KVCACHED_CAPACITY to create it") from error
         except DeviceMismatchError as error:
             raise DeviceMismatchError(
-                f"{error}: KVCACHED_CAPACITY and KVCACHED_PAGE are the same for all, or not set"
+                f"{error}: set KVCACHED_CAPACITY and KVCACHED_PAGE to the same values for all "
+                "engines, or unset them"
             ) from error
         except InvalidArgumentError as error:
             raise type(error)(f"{error}: correct KVCACHED_CAPACITY or KVCACHED_PAGE") from error
@@ -94,12 +100,12 @@ class Settings:
 
 
 def _check_names(said: Mapping[str, str]) -> None:
-    known = (*_SIZES, *_TEXTS, *_OTHERS)
+    known = (*_SIZES, *_TEXTS, *_LIBRARIES)
     for name in said:
         if name not in known and not name.startswith(_DOUBLES):
             near = difflib.get_close_matches(name, known, 1) or known
             hint = ", ".join(_PREFIX + one for one in near)
-            raise InvalidArgumentError(f"{_PREFIX}{name} is not known; there is {hint}")
+            raise InvalidArgumentError(f"{_PREFIX}{name} is not a known variable; known: {hint}")
 
 
 def _size(name: str, value: str) -> int:

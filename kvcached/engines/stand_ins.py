@@ -1,10 +1,9 @@
-"""What must be in place before engines are imported on a machine without a GPU.
+"""Stand-ins for modules that engines import and that a machine without a GPU does not have.
 
-Two things that they import at module level may be missing there. Triton: SGLang carries a stand-in
-for macOS, used here through a finder of our own. And torchvision's compiled half: it registers fake
-kernels for operators that its binary defines, and the binary of the default wheel is linked against
-CUDA; beside torch's CPU build the operators are missing, and every import of transformers' model
-classes fails. They are never called, so their schemas are enough.
+Triton: SGLang has a stand-in for macOS, which a finder here serves. torchvision's compiled half: it
+registers fake kernels for operators that its binary defines, and the default wheel's binary is
+linked against CUDA. With torch's CPU build the operators are missing, and every import of
+transformers' model classes fails. They are never called, so declaring their schemas is enough.
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ _libraries: list[object] = []  # an operator lives as long as the library that d
 
 
 def install_for_sglang() -> None:
-    """REQUIRES: sglang is not imported yet. Idempotent; does nothing where the real ones are."""
+    """Installs both stand-ins; does nothing where the real modules are installed.
+
+    REQUIRES: sglang is not imported yet. Idempotent.
+    """
     stand_in_for_triton()
     declare_torchvision_operators()
 
 
 def stand_in_for_triton() -> None:
-    """Idempotent; does nothing where Triton is installed."""
+    """Installs the stand-in for Triton, unless Triton is installed. Idempotent."""
     if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
         return
     # Inductor needs a real Triton; without one a compiled function fails at its first call.
@@ -40,8 +42,10 @@ def stand_in_for_triton() -> None:
 
 
 def declare_torchvision_operators() -> None:
-    """Idempotent; does nothing where torchvision is imported already or brings its operators:
-    an operator that is declared twice ends the process."""
+    """Declares torchvision's operators, unless it is imported already or brings them. Idempotent.
+
+    Declaring an operator twice ends the process.
+    """
     import torch
 
     if "torchvision" in sys.modules or hasattr(torch.ops.torchvision, "nms"):
@@ -55,7 +59,7 @@ def declare_torchvision_operators() -> None:
 
 
 def _load_torchvision_binary() -> bool:
-    """Whether torchvision's operators could be loaded, as its own import does it first."""
+    """Returns whether torchvision's operators could be loaded, as its own import first tries."""
     import torch
 
     package = importlib.util.find_spec("torchvision")
@@ -64,14 +68,14 @@ def _load_torchvision_binary() -> bool:
     for path in sorted(Path(package.origin).parent.glob("_C*.so")):
         try:
             torch.ops.load_library(path)
-        except OSError:  # it is linked against CUDA libraries that are not there
+        except OSError:  # linked against CUDA libraries that are not installed
             continue
         return True
     return False
 
 
 class _TritonStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers every `import triton...` with SGLang's mock module."""
+    """Finder that serves SGLang's mock module for every `import triton...`."""
 
     def __init__(self, stubs: types.ModuleType) -> None:
         self._stubs = stubs
@@ -98,7 +102,7 @@ class _TritonStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _load_sglang_stubs() -> types.ModuleType:
-    """SGLang's own stubs file, loaded alone: importing the package would need Triton already."""
+    """Returns SGLang's stubs file as a module. Importing its package would require Triton."""
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
         raise ModuleNotFoundError("sglang is not installed: install the engine's requirements")

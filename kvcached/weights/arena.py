@@ -1,4 +1,4 @@
-"""Device memory for one model's weights, and copying them there."""
+"""Device memory for one model's weights, and loads into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcached.weights.tensor_reader import TensorReader
 
 _WAIT_MS = 50
 _BYTE_MAX = 0xFF
-_GLANCE_BYTES = 4096  # tell most tensors from those that hold a pattern
+_GLANCE_BYTES = 4096  # usually enough to find a byte that differs
 
 
 def _byte(name: str, value: int) -> int:
@@ -26,13 +26,13 @@ def _byte(name: str, value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How weights are copied. `bytes_per_s` bounds the rate for the sake of neighbours; `threads`
-    is for loads that are given no `WeightLinks`.
-    """
+    """Options of a weight load."""
 
     threads: int = 4
+    """Copying threads, for loads without `WeightLinks`."""
     chunk_bytes: int = 8 << 20
     bytes_per_s: int | None = None
+    """Limit of the rate, which leaves bandwidth to other processes."""
 
     def __post_init__(self) -> None:
         threads("threads", self.threads)
@@ -42,7 +42,7 @@ class LoadOptions:
 
 
 class WeightLoad:
-    """A copy under way in threads of its own. Thread rule: any thread."""
+    """A load that runs in its own threads. Thread rule: any thread."""
 
     def __init__(self, arena: WeightArena, core: _core.WeightLoad) -> None:
         self._arena = arena
@@ -55,38 +55,42 @@ class WeightLoad:
 
     @property
     def started_bytes(self) -> int:
-        """Bytes whose copy has begun or is over."""
+        """Bytes whose copy has begun or is done."""
         return self._core.started_bytes
 
     def cancel(self) -> None:
-        """Ends it after the chunks under way; `result` frees the arena and raises."""
+        """Stops after the chunks under way; `result` frees the arena and raises."""
         self._core.cancel()
 
     def done(self) -> bool:
-        """Whether the threads are through, well or not."""
+        """Returns whether the threads have ended, with or without success."""
         return self._core.wait(0)
 
     @property
     def link_bytes(self) -> dict[str, int]:
-        """Bytes that each GPU's link to the host brought ("cuda:1"; "host" for a host device's
-        memory). Read it once it is done."""
+        """Bytes that each link from the host carried, by name. Complete once the load is done.
+
+        "cuda:1" is a GPU's link; "host" stands for a host device's memory.
+        """
         return self._core.carried()
 
     @property
     def lost_links(self) -> dict[str, str]:
-        """Links of other GPUs that failed, and why; those that work brought their part again. Read
-        it once it is done."""
+        """Reasons why other GPUs' links failed, by name. Complete once the load is done.
+
+        The remaining links carried their bytes.
+        """
         return self._core.lost()
 
     def result(self) -> None:
-        """Waits until every byte is there.
+        """Waits until every byte is loaded.
 
-        Otherwise frees the arena, so that nothing stays leased, and raises: WeightFileError if a
-        file of the store is missing or short, NoRoomError if memory outside of the ledger fills
-        the device, LoadCancelledError. Another GPU's link that fails is no error (`lost_links`).
+        On failure frees the arena, so that nothing stays leased, and raises: WeightFileError if a
+        file of the store is missing or short, NoRoomError if memory outside of the ledger fills the
+        device, LoadCancelledError. A failed link of another GPU is not an error (`lost_links`).
         """
         try:
-            while not self._core.wait(_WAIT_MS):  # in slices: the interpreter hears Ctrl-C
+            while not self._core.wait(_WAIT_MS):  # in slices, so that Ctrl-C is handled
                 pass
             self._core.check()
         except BaseException:
@@ -97,8 +101,8 @@ class WeightLoad:
 class WeightArena:
     """Memory for tensors at fixed offsets, made by `Client.alloc_weights`.
 
-    The whole of it is leased before its first page exists, as memory that does not come and go.
-    Thread rule: one thread; loads run beside it.
+    All of it is leased, as static memory, before its first page exists. Thread rule: one thread;
+    loads run in parallel to it.
     """
 
     def __init__(self, client: _core.Client, layout: WeightLayout, what: str) -> None:
@@ -124,32 +128,32 @@ class WeightArena:
         return iter(self.layout.specs)
 
     def __getitem__(self, name: str) -> _core.TensorView:
-        """A tensor for `torch.from_dlpack`; read it once it is loaded, and not after `free`."""
+        """Returns a tensor for `torch.from_dlpack`. Read it after the load and before `free`."""
         return self.view(name, self._spec(name).dtype)
 
     @checked(name=text, dtype=text, shape=each(not_negative))
     def view(self, name: str, dtype: str, shape: tuple[int, ...] | None = None) -> _core.TensorView:
-        """The same bytes as another type, for types that DLPack's consumers do not know."""
+        """Returns a tensor's bytes as another type, for types that DLPack consumers lack."""
         extents = self._spec(name).shape if shape is None else shape
         return self._open_core().view(self.layout.offsets_bytes[name], list(extents), dtype)
 
     def back(self) -> None:
-        """Makes every page, for an engine that writes the tensors itself. Raises NoRoomError."""
+        """Creates every page, for an engine that writes the tensors itself. Raises NoRoomError."""
         self._open_core().back(self.layout.size_bytes)
 
     @checked(byte=_byte)
     def fill(self, byte: int = 0xFF) -> None:
-        """Makes every page and sets every byte, padding included. Raises NoRoomError.
+        """Creates every page and sets every byte, with padding. Raises NoRoomError.
 
-        A GPU's fresh pages hold anything: only a fill before tells tensors that were written from
-        those that were not. 0xFF in every byte is no weight: it is NaN in all floating-point types
-        that have one.
+        A GPU's fresh pages have undefined contents, so only a fill distinguishes tensors that were
+        written later from those that were not. 0xFF in every byte is never a weight: it is NaN in
+        all floating-point types that have one.
         """
         self._open_core().fill(byte)
 
     @checked(byte=_byte)
     def unwritten(self, byte: int = 0xFF) -> tuple[str, ...]:
-        """Tensors of which every byte still is what `fill` set.
+        """Returns the tensors whose bytes all still have the value that `fill` set.
 
         Copied from the device piece by piece, up to the first byte that differs. Synchronise the
         streams that wrote them first.
@@ -163,7 +167,7 @@ class WeightArena:
             )
 
     def read(self, name: str) -> bytes:
-        """A copy of a tensor's content, for checks: the CPU cannot read a GPU's pages."""
+        """Returns a copy of a tensor's content, for checks: the CPU cannot read a GPU's pages."""
         with self._reader.open(self._bytes_of(name), name) as content:
             return b"".join(bytes(piece) for piece in content.pieces)
 
@@ -172,7 +176,7 @@ class WeightArena:
 
     def _spec(self, name: str) -> TensorSpec:
         if text("name", name) not in self.layout.specs:
-            raise InvalidArgumentError(f"there is no tensor {name!r} in this arena")
+            raise InvalidArgumentError(f"tensor {name!r} is not in this arena")
         return self.layout.specs[name]
 
     def load(
@@ -181,7 +185,9 @@ class WeightArena:
         options: LoadOptions | None = None,
         links: WeightLinks | None = None,
     ) -> None:
-        """Copies every tensor, while the pages are being made. See `WeightLoad.result`."""
+        """Copies every tensor while the pages are being created. Raises as `WeightLoad.result`
+        does.
+        """
         self.start_load(weights, options, links).result()
 
     @checked(
@@ -195,11 +201,11 @@ class WeightArena:
         options: LoadOptions | None = None,
         links: WeightLinks | None = None,
     ) -> WeightLoad:
-        """Begins to copy. `weights` must stay open until the load is done.
+        """Starts a load. `weights` must stay open until it is done.
 
-        Without `links` the load opens its own: on a GPU that pins memory each time. Raises
-        WeightMismatchError, before anything is copied, unless its tensors are the layout's;
-        DeviceBusyError while another load uses the links.
+        Without `links` the load opens its own, which on a GPU pins memory each time. Raises
+        WeightMismatchError, before anything is copied, unless the weights have the layout's
+        tensors, and DeviceBusyError while another load uses the links.
         """
         core = self._open_core()
         if self._load is not None and not self._load.wait(0):
@@ -220,9 +226,9 @@ class WeightArena:
         return WeightLoad(self, self._load)
 
     def free(self) -> None:
-        """Gives every page and the lease back; ends a load under way. A second call does nothing.
+        """Returns every page and the lease, and ends a running load. A second call does nothing.
 
-        Views keep their addresses reserved; touching them is a fault.
+        Views keep their addresses reserved; accessing them is a fault.
         """
         if self._core is None:
             return
@@ -248,7 +254,7 @@ class WeightArena:
 
 @dataclass(frozen=True, slots=True)
 class AddressUsage:
-    """A client's address space. What does not fit gets a reservation of its own."""
+    """A client's address space. An object that does not fit gets its own reservation."""
 
     size_bytes: int
     free_bytes: int

@@ -1,4 +1,4 @@
-"""Ways from host memory into a device: pinned buffers and streams, or just threads."""
+"""Links from host memory into a device: pinned buffers and streams, or threads alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcached.checks import checked, not_negative, positive, threads
 from kvcached.errors import ClosedError, InvalidArgumentError
 
 _CoreClient = _core.Client
-STAGING_BYTES = 32 << 20  # of each link, as in Prism §5.2
+STAGING_BYTES = 32 << 20  # per link, as in Prism §5.2
 
 
 class ClientLike(Protocol):
@@ -26,7 +26,7 @@ def _core_of(client: ClientLike) -> _core.Client:
 
 
 class WeightLinks:
-    """Made by `Client.open_weight_links`; kept from load to load, so that memory is pinned once.
+    """Links made by `Client.open_weight_links`, reused across loads so that memory is pinned once.
 
     One load at a time uses them. Thread rule: any thread.
     """
@@ -40,31 +40,33 @@ class WeightLinks:
 
     @property
     def core(self) -> _core.WeightLinks:
-        """For kvcached's own use."""
+        """The extension's object, for kvcached itself."""
         if self._core is None:
-            raise ClosedError("the links are closed; open others")
+            raise ClosedError("the links are closed; open new ones")
         return self._core
 
     @checked(share_bytes=not_negative)
     def add(self, other: ClientLike, *, share_bytes: int = 0) -> None:
-        """From now on the link of `other`'s GPU to the host helps; its bytes go on to this GPU over
-        the link between the two (Prism §5.2).
+        """Adds the link between `other`'s GPU and the host to later loads (Prism §5.2).
 
-        Leases staging there as pages, and `share_bytes` for what this process has on that GPU
-        besides (a CUDA context), which `other`'s usage shows. It can be given back between loads
-        (`drop`), and `other` cannot close before. Raises NoRoomError, BackendUnavailableError for
-        GPUs that are not connected, DeviceBusyError while a load runs, InvalidArgumentError for a
-        host device or a GPU that helps already.
+        `other` is a `Client`. Its bytes continue to this GPU over the link between the two GPUs.
+        Leases staging memory there as pages, and `share_bytes` for this process's other memory on
+        that GPU (a CUDA context), which `other`'s usage shows. `drop` gives both back between
+        loads; `other` cannot close before. Raises NoRoomError, BackendUnavailableError for GPUs
+        that are not connected, DeviceBusyError while a load runs, InvalidArgumentError for a host
+        device or a GPU that was added before.
         """
         self.core.add(_core_of(other), share_bytes)
 
     def drop(self, other: ClientLike) -> None:
-        """Gives back what `add` took. Nothing happens if it does not help; DeviceBusyError while a
-        load runs."""
+        """Undoes `add`. Does nothing if `other` was not added.
+
+        Raises DeviceBusyError while a load runs.
+        """
         self.core.drop(_core_of(other))
 
     def close(self) -> None:
-        """Gives buffers and leases back, once the load that uses them is done."""
+        """Returns buffers and leases, once the load that uses them is done."""
         if self._core is not None:
             self._core.close()
         self._core = None

@@ -22,7 +22,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from kvcached.errors import InvalidArgumentError, WeightFileError
-from kvcached.trust import distrust
+from kvcached.trust import untrusted_reason
 from kvcached.weights.locks import FileLock
 
 FORMAT = "prism-weights 1\n"
@@ -49,7 +49,7 @@ class StorePaths:
         paths = cls(root.resolve())
         try:
             paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if why := distrust(paths.root):
+            if why := untrusted_reason(paths.root):
                 raise InvalidArgumentError(f"{root} {why}; name another directory")
             with FileLock.take(paths.mutex):
                 paths._check_format()

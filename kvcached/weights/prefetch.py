@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvcached.checks import checked, patience
+from kvcached.checks import checked, duration
 
 
 class Prefetch:
@@ -18,7 +18,7 @@ class Prefetch:
         self._thread = threading.Thread(target=self._run, name="weights-prefetch", daemon=True)
         self._thread.start()
 
-    @checked(timeout_s=patience)
+    @checked(timeout_s=duration)
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether it is through, after at most that long. Raises what ended it early."""
         self._thread.join(timeout_s)

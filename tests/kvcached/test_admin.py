@@ -140,7 +140,7 @@ def test_bad_values_change_nothing(device: Device) -> None:
                 device.set_limit("a", bad)  # type: ignore[arg-type]
             with pytest.raises(errors.InvalidArgumentError, match="min_bytes"):
                 device.set_min("a", bad)  # type: ignore[arg-type]
-        with pytest.raises(errors.InvalidArgumentError, match="client is a pid already"):
+        with pytest.raises(errors.InvalidArgumentError, match="client is already a pid"):
             device.set_min(5, PAGE, pid=5)
         with pytest.raises(errors.InvalidArgumentError, match=r"pid is 2147483648.*2\^31 - 1"):
             device.set_min("a", PAGE, pid=2**31)

@@ -253,7 +253,7 @@ def test_orders_say_what_became_of_each(device: Device, spawn: Spawn) -> None:
     }
     assert found["answering"].returned_bytes == 10 * QUANTUM
     assert found["answering"].evicted_tokens == 8 * SLAB_BLOCKS * TINY.block_tokens
-    with pytest.raises(errors.UnknownClientError, match=r"there are: .*answering"):
+    with pytest.raises(errors.UnknownClientError, match=r"clients: .*answering"):
         device.shrink("nobody")
     with pytest.raises(errors.InvalidArgumentError, match="size_bytes is 0"):
         device.shrink("answering", 0)

@@ -173,7 +173,7 @@ def test_what_is_not_served_is_refused_by_name(client: Client) -> None:
         cache = continuous_api.PagedAttentionCache
         with pytest.raises(InvalidArgumentError, match="host devices alone"):
             cache(network(LLAMA).config, sized(), device="cuda:0", distributed_helper=Ranks(1))
-        with pytest.raises(InvalidArgumentError, match="over 2 ranks is not served"):
+        with pytest.raises(InvalidArgumentError, match="over 2 ranks is not supported"):
             cache(network(LLAMA).config, sized(), device="cpu", distributed_helper=Ranks(2))
     with pytest.raises(InvalidArgumentError, match="request_tokens"):
         elastic_batching(client, request_tokens=0)

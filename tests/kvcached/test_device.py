@@ -170,7 +170,7 @@ def test_full_shared_memory_is_named_and_leaves_nothing(
 
 def test_a_host_device_is_no_larger_than_the_machine(namespace: str) -> None:
     opened = Device.open("host:0", capacity_bytes=16 << 40, namespace=namespace)
-    with pytest.raises(errors.DeviceOccupiedError, match="16777216 MiB, and this machine"):
+    with pytest.raises(errors.DeviceOccupiedError, match="16777216 MiB, but this machine"):
         opened.check_capacity()
     opened.destroy()
 

@@ -123,7 +123,7 @@ def test_trim_says_what_each_client_gave(device: Device, spawn: Spawn, namespace
         "384",
         "answered",
     ]
-    assert "no such client; there are: engine" in refused("trim", "nobody", *where)
+    assert "no such client; clients: engine" in refused("trim", "nobody", *where)
     assert "size '5 pages' is not understood" in refused(
         "trim", "engine", "--bytes", "5 pages", *where
     )
@@ -249,7 +249,7 @@ def test_what_cannot_be_done_ends_with_one_line(device: Device, namespace: str) 
     where = ("--namespace", namespace)
     assert "no live client" not in refused("limit", "ghost", "5X", *where)
     assert "write 512MiB" in refused("limit", "ghost", "5X", *where)
-    assert "no such client; there are none" in refused("limit", "ghost", "5MiB", *where)
+    assert "no such client; clients: none" in refused("limit", "ghost", "5MiB", *where)
     assert "see kvctl list" in refused("limit", "ghost", "5MiB", "--namespace", f"{namespace}x")
     second = Device.open("host:1", capacity_bytes=PAGE, page_bytes=PAGE, namespace=namespace)
     assert f"--namespace {namespace} --device host:1" in refused("limit", "x", "5MiB", *where)

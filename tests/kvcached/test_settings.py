@@ -15,8 +15,8 @@ import pytest
 
 import kvcached_plugins
 from kvcached import Client, Device, Layout, NoRoomError
+from kvcached.engines.device_share import DeviceShare
 from kvcached.engines.settings import Settings
-from kvcached.engines.stake import Stake
 from kvcached.errors import DeviceMismatchError, InvalidArgumentError, UnknownDeviceError
 
 from .caches import Cache
@@ -65,8 +65,8 @@ def test_the_device_alone_is_enough() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (said(LIMT="1GiB"), "KVCACHED_LIMT is not known; there is KVCACHED_LIMIT"),
-        (said(QUOTA="1"), "KVCACHED_QUOTA is not known; there is .*KVCACHED_DEVICE"),
+        (said(LIMT="1GiB"), "KVCACHED_LIMT is not a known variable; known: KVCACHED_LIMIT"),
+        (said(QUOTA="1"), "KVCACHED_QUOTA is not a known variable; known: .*KVCACHED_DEVICE"),
         (said(CAPACITY="much"), "KVCACHED_CAPACITY: size 'much' is not understood"),
         (said(LIMIT="0"), "KVCACHED_LIMIT is 0"),
         (said(LIMIT="1GiB", MINIMUM="2GiB"), "KVCACHED_MINIMUM is above KVCACHED_LIMIT"),
@@ -144,7 +144,9 @@ def test_sglang_is_told_the_platform_of_the_device(
 
 def test_vllm_is_not_served_on_gpus(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("KVCACHED_DEVICE", "cuda:0")
-    with pytest.raises(SystemExit, match="stock vLLM is not served on GPUs by this version: set"):
+    with pytest.raises(
+        SystemExit, match="stock vLLM is not supported on GPUs by this version: set"
+    ):
         kvcached_plugins.vllm_general()
 
 
@@ -153,7 +155,7 @@ def test_vllm_is_not_served_on_gpus(bare: pytest.MonkeyPatch) -> None:
     ("value", "message"),
     [
         (said(DEVICE="gpu:0"), "kvcached: .*gpu:0"),
-        (said(DEVICE="host:0", CAPACTY="2GiB"), "kvcached: KVCACHED_CAPACTY is not known"),
+        (said(DEVICE="host:0", CAPACTY="2GiB"), "kvcached: KVCACHED_CAPACTY is not a known"),
     ],
 )
 def test_a_mistake_ends_the_engine(
@@ -182,7 +184,7 @@ def test_the_other_package_of_this_name_ends_the_engine(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert not done.stdout
-    assert done.stderr.startswith("kvcached: the distribution kvcached 0.1.2 is installed")
+    assert done.stderr.startswith("kvcached: both kvcached 0.1.2 and prism-kvcached are installed")
 
 
 def test_a_package_of_this_name_without_adapters_ends_the_engine(tmp_path: Path) -> None:
@@ -221,25 +223,25 @@ def test_a_page_that_is_too_large_for_the_layout_is_named(namespace: str) -> Non
     given = Settings(
         "host:0", namespace=namespace, capacity_bytes=3 * page_bytes, page_bytes=page_bytes
     )
-    stake = Stake(given, "engine")
+    share = DeviceShare(given, "engine")
     try:
         with pytest.raises(NoRoomError, match=r"lower KVCACHED_PAGE for all \(it is 16 MiB\)"):
-            stake.alloc_kvcache(TINY, 1 << 14, 512)  # a page for each K and V
+            share.alloc_kvcache(TINY, 1 << 14, 512)  # a page for each K and V
     finally:
-        stake.client.close()
+        share.client.close()
         Device.unlink(namespace, "host:0")
 
 
-# --- a stake in the device -------------------------------------------------------------------
+# --- a share in the device -------------------------------------------------------------------
 
 
 @pytest.fixture
-def stake(device: Device, namespace: str) -> Iterator[Callable[..., Stake]]:
-    made: list[Stake] = []
+def share(device: Device, namespace: str) -> Iterator[Callable[..., DeviceShare]]:
+    made: list[DeviceShare] = []
 
-    def make(name: str = "engine", **settings: int) -> Stake:
+    def make(name: str = "engine", **settings: int) -> DeviceShare:
         given = Settings("host:0", namespace=namespace, **settings)  # type: ignore[arg-type]
-        made.append(Stake(given, name))
+        made.append(DeviceShare(given, name))
         return made[-1]
 
     yield make
@@ -248,34 +250,36 @@ def stake(device: Device, namespace: str) -> Iterator[Callable[..., Stake]]:
 
 
 def test_static_memory_is_what_was_said_or_else_measured(
-    device: Device, stake: Callable[..., Stake]
+    device: Device, share: Callable[..., DeviceShare]
 ) -> None:
-    stake("measured").lease_static(3 * PAGE)
-    stake("said", static_bytes=5 * PAGE).lease_static(3 * PAGE)
+    share("measured").lease_static(3 * PAGE)
+    share("said", static_bytes=5 * PAGE).lease_static(3 * PAGE)
     static = {client.name: client.static_bytes for client in device.usage().clients}
     assert static == {"measured": 3 * PAGE, "said": 5 * PAGE}
-    with pytest.raises(NoRoomError, match=r"heavy takes 128 MiB beside its KV.*KVCACHED_STATIC"):
-        stake("heavy").lease_static(2 * CAPACITY)
+    with pytest.raises(
+        NoRoomError, match=r"heavy needs 128 MiB in addition to its KV.*KVCACHED_STATIC"
+    ):
+        share("heavy").lease_static(2 * CAPACITY)
 
 
 def test_one_request_is_guaranteed_unless_something_else_is_said(
-    device: Device, stake: Callable[..., Stake]
+    device: Device, share: Callable[..., DeviceShare]
 ) -> None:
-    stake("usual").alloc_kvcache(TINY, num_tokens=1 << 14, request_tokens=1000)
-    stake("little", min_bytes=QUANTUM).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
+    share("usual").alloc_kvcache(TINY, num_tokens=1 << 14, request_tokens=1000)
+    share("little", min_bytes=QUANTUM).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
     minimum = {client.name: client.min_bytes for client in device.usage().clients}
     assert minimum == {"usual": TINY.need_bytes(1000, PAGE), "little": QUANTUM}
 
 
 def test_a_request_that_cannot_be_guaranteed_names_what_to_change(
-    stake: Callable[..., Stake],
+    share: Callable[..., DeviceShare],
 ) -> None:
-    with pytest.raises(NoRoomError, match=r"one request of 1000000 tokens takes .*shorten"):
-        stake().alloc_kvcache(TINY, 1 << 20, request_tokens=1_000_000)
+    with pytest.raises(NoRoomError, match=r"one request of 1000000 tokens needs .*shorten"):
+        share().alloc_kvcache(TINY, 1 << 20, request_tokens=1_000_000)
     with pytest.raises(NoRoomError, match="KVCACHED_LIMIT is 512 KiB: raise the limit"):
-        stake(limit_bytes=512 << 10).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
-    with pytest.raises(NoRoomError, match=r"KVCACHED_MINIMUM takes 96 MiB.*or lower it"):
-        stake(min_bytes=96 << 20).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
+        share(limit_bytes=512 << 10).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
+    with pytest.raises(NoRoomError, match=r"KVCACHED_MINIMUM needs 96 MiB.*or lower it"):
+        share(min_bytes=96 << 20).alloc_kvcache(TINY, 1 << 14, request_tokens=1000)
 
 
 class Idle:
@@ -316,9 +320,9 @@ def idle(device: Device) -> Iterator[Callable[[], Idle]]:
 
 
 def test_a_step_finds_room_where_another_engine_is_idle(
-    stake: Callable[..., Stake], idle: Callable[..., Idle]
+    share: Callable[..., DeviceShare], idle: Callable[..., Idle]
 ) -> None:
-    engine = stake()
+    engine = share()
     kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
     idle()
     assert kv.alloc_kv(100) is None
@@ -328,9 +332,9 @@ def test_a_step_finds_room_where_another_engine_is_idle(
 
 
 def test_a_request_that_waits_asks_without_waiting(
-    stake: Callable[..., Stake], idle: Callable[..., Idle], device: Device
+    share: Callable[..., DeviceShare], idle: Callable[..., Idle], device: Device
 ) -> None:
-    engine = stake()
+    engine = share()
     kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
     other = idle()
     engine.ask_for(4 * QUANTUM)
@@ -340,9 +344,9 @@ def test_a_request_that_waits_asks_without_waiting(
 
 
 def test_a_limited_engine_asks_nobody_for_more_than_its_limit(
-    stake: Callable[..., Stake], idle: Callable[..., Idle]
+    share: Callable[..., DeviceShare], idle: Callable[..., Idle]
 ) -> None:
-    limited = stake("limited", limit_bytes=2 * QUANTUM)
+    limited = share("limited", limit_bytes=2 * QUANTUM)
     kv = limited.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
     other = idle()
     limited.ask_for(4 * QUANTUM)
@@ -352,9 +356,9 @@ def test_a_limited_engine_asks_nobody_for_more_than_its_limit(
 
 @pytest.mark.parametrize(("limit", "given"), [(None, 6), (4, 4 - 1)])
 def test_what_would_be_of_use_is_asked_for_as_far_as_the_limit(
-    stake: Callable[..., Stake], idle: Callable[..., Idle], limit: int | None, given: int
+    share: Callable[..., DeviceShare], idle: Callable[..., Idle], limit: int | None, given: int
 ) -> None:
-    engine = stake("engine", limit_bytes=limit and limit * QUANTUM)
+    engine = share("engine", limit_bytes=limit and limit * QUANTUM)
     kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
     other = idle()
     engine.ask_for(QUANTUM, 5 * QUANTUM)
@@ -365,9 +369,9 @@ def test_what_would_be_of_use_is_asked_for_as_far_as_the_limit(
 
 
 def test_room_that_nobody_can_make_is_not_waited_for(
-    stake: Callable[..., Stake], device: Device
+    share: Callable[..., DeviceShare], device: Device
 ) -> None:
-    engine = stake()
+    engine = share()
     kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
     with device.client("busy") as busy:
         other = busy.alloc_kvcache(TINY, num_tokens=1 << 18, reserved_blocks=0)
@@ -377,7 +381,7 @@ def test_room_that_nobody_can_make_is_not_waited_for(
         assert busy.usage().asked_bytes == 0
 
 
-def test_layouts_of_engines_need_not_be_tiny(stake: Callable[..., Stake]) -> None:
+def test_layouts_of_engines_need_not_be_tiny(share: Callable[..., DeviceShare]) -> None:
     layout = Layout(3, 2, 32, v_head_dim=64, dtype="float16", block_tokens=64)
-    kv = stake().alloc_kvcache(layout, num_tokens=1 << 12, request_tokens=128)
+    kv = share().alloc_kvcache(layout, num_tokens=1 << 12, request_tokens=128)
     assert kv.available_blocks() >= 2

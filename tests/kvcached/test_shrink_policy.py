@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvcached.asking import plan
-
 from kvcached import Holder, spares_then_idle_caches
+from kvcached.memory_requests import plan
 
 
 def holder(name: str, held: int = 100, **facts: float) -> Holder:

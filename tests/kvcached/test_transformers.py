@@ -278,7 +278,7 @@ def test_a_cache_of_another_model_is_refused(client: Client) -> None:
 def test_another_batch_needs_a_reset(client: Client) -> None:
     cache = elastic(client, LLAMA)
     answer(LLAMA, prompts(2, 8), cache, tokens=2)
-    with pytest.raises(InvalidArgumentError, match="holds 2 sequences, and the model was given 3"):
+    with pytest.raises(InvalidArgumentError, match="holds 2 sequences, but the model was given 3"):
         answer(LLAMA, prompts(3, 20), cache, tokens=2)
 
 
@@ -297,7 +297,7 @@ def test_it_is_not_copied(client: Client) -> None:
 def test_a_window_cannot_go_back_to_what_it_left(client: Client) -> None:
     cache = elastic(client, GEMMA3.name)
     answer(GEMMA3.name, prompts(1, 20), cache, tokens=100)
-    with pytest.raises(InvalidArgumentError, match="sliding window has left behind"):
+    with pytest.raises(InvalidArgumentError, match="sliding window has dropped"):
         cache.crop(-60)
 
 

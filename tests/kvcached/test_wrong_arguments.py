@@ -136,7 +136,9 @@ def test_what_is_another_clients_is_not_freed(world: World) -> None:
     before = world.device.usage()
     for freeing, own in free.items():
         foreign = getattr(world.other, freeing.__name__)
-        with pytest.raises(errors.InvalidArgumentError, match="another client's; free it there"):
+        with pytest.raises(
+            errors.InvalidArgumentError, match="belongs to another client; free it there"
+        ):
             foreign(own)
         for wrong in (*(each for each in free.values() if each is not own), None):
             with pytest.raises(errors.InvalidArgumentError, match="must be a"):

@@ -96,15 +96,15 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(pair: Pair) 
 @pytest.mark.parametrize(
     ("arguments", "said", "message"),
     [
-        ((), {"STATIC": "512MiB"}, "KVCACHED_STATIC is 512 MiB, and CUDA alone takes up to 1 GiB"),
+        ((), {"STATIC": "512MiB"}, "KVCACHED_STATIC is 512 MiB, but CUDA alone takes up to 1 GiB"),
         # Of a ledger with room enough.
         (
             (),
             {"STATIC": "1025MiB", "NAMESPACE": OWN},
-            "does not fit into the 1 GiB leased beside its KV: set",
+            "does not fit into the 1 GiB leased in addition to its KV: set",
         ),
-        ((), {}, "takes 1.4 GiB beside its KV, and cuda:0 has .* for it: stop or shrink"),
-        (("--base-gpu-id", "1"), {}, "base_gpu_id 1 is another GPU than KVCACHED_DEVICE's cuda:0"),
+        ((), {}, "needs 1.4 GiB in addition to its KV, but cuda:0 has .* available: stop or "),
+        (("--base-gpu-id", "1"), {}, "base_gpu_id 1 is not the GPU of KVCACHED_DEVICE, cuda:0"),
     ],
     ids=["driver", "weights", "room", "index"],
 )

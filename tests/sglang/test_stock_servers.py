@@ -122,23 +122,23 @@ def flushed(pair: Pair) -> bool:
 @pytest.mark.parametrize(
     ("model", "arguments", "said", "message"),
     [
-        (LLAMA, (), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it: "),
+        (LLAMA, (), {"STATIC": "1GiB"}, "needs 1 GiB in addition to its KV, but host:0 has "),
         (
             LLAMA,
             (),
             {"STATIC": "64KiB", "MINIMUM": "1GiB"},
-            "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop",
+            "KVCACHED_MINIMUM needs 1 GiB, but host:0 has .* available: stop",
         ),
-        (LLAMA, (), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same"),
-        (LLAMA, ("--tp-size", "2"), {}, "tp_size 2 is not served on kvcached: leave it out"),
-        (LLAMA, ("--page-size", "1"), {}, "page_size 1 is not served on kvcached: leave it out"),
+        (LLAMA, (), {"CAPACITY": "1GiB"}, "set KVCACHED_CAPACITY and KVCACHED_PAGE to the same"),
+        (LLAMA, ("--tp-size", "2"), {}, "tp_size 2 is not supported on kvcached: leave it out"),
+        (LLAMA, ("--page-size", "1"), {}, "page_size 1 is not supported on kvcached: leave it out"),
         (
             LLAMA,
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
             {},
-            "speculative_algorithm 'NGRAM' is not served on kvcached: leave it out",
+            "speculative_algorithm 'NGRAM' is not supported on kvcached: leave it out",
         ),
-        (MLA.name, (), {"STATIC": "64KiB"}, "latent attention .MLA. is not served on kvcached"),
+        (MLA.name, (), {"STATIC": "64KiB"}, "latent attention .MLA. is not supported on kvcached"),
     ],
     ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses", "latent"],
 )

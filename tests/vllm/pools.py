@@ -17,9 +17,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvcached import Device
+from kvcached.engines.device_share import DeviceShare
 from kvcached.engines.packed import PackedLayout
 from kvcached.engines.settings import Settings
-from kvcached.engines.stake import Stake
 from kvcached.engines.vllm import memory
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
 
@@ -117,8 +117,8 @@ def main() -> None:
     namespace = f"t{uuid4().hex[:10]}"
     settings = Settings("host:0", namespace, capacity_bytes=2 * SIZE, page_bytes=PAGE)
     opened = memory.EngineMemory.__new__(memory.EngineMemory)
-    opened.stake = Stake(settings, "pool")
-    opened.kv = opened.stake.alloc_kvcache(LAYOUT, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS)
+    opened.share = DeviceShare(settings, "pool")
+    opened.kv = opened.share.alloc_kvcache(LAYOUT, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS)
     memory._active = opened
     try:
         sizes = {"num_gpu_blocks": BLOCKS, "enable_caching": True, "hash_block_size": BLOCK_TOKENS}

@@ -86,19 +86,19 @@ def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("model", "arguments", "said", "message"),
     [
-        (LLAMA, (), {"STATIC": "1GiB"}, "takes 1 GiB beside its KV, and host:0 has .* for it"),
+        (LLAMA, (), {"STATIC": "1GiB"}, "needs 1 GiB in addition to its KV, but host:0 has "),
         (
             LLAMA,
             (),
             {"STATIC": "64KiB", "MINIMUM": "1GiB"},
-            "KVCACHED_MINIMUM takes 1 GiB, and host:0 has .* for it: stop",
+            "KVCACHED_MINIMUM needs 1 GiB, but host:0 has .* available: stop",
         ),
-        (LLAMA, (), {"CAPACITY": "1GiB"}, "KVCACHED_CAPACITY and KVCACHED_PAGE are the same"),
-        (LLAMA, (), {"CAPACTY": "1GiB"}, "KVCACHED_CAPACTY is not known"),
-        (LLAMA, ("--tensor-parallel-size", "2"), {}, "--tensor-parallel-size .2. is not served on"),
-        (LLAMA, ("--speculative-config", NGRAM), {}, "--speculative-config .* is not served on"),
-        (GEMMA3.name, (), {"STATIC": "64KiB"}, "has no layout on kvcached: serve a model whose"),
-        (MLA.name, (), {"STATIC": "64KiB"}, "has no layout on kvcached: serve a model whose"),
+        (LLAMA, (), {"CAPACITY": "1GiB"}, "set KVCACHED_CAPACITY and KVCACHED_PAGE to the same"),
+        (LLAMA, (), {"CAPACTY": "1GiB"}, "KVCACHED_CAPACTY is not a known variable"),
+        (LLAMA, ("--tensor-parallel-size", "2"), {}, "--tensor-parallel-size .2. is not supported"),
+        (LLAMA, ("--speculative-config", NGRAM), {}, "--speculative-config .* is not supported"),
+        (GEMMA3.name, (), {"STATIC": "64KiB"}, "a layout on kvcached: serve a model whose"),
+        (MLA.name, (), {"STATIC": "64KiB"}, "a layout on kvcached: serve a model whose"),
     ],
     ids=["weights", "minimum", "capacity", "variable", "ranks", "guesses", "windows", "latent"],
 )

@@ -1,12 +1,12 @@
 """SGLang's paged allocator over kvcached blocks (SGLang's page = kvcached's block).
 
-Blocks are taken from kvcached and held (in SGLang's own `free_pages` tensor) before SGLang slices
-them off its head. SGLang asks "is there room" first and allocates later, and other engines of the
-device compete for the same pages: only held blocks keep the promise. The blocks that a step does
-not use go back at its end.
+Blocks are taken from kvcached and held, in SGLang's own `free_pages` tensor, before SGLang slices
+them off its head. SGLang first asks whether there is room and allocates later, while other engines
+of the device compete for the same pages, so only held blocks are safe. Blocks that a step does not
+use are returned at its end.
 
-The books are kept on the CPU, beside the tensor that SGLang's kernels read: to read ids back from
-a GPU would wait for everything that runs there. Only blocks that SGLang frees must be read back.
+The books are kept on the CPU, in addition to the tensor that SGLang's kernels read: reading ids
+back from a GPU would wait for all of its running work. Only blocks that SGLang frees are read back.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _NO_BLOCKS: Ids = np.empty(0, dtype=np.int64)
 
 
 class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
-    """`available_size` stays virtual (SGLang checks it against its totals when idle);
-    what can be had now is `attainable_tokens`."""
+    """SGLang's paged allocator over kvcached blocks.
+
+    `available_size` stays virtual, since SGLang checks it against its totals when idle. The memory
+    available now is `attainable_tokens`.
+    """
 
     free_pages: torch.Tensor
     num_pages: int
@@ -57,23 +60,23 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._tree_cache: Any = None
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
-    # --- what can be had -------------------------------------------------------------------
+    # --- available memory ------------------------------------------------------------------
 
     def available_size(self) -> int:
         return (self.num_pages - self._live_pages) * self.page_size
 
     def attainable_tokens(self) -> int:
-        """Tokens that could be allocated now without evicting: held, mapped, ledger's room."""
+        """Returns the tokens that fit now without evicting: held, mapped, and the ledger's room."""
         held = len(self.free_pages)
         room = min(self._kv.available_blocks(), self.num_pages - self._live_pages - held)
         return (held + room) * self.page_size
 
     def agreed_tokens(self) -> int:
-        """`attainable_tokens` of the rank with the least; a collective of all ranks."""
+        """Returns the smallest `attainable_tokens` of all ranks: a collective."""
         return self._memory.least(self.attainable_tokens())
 
     def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
-        """Hold `pages` blocks, evicting own prefix cache when the device is full."""
+        """Holds `pages` blocks, evicting own prefix cache when the device is full."""
         self._tree_cache = tree_cache
         while not self._hold(pages):
             short = pages * self.page_size - self.agreed_tokens()
@@ -81,19 +84,22 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
                 return self._hold(pages, self._memory.find_room)
         return True
 
-    def lacks(self, tokens: int) -> None:
-        """A request waits since so many more tokens have no room."""
-        self._memory.lacks(tokens)
+    def report_shortage(self, tokens: int) -> None:
+        """Reports that a request waits for memory of `tokens` more tokens."""
+        self._memory.report_shortage(tokens)
 
     def return_held_blocks(self) -> None:
-        """Give back the blocks that the last step did not use."""
+        """Frees the blocks that the last step did not use."""
         if len(self._held):
             self._kv.free_kv(self._held)
             self._held, self.free_pages = _NO_BLOCKS, self._no_pages()
 
     def _hold(self, pages: int, find: Callable[[int], Ids | None] | None = None) -> bool:
-        """kvcached lays out whole slabs, which may have more blocks than SGLang counts on: any of
-        them may be used, but no more at a time than SGLang's own."""
+        """Takes the missing ones of `pages` blocks from kvcached. Returns False if they do not fit.
+
+        kvcached lays out whole slabs, which may have more blocks than SGLang counts. Any of them
+        may be used, but never more at a time than SGLang's number.
+        """
         missing = pages - len(self.free_pages)
         if missing <= 0:
             return True
@@ -107,13 +113,13 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return True
 
     def _on_device(self, ids: Ids) -> torch.Tensor:
-        """Without waiting for what runs there."""
+        """Copies ids to the device without waiting for its running work."""
         if torch.device(self.device).type != "cuda":
             return torch.from_numpy(ids).to(self.device)
         return torch.from_numpy(ids).pin_memory().to(self.device, non_blocking=True)
 
     def evict_cache(self, tree_cache: Any, tokens: int | None) -> int:
-        """Free about `tokens` (None: all) of unused prefix cache, the least recently used first."""
+        """Evicts about `tokens` (None: all) of unused prefix cache, least recently used first."""
         if tokens is None:
             tokens = int(tree_cache.evictable_size())
         result = tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
@@ -127,7 +133,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return KvcachedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        """Nothing: capacity is reserved exactly, by the budget and `check_decode_capacity`."""
+        """Does nothing: the budget and `check_decode_capacity` reserve capacity exactly."""
 
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
@@ -176,7 +182,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         return self._counted(super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
 
     def _counted(self, slots: torch.Tensor | None) -> torch.Tensor | None:
-        """Mark the blocks that were sliced off the held ones as live."""
+        """Marks the blocks that were sliced off the held ones as live."""
         count = len(self._held) - len(self.free_pages)
         used, self._held = self._held[:count], self._held[count:]
         self._live[torch.from_numpy(used)] = True
@@ -205,7 +211,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._live_pages = 0
 
     def get_all_free_pages(self) -> None:
-        """There is no list of free pages: kvcached owns them (SGLang skips its census on None)."""
+        """Returns None, for which SGLang skips its census: kvcached owns the free pages."""
 
     def _no_pages(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self.device)

@@ -1,4 +1,4 @@
-"""Admission of prefills by the room that kvcached has, not by SGLang's virtual pool."""
+"""Admission of prefills by the room in kvcached instead of SGLang's virtual pool."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class BlockReserver(Protocol):
     def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
         """Returns True if the allocator now holds `pages` blocks."""
 
-    def lacks(self, tokens: int) -> None:
+    def report_shortage(self, tokens: int) -> None:
         """Reports that a request waits because `tokens` tokens are missing."""
 
 
 class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
-    """One prefill pass. A request is admitted only once the allocator holds its blocks."""
+    """Budget of one prefill pass. It admits a request only once the allocator holds its blocks."""
 
     allocator: BlockReserver
 
@@ -43,11 +43,11 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
-        # Without the block per request that SGLang adds: prefixes and chunks end on a block's
-        # edge here, and with it a request of the full context would miss its guaranteed room.
+        # Without the extra block per request that SGLang adds. Prefixes and chunks end on a block's
+        # edge here, and the extra block would exceed the room guaranteed for a full context.
         needed = self.ceil_paged_tokens(total_tokens - self.page_size)
         if needed > self.remaining_total:
-            self.allocator.lacks(needed - int(self.remaining_total))
+            self.allocator.report_shortage(needed - int(self.remaining_total))
             return False, None
         now = extend_input_len if chunk_limit is None else min(extend_input_len, chunk_limit)
         return (True, chunk_limit) if self._reserve_blocks(now) else (False, None)
@@ -58,7 +58,7 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
     def fit_chunk(
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
     ) -> int | None:
-        """None parks the chunked request: the running ones go on and free its blocks."""
+        """Returns None to park the chunked request until running requests free blocks."""
         return chunk_limit if self._reserve_blocks(min(extend_input_len, chunk_limit)) else None
 
     def reserve(self, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> None:

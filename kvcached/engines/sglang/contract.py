@@ -1,4 +1,4 @@
-"""What the adapter relies on in SGLang."""
+"""Parts of SGLang that the adapter relies on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SGLang's KV pool over kvcached memory: the same tensors, backed by pages only where used.
+"""SGLang's KV pool in kvcached memory: the same tensors, backed by pages only where used.
 
-Slot 0 lies in the padding block, whose pages are always mapped; every other slot may be touched
-only while its block is allocated.
+Slot 0 is in the padding block, whose pages are always mapped. Any other slot may be accessed only
+while its block is allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcached.engines.sglang.memory import active_memory
 
 
 class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
-    """K and V of each layer are views of kvcached's ranges, shape (tokens, heads, head_dim)."""
+    """SGLang's MHA pool. K and V of each layer are views of kvcached: (tokens, heads, head_dim)."""
 
     kv: KVCache | None = None
     size: int
@@ -24,8 +24,8 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
     def _create_buffers_normal(self) -> None:
         if self.kv_cache_layout != "nhd":
             raise NotImplementedError(
-                f"kvcached knows SGLang's KV layout nhd, not {self.kv_cache_layout}; unset what "
-                "chose it"
+                f"kvcached supports SGLang's KV layout nhd, not {self.kv_cache_layout}; unset the "
+                "option that chose it"
             )
         self.kv = kv = active_memory().kv_cache(self._layout(), self.size + self.page_size)
         self.size = kv.num_tokens - self.page_size  # whole slabs: any of their blocks may be used
@@ -45,11 +45,13 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
 
 
 def pool_bytes(self: Any, pre_model_load_memory: int) -> int:
-    """In the place of KVCacheConfigurator._profile_available_bytes. Raises NotImplementedError
-    before SGLang takes memory for K and V that it compresses."""
+    """Replaces KVCacheConfigurator._profile_available_bytes.
+
+    Raises NotImplementedError before SGLang allocates memory for latent attention.
+    """
     if self.use_mla_backend:
         raise NotImplementedError(
-            "latent attention (MLA) is not served on kvcached by this version: serve a model whose "
-            "layers have K and V (MHA, GQA or MQA)"
+            "latent attention (MLA) is not supported on kvcached by this version: serve a model "
+            "whose layers have K and V (MHA, GQA or MQA)"
         )
     return active_memory().pool_bytes(int(self.model_config.context_len))

@@ -1,7 +1,8 @@
-"""`python -m kvcached.engines.sglang.launch ARGS` is `python -m sglang.launch_server ARGS` on a
-machine without a GPU, where Triton and torchvision's compiled half cannot be imported.
+"""Command that runs `python -m sglang.launch_server ARGS` on a machine without a GPU.
 
-Every process that SGLang spawns imports this module first, and so has the stand-ins too.
+Run it as `python -m kvcached.engines.sglang.launch ARGS`. Triton and torchvision's compiled half
+cannot be imported there. Every process that SGLang spawns imports this module first, and so has the
+stand-ins too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What SGLang's pool and allocator need from the engine that they serve."""
+"""Interface that SGLang's pool and allocator on kvcached need from their engine."""
 
 from __future__ import annotations
 
@@ -13,40 +13,46 @@ Ids = NDArray[np.int64]
 
 
 class PoolMemory(Protocol):
-    """The KV memory of one model. Thread rule: the engine's thread."""
+    """KV memory of one model. Thread rule: the engine's thread."""
 
     def pool_bytes(self, context_tokens: int) -> int:
-        """What SGLang may lay out for its pool: addresses, whatever is free at the moment. Its own
-        measure would cap a model for its whole life at what its neighbours left when it came up.
+        """Returns the size of the pool that SGLang lays out: addresses, whatever is free now.
+
+        SGLang's own measurement would limit a model, for its whole life, to what other engines left
+        free when it started.
         """
 
     def kv_cache(self, layout: Layout, num_tokens: int) -> KVCache:
-        """The space for a pool of this geometry, which SGLang sees per layer. Raises NoRoomError,
-        RuntimeError or NotImplementedError for a geometry that this engine cannot serve."""
+        """Returns the space for a pool of this geometry, which SGLang views by layer.
+
+        Raises NoRoomError, and RuntimeError or NotImplementedError for an unsupported geometry.
+        """
 
     def rank_kv(self) -> RankKV:
-        """That space, as one rank of the engine must use it."""
+        """Returns that space for use by one rank of the engine."""
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values: a collective."""
+        """Returns the smallest of all ranks' values: a collective."""
 
-    def lacks(self, num_tokens: int) -> None:
-        """Told that a request waits since so many more tokens have no room. Returns at once."""
+    def report_shortage(self, num_tokens: int) -> None:
+        """Reports that a request waits for `num_tokens` more tokens of memory. Returns at once."""
 
     def find_room(self, num_blocks: int) -> Ids | None:
-        """So many blocks, which others made room for: a step lacks them, its own prefix cache gone.
-        None if others have nothing to give, or within a moment did not."""
+        """Returns blocks that a step needs after its own prefix cache is evicted, or None.
+
+        Other engines give the memory. None if they have none to give, or did not give it shortly.
+        """
 
 
 def active_memory() -> PoolMemory:
-    """The memory that the platform holds for the model being served.
+    """Returns the memory that the platform holds for the model being served.
 
-    SGLang builds pools and allocators from the platform's classes alone, so what they need can
-    reach them only through the platform.
+    SGLang builds pools and allocators from the platform's classes, so the platform is the only way
+    to pass this memory to them. Raises RuntimeError without such a memory.
     """
     from sglang.srt.platforms import current_platform
 
     memory: PoolMemory | None = getattr(current_platform, "memory", None)
     if memory is None:
-        raise RuntimeError("no model is being brought up: the platform holds no engine memory")
+        raise RuntimeError("the platform has no engine memory: no model is being started")
     return memory

@@ -1,4 +1,4 @@
-"""What a SGLang platform needs to have KV memory from kvcached."""
+"""Base of SGLang platforms whose KV memory is kvcached's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from kvcached.engines.sglang.memory import PoolMemory
 
 
 class KvcachedPlatform:
-    """First among a platform's bases. `memory` is set before SGLang lays out a pool."""
+    """First base of a platform. `memory` is set before SGLang lays out a pool."""
 
     memory: PoolMemory | None = None
 
     def get_kv_pool_cls(self, *, kind: str) -> type[Any] | None:
-        """None is SGLang's own pool, which our allocator refuses."""
+        """Returns the pool's class. None selects SGLang's own pool, which KvcachedAllocator
+        refuses.
+        """
         from kvcached.engines.sglang.kv_pool import KvcachedPool
 
         return KvcachedPool if kind == "mha" else None
@@ -29,7 +31,10 @@ class KvcachedPlatform:
 
 
 class NativeCpuPlatform(KvcachedPlatform, CpuSRTPlatform):  # type: ignore[misc]
-    """Every path natively on a CPU: out of tree, so that no compiled kernel is needed."""
+    """Platform with native CPU code on every path.
+
+    It is out of tree (OOT), so that no compiled kernel is needed.
+    """
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()

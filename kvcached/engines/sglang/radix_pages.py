@@ -1,9 +1,9 @@
-"""SGLang's prefix cache, told to kvcached by page (`kvcached.PrefixCache`).
+"""SGLang's prefix cache as a `kvcached.PrefixCache`, which is evicted by page.
 
-SGLang's tree, in Rust by default, gives up whole leaves, the least recently used first; it can
-neither be cut where a page lies nor says when a node was used last. So kvcached learns which
-blocks no request uses, from which it knows what memory can come free at all; and then leaves go in
-SGLang's own order, as many tokens at a time as the cheapest pages would cost, until it has.
+SGLang's tree, in Rust by default, evicts whole leaves, the least recently used first. It cannot be
+cut at a page's boundary and does not show when a node was last used. So kvcached learns which
+blocks no request uses, and from them how much memory can be freed. Leaves are then evicted in
+SGLang's order, as many tokens at a time as the cheapest pages would cost, until enough is free.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ _NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 class RadixPages:
-    """A view of one tree for one answer."""
+    """View of one tree, for one answer."""
 
     def __init__(self, tree: Any, allocator: KvcachedAllocator) -> None:
         self._tree = tree
         self._allocator = allocator
 
     def evictable(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Blocks that no running request holds a lock on. All count as used at one time."""
+        """Returns the blocks that no running request has locked, all with the same time of last
+        use.
+        """
         core = getattr(self._tree, "tree_core", None)
         if core is None:  # the radix cache is switched off
             return _NO_BLOCKS, _NO_BLOCKS
@@ -38,12 +40,14 @@ class RadixPages:
         return blocks, np.zeros_like(blocks)
 
     def evict(self, ids: NDArray[np.int64]) -> int:
-        """Leaves of about as many tokens as these blocks have."""
+        """Evicts leaves with about as many tokens as these blocks have."""
         return self._allocator.evict_cache(self._tree, len(ids) * int(self._allocator.page_size))
 
     def evictable_bytes_max(self, kv: KVCache) -> int:
-        """An upper bound, at no cost: which pages the cache shares with requests is looked at when
-        it matters."""
+        """Returns an upper bound without a walk over the tree.
+
+        It ignores which pages the cache shares with requests; evictions determine that.
+        """
         bound_bytes = kv.mapped_bytes() - kv.floor_bytes()
         tokens = int(self._tree.evictable_size())
         return max(0, min(tokens * kv.layout.token_bytes, bound_bytes))

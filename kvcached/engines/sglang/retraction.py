@@ -1,4 +1,4 @@
-"""Who gives blocks back first when decodes find no room."""
+"""Retraction of a partly prefilled request before decodes are retracted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 from sglang.srt.mem_cache.common import release_kv_cache
 
 
-def make_way(scheduler: Any, batch: Any) -> None:
-    """Before decodes are retracted, the half-prefilled request gives its blocks back and waits
-    again. Called where SGLang is about to update its running `batch`."""
+def retract_chunked_request(scheduler: Any, batch: Any) -> None:
+    """Frees the blocks of the partly prefilled request if decodes find no room, and queues it
+    again.
+
+    Called before SGLang updates its running `batch`.
+    """
     req = scheduler.chunked_req
     if req is None or batch.check_decode_mem():
         return

@@ -1,6 +1,6 @@
-"""A stock SGLang server whose KV is kvcached's: what happens at its start and in each turn.
+"""Stock SGLang server whose KV is in kvcached: its start, and the work around each step.
 
-`start` puts three hooks into SGLang, of which the turns of its event loop are one.
+`start` installs three hooks in SGLang, one of them around each step of its event loop.
 """
 
 from __future__ import annotations
@@ -18,61 +18,64 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
 
 from kvcached import KVCache, Layout, RankKV
+from kvcached.engines.device_share import DeviceShare, weights_bytes
 from kvcached.engines.settings import Settings
 from kvcached.engines.sglang import gpu
 from kvcached.engines.sglang.allocator import KvcachedAllocator
 from kvcached.engines.sglang.kv_pool import pool_bytes
 from kvcached.engines.sglang.memory import Ids, active_memory
 from kvcached.engines.sglang.radix_pages import RadixPages
-from kvcached.engines.sglang.retraction import make_way
-from kvcached.engines.stake import Stake, weights_bytes
+from kvcached.engines.sglang.retraction import retract_chunked_request
 
-_NAP_S = 0.002
+_IDLE_SLEEP_S = 0.002
 
 Hook = tuple[Callable[..., Any], HookType]
 
 
 def start(memory: ServerMemory | None, model: torch.nn.Module) -> ServerMemory:
-    """In the scheduler's process, once its model is loaded. `memory`: the one that has leased what
-    the model takes. Raises what `Stake` raises."""
+    """Installs the adapter in the scheduler's process, once its model is loaded.
+
+    `memory` is the one that has already leased the model's memory, if any. Raises the errors of
+    `DeviceShare`.
+    """
     if memory is None:
         memory = ServerMemory()
-        memory.stake.lease_static(weights_bytes(model))
+        memory.share.lease_static(weights_bytes(model))
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     hooks: dict[str, Hook] = {
         f"{configurator}._profile_available_bytes": (pool_bytes, HookType.REPLACE),
-        f"{scheduler}.get_next_batch_to_run": (take_turn, HookType.AROUND),
-        f"{scheduler}.update_running_batch": (make_way, HookType.BEFORE),
+        f"{scheduler}.get_next_batch_to_run": (plan_step, HookType.AROUND),
+        f"{scheduler}.update_running_batch": (retract_chunked_request, HookType.BEFORE),
     }
     install_hooks(hooks)
     return memory
 
 
 class ServerMemory:
-    """The server's KV memory (`PoolMemory`), and what it does between two steps."""
+    """The server's KV memory (`PoolMemory`), and its work between two steps."""
 
     def __init__(self) -> None:
-        """Raises what `Settings.from_environment` and `Stake` raise."""
+        """Opens the device. Raises the errors of `Settings.from_environment` and `DeviceShare`."""
         arguments = get_server_args()
         model = Path(arguments.served_model_name or arguments.model_path).name
         settings = Settings.from_environment(os.environ)
-        self.stake = Stake(settings, f"{model}:{arguments.port}")
+        self.share = DeviceShare(settings, f"{model}:{arguments.port}")
         self._kv: KVCache | None = None
         self._context_tokens = 0
-        self._joined = False
+        self._attached = False
 
-    # --- as SGLang's pool and allocator see it ---------------------------------------------
+    # --- PoolMemory ------------------------------------------------------------------------
 
     def pool_bytes(self, context_tokens: int) -> int:
         self._context_tokens = context_tokens
-        return self.stake.device.capacity_bytes
+        return self.share.device.capacity_bytes
 
     def kv_cache(self, layout: Layout, num_tokens: int) -> KVCache:
         if self._kv is not None:
-            raise NotImplementedError("a model with several KV pools is not served on kvcached")
+            raise NotImplementedError("a model with several KV pools is not supported on kvcached")
         request_tokens = min(self._context_tokens, num_tokens)
-        self._kv = self.stake.alloc_kvcache(layout, num_tokens, request_tokens)
+        self._kv = self.share.alloc_kvcache(layout, num_tokens, request_tokens)
         return self._kv
 
     def rank_kv(self) -> RankKV:
@@ -81,78 +84,83 @@ class ServerMemory:
     def least(self, value: int) -> int:
         return value
 
-    def lacks(self, num_tokens: int) -> None:
-        self.stake.ask_for(num_tokens * self.kv.layout.token_bytes)
+    def report_shortage(self, num_tokens: int) -> None:
+        self.share.ask_for(num_tokens * self.kv.layout.token_bytes)
 
     def find_room(self, num_blocks: int) -> Ids | None:
-        return self.stake.find_room(self.kv, num_blocks)
+        return self.share.find_room(self.kv, num_blocks)
 
     @property
     def kv(self) -> KVCache:
-        """Raises RuntimeError before SGLang has laid out its pool."""
+        """KV cache of the pool. Raises RuntimeError before SGLang has laid out its pool."""
         if self._kv is None:
-            raise RuntimeError("SGLang has laid out no pool yet")
+            raise RuntimeError("SGLang has not laid out its pool yet")
         return self._kv
 
     # --- between two steps -----------------------------------------------------------------
 
-    def join(self, scheduler: Any) -> None:
-        """Before the first step: everything is built, and what others ask for wakes the loop."""
-        if self._joined:
+    def attach(self, scheduler: Any) -> None:
+        """Connects the scheduler before its first step. Requests of other engines wake its loop."""
+        if self._attached:
             return
         allocator = scheduler.token_to_kv_pool_allocator
         if not isinstance(allocator, KvcachedAllocator):
             raise NotImplementedError(
-                f"SGLang chose {type(allocator).__name__} for this model, which is not on kvcached"
+                f"SGLang chose {type(allocator).__name__} for this model, which does not use "
+                "kvcached"
             )
         if scheduler.device == "cuda":
-            gpu.name_streams(self.stake.client, scheduler.tp_worker.gpu_id, scheduler)
+            gpu.set_streams(self.share.client, scheduler.tp_worker.gpu_id, scheduler)
         if scheduler.idle_sleeper is not None:
-            scheduler.idle_sleeper.poller.register(self.stake.client.fileno(), zmq.POLLIN)
-        self._joined = True
+            scheduler.idle_sleeper.poller.register(self.share.client.fileno(), zmq.POLLIN)
+        self._attached = True
 
     def answer_requests(self, scheduler: Any) -> None:
-        """Gives others what they ask for, and says what else it could do without."""
+        """Answers other engines' requests, and publishes the bytes that could be evicted."""
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         cache = RadixPages(tree, allocator)
-        self.stake.client.answer_requests(lambda size: self.kv.shrink(size, cache))
-        self.stake.client.publish_evictable(cache.evictable_bytes_max(self.kv))
+        self.share.client.answer_requests(lambda size: self.kv.shrink(size, cache))
+        self.share.client.publish_evictable(cache.evictable_bytes_max(self.kv))
 
-    def rest(self, scheduler: Any) -> None:
-        """There was nothing to compute. Spare pages go; what waits for room leaves the CPU to
-        those who make it."""
+    def handle_idle_step(self, scheduler: Any) -> None:
+        """Handles a step without work.
+
+        An idle engine returns spare pages. One whose requests wait for room sleeps, which leaves
+        the CPU to the engines that free memory.
+        """
         if scheduler.is_fully_idle():
             self.kv.trim()
         elif not scheduler.last_batch:
-            time.sleep(_NAP_S)
+            time.sleep(_IDLE_SLEEP_S)
 
 
 # --- the hooks -------------------------------------------------------------------------------
 
 
 def install_hooks(hooks: Mapping[str, Hook]) -> None:
-    """By dotted path. Raises RuntimeError where SGLang has not taken one, which it only logs."""
+    """Installs hooks by dotted path.
+
+    Raises RuntimeError if SGLang did not install one, which SGLang only logs.
+    """
     for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
     for target in hooks:
         if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
-            raise RuntimeError(f"SGLang did not take the hook of {target}; its log says why")
+            raise RuntimeError(f"SGLang did not install the hook of {target}; see its log")
 
 
-def take_turn(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the planning of a step: others' requests first; blocks that the step does not use
-    go back after it."""
+def plan_step(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answers other engines before a step is planned, and returns unused blocks after it."""
     memory, allocator = _server_memory(), scheduler.token_to_kv_pool_allocator
-    memory.join(scheduler)
+    memory.attach(scheduler)
     memory.answer_requests(scheduler)
-    # Memory may have come free on the device without one of this engine's requests ending, which
-    # is all that SGLang itself waits for.
+    # SGLang waits for one of its own requests to end, but memory may also be freed on the device.
     scheduler.running_batch.batch_is_full = False
     plan = original(scheduler, *args, **kwargs)
     allocator.return_held_blocks()
     if plan.batch_to_run is None:
-        memory.rest(scheduler)
+        memory.handle_idle_step(scheduler)
     return plan
 
 

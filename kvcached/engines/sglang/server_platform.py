@@ -1,6 +1,6 @@
-"""The platforms of stock SGLang servers (`kvcached_plugins.sglang_platform` chooses one).
+"""Platforms of stock SGLang servers (`kvcached_plugins.sglang_platform` chooses one).
 
-SGLang imports this while it imports itself: what needs more of it is imported in the methods.
+SGLang imports this module while it imports itself, so the methods import other SGLang modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcached.engines.sglang.platform import KvcachedPlatform, NativeCpuPlatform
 
 BLOCK_TOKENS = 16
 
-# Arguments that lead to KV pools, caches or ranks that are not on kvcached; what they must be.
+# Required values of arguments that otherwise lead to KV pools, caches or ranks outside of kvcached.
 _ONLY = {
     "tp_size": 1,
     "pp_size": 1,
@@ -34,48 +34,51 @@ _ONLY = {
 
 
 class ServerPlatform:
-    """First among a platform's bases, before `KvcachedPlatform`."""
+    """First base of a platform, before `KvcachedPlatform`."""
 
     memory: Any
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Raises NotImplementedError, ValueError for arguments that cannot be served,
-        RuntimeError for a SGLang that lacks what the adapter relies on."""
+        """Checks and completes the arguments.
+
+        Raises NotImplementedError or ValueError for arguments that cannot be served, RuntimeError
+        for a SGLang that does not fulfil the contract.
+        """
         CONTRACT.check(version("sglang"), logging.getLogger(__name__).warning)
         for name, value in _ONLY.items():
             if getattr(server_args, name) != value:
                 raise NotImplementedError(
-                    f"{name} {getattr(server_args, name)!r} is not served on kvcached: leave it "
-                    "out, or unset KVCACHED_DEVICE"
+                    f"{name} {getattr(server_args, name)!r} is not supported on kvcached: leave "
+                    "it out, or unset KVCACHED_DEVICE"
                 )
-        server_args.sleep_on_idle = True  # an idle scheduler would take a core of the others
+        server_args.sleep_on_idle = True  # an idle scheduler would otherwise spin on a core
         if server_args.page_size is None:
             server_args.page_size = BLOCK_TOKENS
         if server_args.page_size == 1:
-            raise ValueError("page_size 1 is not served on kvcached: leave it out")
+            raise ValueError("page_size 1 is not supported on kvcached: leave it out")
 
     def post_load_model(self, model: Any) -> None:
-        """Called once, in the scheduler's process."""
+        """Starts the adapter; called once, in the scheduler's process."""
         from kvcached.engines.sglang import server
 
         self.memory = server.start(self.memory, model)
 
 
 class HostServer(ServerPlatform, NativeCpuPlatform):
-    """KVCACHED_DEVICE=host:N: native code alone, on the CPU."""
+    """Platform for KVCACHED_DEVICE=host:N: native code alone, on the CPU."""
 
     def get_device(self, device_id: int = 0) -> str:
-        """A string, which SGLang takes for the default of --device."""
+        """Returns the string that SGLang uses as the default of --device."""
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         super().apply_server_args_defaults(server_args)
         server_args.sampling_backend = "pytorch"
-        server_args.disable_overlap_schedule = True  # there is nothing beside the CPU to overlap
+        server_args.disable_overlap_schedule = True  # there is no device to overlap with
 
 
 class CudaServer(ServerPlatform, KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]
-    """KVCACHED_DEVICE=cuda:N: SGLang's own kernels and backends."""
+    """Platform for KVCACHED_DEVICE=cuda:N: SGLang's own kernels and backends."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         super().apply_server_args_defaults(server_args)
@@ -83,13 +86,13 @@ class CudaServer(ServerPlatform, KvcachedPlatform, CudaSRTPlatform):  # type: ig
         index = int(device.partition(":")[2])
         if server_args.base_gpu_id not in (0, index):
             raise ValueError(
-                f"base_gpu_id {server_args.base_gpu_id} is another GPU than KVCACHED_DEVICE's "
+                f"base_gpu_id {server_args.base_gpu_id} is not the GPU of KVCACHED_DEVICE, "
                 f"{device}: leave it out"
             )
         server_args.base_gpu_id = index
 
     def post_load_model(self, model: Any) -> None:
-        """Raises RuntimeError where nothing was leased before."""
+        """Starts the adapter. Raises RuntimeError if nothing was leased before."""
         if self.memory is None:
-            raise RuntimeError("SGLang has not run kvcached's plugin: its log says why")
+            raise RuntimeError("SGLang has not run kvcached's plugin: see its log")
         super().post_load_model(model)

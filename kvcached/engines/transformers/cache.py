@@ -1,4 +1,4 @@
-"""A cache for `generate` of Hugging Face transformers whose KV comes and goes by page."""
+"""Cache for `generate` of Hugging Face transformers with KV memory mapped on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcached import Client, HybridLayout, KVCacheGroup, LayerGroup, MLALayout, NoRoomError
-from kvcached.checks import checked, instance_of, patience, positive
+from kvcached.checks import checked, duration, instance_of, positive
 from kvcached.engines.transformers import contract
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts import layout_of_config
@@ -23,13 +23,13 @@ Ids = NDArray[np.int64]
 class ElasticCache(Cache):  # type: ignore[misc]
     """K and V of one batch of sequences in kvcached blocks; a `DynamicCache` to `generate`.
 
-    Blocks are taken as the sequences grow and given back by `reset`, or when the cache is dropped.
-    Beams share the blocks that they have in common; a layer with a sliding window keeps the blocks
-    of its window alone. What the model gets is a copy, as from `DynamicCache`, so nothing reads a
-    page that has gone. Used from the client's thread, for inference alone.
+    Blocks are allocated as the sequences grow and freed by `reset`, or when the cache is dropped.
+    Beams share their common blocks. A layer with a sliding window keeps only the blocks of its
+    window. The model gets a copy, as from `DynamicCache`, so nothing reads an unmapped page. Used
+    from the client's thread, for inference alone.
 
-    `num_tokens` bounds all sequences together and is address space: it may exceed the device.
-    `dtype` is that of K and V (None: the model's own). When the device has no room the model's
+    `num_tokens` limits all sequences together and is address space, so it may exceed the device.
+    `dtype` is the type of K and V (None: the model's own). When the device has no room the model's
     step raises NoRoomError, at once or after `wait_s` in which other clients are asked to shrink,
     and the cache is as it was before that step.
     """
@@ -39,7 +39,7 @@ class ElasticCache(Cache):  # type: ignore[misc]
         config=instance_of(PreTrainedConfig),
         num_tokens=positive,
         block_tokens=positive,
-        wait_s=patience,
+        wait_s=duration,
     )
     def __init__(
         self,
@@ -65,13 +65,14 @@ class ElasticCache(Cache):  # type: ignore[misc]
             client.set_streams([torch.cuda.current_stream(device).cuda_stream])
 
     def grow(self, rows: int, to_tokens: int) -> None:
-        """Blocks for `rows` sequences of `to_tokens`, in every group of layers or in none.
+        """Allocates blocks for `rows` sequences of `to_tokens`, in every group of layers or in
+        none.
 
         Raises NoRoomError, InvalidArgumentError if the cache holds another number of sequences.
         """
         wanted = {}
         for name, table in self._tables.items():
-            self._free_blocks(name, table.leave_behind())
+            self._free_blocks(name, table.drop_outside_window())
             wanted[name] = table.missing(rows, to_tokens)
         ids = self.kv.alloc_kv(wanted, wait_s=self._wait_s)
         if ids is None:
@@ -80,7 +81,7 @@ class ElasticCache(Cache):  # type: ignore[misc]
             self._copy_blocks(name, *table.take(rows, to_tokens, ids[name]))
 
     def reset(self) -> None:
-        """Gives every block back. The cache can be used again, for other sequences too."""
+        """Frees every block. The cache can be used again, also for other sequences."""
         for name, table in self._tables.items():
             self._free_blocks(name, table.clear())
         for layer in self.layers:
@@ -88,24 +89,24 @@ class ElasticCache(Cache):  # type: ignore[misc]
         self.kv.trim()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence i goes on from sequence `beam_idx[i]`, whose blocks it shares."""
+        """Continues sequence i from sequence `beam_idx[i]`, whose blocks it shares."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these sequences, in this order; one may be named several times."""
+        """Keeps these sequences, in this order. One may be named several times."""
         for name, table in self._tables.items():
             self._free_blocks(name, table.select(indices.cpu().numpy()))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times."""
+        """Repeats each sequence `repeats` times."""
         rows = next(iter(self._tables.values())).rows
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last tokens, as many as a negative number says; a positive one is the length
-        to keep (as `DynamicCache` has it).
+        """Drops the last tokens: -n drops n tokens, a positive number is the length to keep.
 
-        Raises InvalidArgumentError for tokens that a sliding window needs and has left behind.
+        Same as in `DynamicCache`. Raises InvalidArgumentError for tokens that need tokens which a
+        sliding window has dropped.
         """
         length = self.get_seq_length()
         kept = length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
@@ -117,14 +118,16 @@ class ElasticCache(Cache):  # type: ignore[misc]
             layer.length = max(kept, 0)
 
     def mapped_bytes(self) -> int:
-        """Bytes of the pages that the cache has now."""
+        """Returns the bytes of the cache's pages."""
         return self.kv.mapped_bytes()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise InvalidArgumentError("an ElasticCache cannot be copied; fill another one")
+        raise InvalidArgumentError("an ElasticCache cannot be copied; fill a new one")
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidArgumentError("an ElasticCache cannot be pickled; fill one over there")
+        raise InvalidArgumentError(
+            "an ElasticCache cannot be pickled; fill one in the other process"
+        )
 
     def _free_blocks(self, name: str, ids: Ids) -> None:
         if len(ids):
@@ -139,24 +142,24 @@ class ElasticCache(Cache):  # type: ignore[misc]
         pages = [self.kv[name].missing_pages(count) for name, count in wanted.items()]
         if None in pages:
             return NoRoomError(
-                f"{rows} sequences of {to_tokens} tokens are more than this cache has addresses "
-                "for; make it with a larger num_tokens"
+                f"{rows} sequences of {to_tokens} tokens exceed this cache's addresses; make it "
+                "with a larger num_tokens"
             )
         need_bytes = sum(page or 0 for page in pages) * self.client.page_bytes
         return NoRoomError(
             f"{rows} sequences of {to_tokens} tokens need {need_bytes} bytes more than the device "
-            "has for this client now; generate less at a time, raise its limit, or give the cache "
-            "a wait_s in which others are asked",
+            "has for this client now; generate less at a time, raise its limit, or set the cache's "
+            "wait_s, in which other clients are asked to shrink",
             need_bytes,
         )
 
 
 class _BlockTable:
-    """Which blocks hold the sequences of a batch, in layers whose blocks live and die together.
+    """Blocks of the sequences of a batch, in layers that free their blocks together.
 
-    Row r, column c: the block of r's tokens from (passed + c) * block_tokens on. Rows that had one
-    beginning name the same blocks, and nobody writes into a block that two rows name. A block that
-    no row names any more is free.
+    Row r, column c is the block with r's tokens from (dropped + c) * block_tokens on. Rows with a
+    common beginning share its blocks, and a block that two rows share is never written. A block
+    that no row uses is free.
     """
 
     def __init__(self, group: LayerGroup) -> None:
@@ -165,36 +168,38 @@ class _BlockTable:
         self.clear()
 
     def clear(self) -> Ids:
-        """Forgets all. Like all that returns ids: those that no row names any more."""
+        """Drops all blocks. Like all methods that return ids: those that no row uses any more."""
         freed = np.unique(self.ids) if hasattr(self, "ids") else np.empty(0, np.int64)
         self.ids: Ids = np.empty((0, 0), np.int64)
         self.length = 0
-        self.passed = 0
+        self.dropped = 0
         self._on_device: torch.Tensor | None = None
         return freed
 
     @property
     def rows(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.ids)
 
     @property
     def first_token(self) -> int:
-        """Tokens before it are gone: the window has left them behind."""
-        return self.passed * self._block_tokens
+        """First token that is kept. The sliding window has dropped the tokens before it."""
+        return self.dropped * self._block_tokens
 
     def missing(self, rows: int, to_tokens: int) -> int:
-        """Blocks to take before every row can be written up to `to_tokens`."""
+        """Returns the blocks to allocate before every row can be written up to `to_tokens`."""
         if self.length and rows != self.rows:
             raise InvalidArgumentError(
-                f"the cache holds {self.rows} sequences, and the model was given {rows}; reset() "
-                "it between batches"
+                f"the cache holds {self.rows} sequences, but the model was given {rows}; call "
+                "reset() between batches"
             )
         return rows * self._more_columns(to_tokens) + len(self._shared_ends())
 
     def take(self, rows: int, to_tokens: int, fresh: Ids) -> tuple[Ids, Ids]:
-        """Puts the blocks that `missing` asked for in place. Returns which blocks are to be copied,
-        and into which of the new ones."""
+        """Adds the blocks that `missing` counted.
+
+        Returns the blocks to copy, and the new blocks to copy them to.
+        """
         shared, columns = self._shared_ends(), self._more_columns(to_tokens)
         copies, added = fresh[: len(shared)], fresh[len(shared) :]
         held = self.ids if self.length else np.empty((rows, 0), np.int64)
@@ -204,12 +209,12 @@ class _BlockTable:
         self.length, self._on_device = to_tokens, None
         return sources, copies
 
-    def leave_behind(self) -> Ids:
-        """Drops what no later token looks at."""
-        dead = self._group.dead_blocks(self.length) - self.passed
+    def drop_outside_window(self) -> Ids:
+        """Drops the blocks that no later token attends to."""
+        dead = self._group.dead_blocks(self.length) - self.dropped
         if dead <= 0:
             return np.empty(0, np.int64)
-        self.passed += dead
+        self.dropped += dead
         return self._replace(self.ids[:, dead:])
 
     def select(self, rows: NDArray[Any]) -> Ids:
@@ -221,31 +226,34 @@ class _BlockTable:
         window = self._group.window_tokens
         if window is not None and max(0, length - window + 1) < self.first_token:
             raise InvalidArgumentError(
-                f"{length} tokens cannot be kept: the sliding window has left behind what they "
-                f"look at, up to token {self.first_token}; reset() and compute them again"
+                f"{length} tokens cannot be kept: the sliding window has dropped tokens that they "
+                f"attend to, up to token {self.first_token}; reset() and compute them again"
             )
         self.length = length
-        columns = -(-length // self._block_tokens) - self.passed
+        columns = -(-length // self._block_tokens) - self.dropped
         return self._replace(self.ids[:, :columns])
 
     def slots(self, start: int, end: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Where every row's tokens from `start` to `end` go: (blocks, offsets in them), which
-        index a view by blocks to (rows, tokens)."""
+        """Returns the positions of every row's tokens from `start` to `end`: (blocks, offsets in
+        them).
+
+        They index a view by blocks to (rows, tokens).
+        """
         tokens = torch.arange(start, end, device=device)
-        columns = tokens // self._block_tokens - self.passed
+        columns = tokens // self._block_tokens - self.dropped
         return self.on(device)[:, columns], tokens % self._block_tokens
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The table there, (rows, columns)."""
+        """Returns the table on a device, (rows, columns)."""
         if self._on_device is None:
             self._on_device = torch.from_numpy(self.ids).to(device)
         return self._on_device
 
     def _more_columns(self, to_tokens: int) -> int:
-        return -(-to_tokens // self._block_tokens) - self.passed - int(self.ids.shape[1])
+        return -(-to_tokens // self._block_tokens) - self.dropped - int(self.ids.shape[1])
 
     def _shared_ends(self) -> Ids:
-        """Rows that are about to write into a block that an earlier row names too."""
+        """Returns the rows that are about to write to a block which an earlier row shares."""
         if self.length % self._block_tokens == 0:
             return np.empty(0, np.int64)
         _, owners = np.unique(self.ids[:, -1], return_index=True)
@@ -263,8 +271,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, cache: ElasticCache, number: int, group: str) -> None:
-        # Not the base's: `keys` and `values` are computed here. A weak reference, or a dropped
-        # cache would keep its pages until garbage is collected.
+        # Does not call the base's __init__: `keys` and `values` are computed here. The reference is
+        # weak, since a dropped cache would otherwise keep its pages until garbage collection.
         self._cache = weakref.ref(cache)
         self.group = group
         self.length = 0
@@ -275,13 +283,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = self._window is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: addresses are there from the start, pages come with tokens."""
+        """Does nothing: addresses exist from the start, and pages come with tokens."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds K and V of new tokens, (rows, heads, tokens, dim); returns those that the tokens
-        look at, oldest first."""
+        """Adds K and V of new tokens, (rows, heads, tokens, dim).
+
+        Returns the K and V that the tokens attend to, oldest first.
+        """
         states = {"k": key_states, "v": value_states}
         for part, new in states.items():
             self._check(part, new)
@@ -295,28 +305,31 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens of each sequence."""
+        """Returns the tokens of each sequence."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many tokens `update` will return for so many new ones, and the first one's number."""
+        """Returns the number of tokens that `update` will return for `query_length` new ones.
+
+        The second value is the number of the first of them.
+        """
         group = self._table._group
-        passed = max(self._table.passed, group.dead_blocks(self.length))
-        first = passed * group.layout.block_tokens
+        dropped = max(self._table.dropped, group.dead_blocks(self.length))
+        first = dropped * group.layout.block_tokens
         return self.length + query_length - first, first
 
     def get_max_length(self) -> int:
-        """The window, or -1: no bound."""
+        """Returns the window, or -1 if the length is unlimited."""
         return -1 if self._window is None else self._window
 
     @property
     def keys(self) -> torch.Tensor:
-        """A copy of what is held: (rows, heads, tokens, dim)."""
+        """A copy of K of all kept tokens: (rows, heads, tokens, dim)."""
         return self._held("k")
 
     @property
     def values(self) -> torch.Tensor:
-        """A copy of what is held: (rows, heads, tokens, dim)."""
+        """A copy of V of all kept tokens: (rows, heads, tokens, dim)."""
         return self._held("v")
 
     def _held(self, part: str) -> torch.Tensor:
@@ -337,25 +350,25 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         if new.dtype != view.dtype:
             asked = str(new.dtype).removeprefix("torch.")
             raise InvalidArgumentError(
-                f"the model computes {part.upper()} in {new.dtype}, and the cache holds "
+                f"the model computes {part.upper()} in {new.dtype}, but the cache holds "
                 f"{view.dtype}; make it with dtype={asked!r}"
             )
         if new.device != view.device:
             raise InvalidArgumentError(
-                f"the model is on {new.device}, and the cache's device is {view.device}; open the "
+                f"the model is on {new.device}, but the cache's device is {view.device}; open the "
                 "device that the model is on"
             )
         if (new.shape[1], new.shape[3]) != view.shape[2:]:
             raise InvalidArgumentError(
-                f"the model's {part.upper()} has {new.shape[1]} heads of {new.shape[3]}, and the "
-                f"cache {view.shape[2]} of {view.shape[3]}; make it from this model's config"
+                f"the model's {part.upper()} has {new.shape[1]} heads of {new.shape[3]}, but the "
+                f"cache has {view.shape[2]} of {view.shape[3]}; make it from this model's config"
             )
         if new.requires_grad:
             raise InvalidArgumentError("an ElasticCache is for inference; use torch.no_grad()")
 
 
 def _layout(config: PreTrainedConfig, dtype: str | None, block_tokens: int) -> HybridLayout:
-    """The groups of layers that a model's configuration describes, one group at least."""
+    """Returns the groups of layers of a model's configuration, at least one."""
     model = config.get_text_config(decoder=True).to_dict()
     layout = layout_of_config(model, dtype, block_tokens)
     if isinstance(layout, HybridLayout):

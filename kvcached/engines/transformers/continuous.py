@@ -1,7 +1,7 @@
 """transformers' continuous batching with its paged cache in kvcached memory.
 
-transformers makes its cache out of names in its own modules; while `elastic_batching` is entered,
-those name the classes here: the batches' processor, which answers others between two steps, the
+transformers builds its cache from names in its own modules. Within `elastic_batching` these names
+refer to the classes here: the batch processor, which answers other clients between two steps, the
 paged cache, its pool of sectors and its single tensor.
 """
 
@@ -20,47 +20,48 @@ from transformers.generation.continuous_batching import cache as paged
 from transformers.generation.continuous_batching import continuous_api
 
 from kvcached import Client, KVCache, NoRoomError
-from kvcached.checks import checked, instance_of, patience, positive
+from kvcached.checks import checked, duration, instance_of, positive
 from kvcached.engines.packed import PackedLayout, replaced
 from kvcached.engines.transformers import contract
 from kvcached.engines.transformers.sectors import CachedPrefixes, ElasticPool
 from kvcached.errors import ClosedError, DeviceGoneError, InvalidArgumentError
 
-_TRASH_SECTORS = 2  # transformers reads and writes padding there
+_TRASH_SECTORS = 2  # transformers reads and writes padding in them
 
 
-@checked(client=instance_of(Client), request_tokens=positive, wait_s=patience)
+@checked(client=instance_of(Client), request_tokens=positive, wait_s=duration)
 def elastic_batching(client: Client, request_tokens: int, *, wait_s: float = 10.0) -> Any:
-    """A context in which transformers' continuous batching (`generate_batch`, managers that are
-    made and started) has its KV on the client's device.
+    """Returns a context in which transformers' continuous batching has its KV on the client's
+    device.
 
-    One request of `request_tokens`, prompt and answer together, is guaranteed: it is the client's
-    minimum while a cache lives. Raises NoRoomError in the model's thread if there is no room for
-    it, and RuntimeError at once for a transformers that lacks what this relies on. A request that
-    is alone, longer than that, and finds no room asks other clients for up to `wait_s`; in vain,
-    that ends the manager, as a full cache ends transformers' own.
+    This applies to `generate_batch`, and to managers that are made and started in it. One request
+    of `request_tokens`, prompt and answer together, is guaranteed: it is the client's minimum while
+    a cache lives. Raises NoRoomError in the model's thread if it does not fit, and RuntimeError at
+    once for a transformers that does not fulfil the contract. A request that runs alone, is longer
+    than that and does not fit asks other clients for up to `wait_s`. If that fails, the manager
+    ends, as it does with transformers' own full cache.
     """
     contract.check(contract.CONTINUOUS)
-    return _elastic_batching(_Stake(client, request_tokens, wait_s))
+    return _elastic_batching(_DeviceShare(client, request_tokens, wait_s))
 
 
 @contextmanager
-def _elastic_batching(stake: _Stake) -> Iterator[None]:
+def _elastic_batching(share: _DeviceShare) -> Iterator[None]:
     with ExitStack() as stack:
-        cache = functools.partial(_ElasticPagedCache, stake)
+        cache = functools.partial(_ElasticPagedCache, share)
         stack.enter_context(replaced(continuous_api, "PagedAttentionCache", cache))
         stack.enter_context(replaced(continuous_api, "ContinuousBatchProcessor", _Processor))
         yield
 
 
 @dataclass(frozen=True)
-class _Stake:
+class _DeviceShare:
     client: Client
     request_tokens: int
     wait_s: float
 
     def alloc(self, sector_bytes: int, num_sectors: int, request_sectors: int) -> KVCache:
-        """A KV space of sectors, with room for one request guaranteed."""
+        """Returns a KV space of sectors, with room for one request guaranteed."""
         layout = PackedLayout(
             dtype="int8",
             block_tokens=1,
@@ -86,20 +87,20 @@ class _ElasticPagedCache(paged.PagedAttentionCache):  # type: ignore[misc]
     cache_allocators: dict[str, Any]
     bytes_per_sector: int
 
-    def __init__(self, stake: _Stake, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidArgumentError for what is not served, NoRoomError."""
+    def __init__(self, share: _DeviceShare, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Builds the cache. Raises InvalidArgumentError for what is not supported, NoRoomError."""
         ranks = kwargs["distributed_helper"].tp_size
         if torch.device(kwargs["device"]).type != "cpu":
             raise InvalidArgumentError(
-                "continuous batching on kvcached has run on host devices alone: put the model on "
-                "the CPU, or leave elastic_batching out"
+                "continuous batching on kvcached is supported on host devices alone: put the model "
+                "on the CPU, or leave elastic_batching out"
             )
         if ranks != 1:
             raise InvalidArgumentError(
-                f"continuous batching over {ranks} ranks is not served on kvcached: use one"
+                f"continuous batching over {ranks} ranks is not supported on kvcached: use one"
             )
-        self._stake, self._kv = stake, list[KVCache]()
-        before_bytes = stake.client.usage().min_bytes
+        self._share, self._kv = share, list[KVCache]()
+        before_bytes = share.client.usage().min_bytes
         with (
             replaced(paged, "PagedAttentionMemoryHandler", self._sized),
             replaced(paged, "CachePool", self._make_pool),
@@ -107,17 +108,17 @@ class _ElasticPagedCache(paged.PagedAttentionCache):  # type: ignore[misc]
             super().__init__(config, *args, **kwargs)
         self.prefixes = CachedPrefixes(self.pool, list(self.cache_allocators.values()))
         self._published_bytes = 0
-        weakref.finalize(self, _close, stake.client, self.pool.kv, before_bytes)
+        weakref.finalize(self, _close, share.client, self.pool.kv, before_bytes)
 
     def _sized(self, **kwargs: Any) -> Any:
-        """transformers' own measure of the cache, of which there are addresses alone."""
+        """Makes transformers' handler, which sizes the cache, reserve that many addresses."""
         handler = _handler(**kwargs)
         infer = handler.infer_max_batch_tokens_and_num_sectors
         sector_bytes = kwargs["bytes_per_sector"]
 
         def infer_and_alloc() -> tuple[int, int]:
             batch_tokens, num_sectors = infer()
-            kv = self._stake.alloc(sector_bytes, num_sectors, self._request_sectors())
+            kv = self._share.alloc(sector_bytes, num_sectors, self._request_sectors())
             self._kv.append(kv)
             return batch_tokens, kv.num_blocks - _TRASH_SECTORS
 
@@ -127,34 +128,34 @@ class _ElasticPagedCache(paged.PagedAttentionCache):  # type: ignore[misc]
     def _request_sectors(self) -> int:
         sectors = 0
         for one in self.cache_allocators.values():
-            blocks = one.needs_new_blocks("", 0, self._stake.request_tokens)
+            blocks = one.needs_new_blocks("", 0, self._share.request_tokens)
             sectors += -(-blocks * one.bytes_per_block // self.bytes_per_sector)
         return sectors
 
     def _make_pool(self, num_sectors: int, num_allocators: int) -> ElasticPool:
         return ElasticPool(self._kv[0], num_sectors, num_allocators)
 
-    # --- what a step takes -------------------------------------------------------------------
+    # --- sectors of a step -------------------------------------------------------------------
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         wanted = sum(
             one.needs_new_sectors(state.request_id, state.current_len(), request_len)
             for one in self.cache_allocators.values()
         )
-        if dry_run:  # what an empty cache could hold
+        if dry_run:  # whether an empty cache could hold it
             return bool(wanted <= self.num_sectors)
         if not self.pool.hold(wanted) and not self._find(wanted, state.request_id):
             return False
         return bool(super().can_store_request_tokens(state, request_len))
 
     def _find(self, wanted: int, request_id: str) -> bool:
-        """For a request that no other one of this cache will make room for."""
+        """Holds `wanted` sectors for a request if no other request of this cache can free any."""
         users = {name for one in self.cache_allocators.values() for name in one.block_table}
         if users - {request_id} or self.pool.kv.missing_pages(wanted) is None:
             return False
         self.evict_cached_blocks()
         self.pool.try_to_free_sectors()
-        return self.pool.hold(wanted, self._stake.wait_s)
+        return self.pool.hold(wanted, self._share.wait_s)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
         self.pool.hold_some(self._sectors_of(list_blocks_needed))
@@ -170,14 +171,17 @@ class _ElasticPagedCache(paged.PagedAttentionCache):  # type: ignore[misc]
         return super().prepare_fork_request(src_state, dst_req_ids, copies)
 
     def _sectors_of(self, blocks: list[dict[str, int]]) -> int:
-        """At most; free blocks in sectors that are in use are not counted off."""
+        """Returns an upper bound: free blocks in sectors that are in use are not subtracted."""
         return sum(
             -(-sum(one[name] for one in blocks) // allocator.blocks_per_sector)
             for name, allocator in self.cache_allocators.items()
         )
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        """Of what this cache has and could have now: others have a part of the device."""
+        """Returns the free part of what this cache has and could allocate now.
+
+        Other clients use a part of the device.
+        """
         kv = self.pool.kv
         used_bytes = kv.live_blocks() * self.bytes_per_sector
         room_bytes = kv.available_blocks() * self.bytes_per_sector
@@ -187,16 +191,16 @@ class _ElasticPagedCache(paged.PagedAttentionCache):  # type: ignore[misc]
     # --- between two steps -------------------------------------------------------------------
 
     def answer_requests(self) -> None:
-        """Gives others what they ask for, and says what else it could do without."""
-        kv, client = self.pool.kv, self._stake.client
+        """Answers other clients' requests, and publishes the bytes that could be evicted."""
+        kv, client = self.pool.kv, self._share.client
         client.answer_requests(lambda size: kv.shrink(size, self.prefixes))
         size_bytes = self.prefixes.bytes_max()
         if size_bytes != self._published_bytes:
             client.publish_evictable(size_bytes)
             self._published_bytes = size_bytes
 
-    def rest(self) -> None:
-        """There is nothing to compute."""
+    def handle_idle_step(self) -> None:
+        """Returns unused memory when there is nothing to compute."""
         self.pool.try_to_free_sectors()
         self.pool.kv.trim()
 
@@ -205,7 +209,9 @@ _handler = paged.PagedAttentionMemoryHandler
 
 
 class _Processor(continuous_api.ContinuousBatchProcessor):  # type: ignore[misc]
-    """transformers' loop comes here for every step, and ten times a second while it is idle."""
+    """Batch processor that transformers' loop calls for every step, and ten times a second when
+    idle.
+    """
 
     cache: _ElasticPagedCache
 
@@ -213,11 +219,11 @@ class _Processor(continuous_api.ContinuousBatchProcessor):  # type: ignore[misc]
         self.cache.answer_requests()
         found = bool(super().prepare_next_batch())
         if not found:
-            self.cache.rest()
+            self.cache.handle_idle_step()
         return found
 
 
 def _close(client: Client, kv: KVCache, min_bytes: int) -> None:
-    with contextlib.suppress(ClosedError, DeviceGoneError):  # they may have gone first
+    with contextlib.suppress(ClosedError, DeviceGoneError):  # both may be closed before the cache
         client.free_kvcache(kv)
         client.set_min(min_bytes)

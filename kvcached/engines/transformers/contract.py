@@ -1,4 +1,4 @@
-"""What the adapter relies on in transformers."""
+"""Parts of transformers that the adapter relies on."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ CONTINUOUS = Contract(
 
 @functools.cache
 def check(relied_on: Contract) -> None:
-    """Once in a process. Warns of a version that was not tested, and raises RuntimeError."""
+    """Checks a contract once per process. Warns about an untested version; raises RuntimeError."""
     relied_on.check(transformers.__version__, lambda text: warnings.warn(text, stacklevel=4))

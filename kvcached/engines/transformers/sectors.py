@@ -1,8 +1,8 @@
 """transformers' pool of sectors over kvcached blocks: a sector is a block.
 
-Of free sectors the pool has those alone that it holds: transformers counts them first and takes
-them later, and other clients compete for the same pages. What a step does not use goes back before
-the next one.
+The pool's free sectors are only those that it holds. transformers counts them first and allocates
+later, while other clients compete for the same pages. Sectors that a step does not use are returned
+before the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcached.engines.transformers.cache import Ids
 
 
 class ElasticPool(CachePool):  # type: ignore[misc]
-    """The sectors of one KV space. Thread rule: the thread that steps the batches."""
+    """Sectors of one KV space. Thread rule: the thread that steps the batches."""
 
     free_sectors: list[int]
     _free_blocks: list[Any]
@@ -28,15 +28,17 @@ class ElasticPool(CachePool):  # type: ignore[misc]
         super().__init__(num_sectors, num_allocators)
 
     def reset(self) -> None:
-        """Gives everything back."""
+        """Returns all sectors to kvcached."""
         held, self._taken = sorted(self._taken), set()
         super().reset()
         self.free_sectors = []
         self._free(held)
 
     def hold(self, num_sectors: int, wait_s: float = 0.0) -> bool:
-        """Takes what is missing of so many free sectors, or nothing. With `wait_s` others are asked
-        to make room."""
+        """Takes the missing ones of `num_sectors` free sectors, or nothing.
+
+        With `wait_s` other clients are asked to make room.
+        """
         missing = num_sectors - len(self.free_sectors)
         ids = self.kv.alloc_kv(missing, wait_s=wait_s) if missing > 0 else np.empty(0, np.int64)
         if ids is None:
@@ -46,25 +48,25 @@ class ElasticPool(CachePool):  # type: ignore[misc]
         return True
 
     def hold_some(self, num_sectors: int) -> None:
-        """Takes as many of these as there is room for now."""
+        """Takes as many of `num_sectors` as fit now."""
         room = len(self.free_sectors) + self.kv.available_blocks()
         self.hold(min(num_sectors, room))
 
     def allocate_sector(self, index: int) -> None:
-        """Raises NoRoomError unless one is held, or can be had."""
+        """Allocates a held sector. Raises NoRoomError unless one is held or fits now."""
         if not self.hold(1):
-            raise NoRoomError("a sector was counted on that is not held any more")
+            raise NoRoomError("a sector that was counted as free is no longer held")
         super().allocate_sector(index)
 
     def try_to_free_sectors(self) -> None:
-        """Gives back those that hold no block of a request and none of a cached prefix."""
+        """Returns the sectors that hold neither a request's block nor a cached prefix."""
         super().try_to_free_sectors()
         self._taken.difference_update(self.free_sectors)
         freed, self.free_sectors = self.free_sectors, []
         self._free(freed)
 
     def free_blocks_of(self, index: int) -> dict[int, int]:
-        """How many free blocks each sector of an allocator has."""
+        """Returns the number of free blocks of each sector of an allocator."""
         return {root: len(blocks) for root, blocks in self._free_blocks[index].trees.items()}
 
     def _free(self, sectors: list[int]) -> None:
@@ -73,13 +75,13 @@ class ElasticPool(CachePool):  # type: ignore[misc]
 
 
 class CachedPrefixes:
-    """Sectors in which there is nothing but cached prefixes (`kvcached.PrefixCache`)."""
+    """Sectors that contain only cached prefixes (`kvcached.PrefixCache`)."""
 
     def __init__(self, pool: ElasticPool, allocators: list[Any]) -> None:
         self._pool, self._allocators = pool, allocators
 
     def evictable(self) -> tuple[Ids, Ids]:
-        """With each the place of its last prefix in the order in which they came to be unused."""
+        """Returns the sectors, and each one's place in the order in which they fell out of use."""
         used: dict[int, int] = {}
         for allocator in self._allocators:
             free = self._pool.free_blocks_of(allocator.index)
@@ -91,7 +93,7 @@ class CachedPrefixes:
         return np.array(list(used), np.int64), np.array(list(used.values()), np.int64)
 
     def evict(self, ids: Ids) -> int:
-        """Drops what these sectors hold; returns its tokens."""
+        """Drops the prefixes in these sectors. Returns their number of tokens."""
         sectors, tokens = set(ids.tolist()), 0
         for allocator in self._allocators:
             ledger = allocator.ledger
@@ -109,7 +111,7 @@ class CachedPrefixes:
         return tokens
 
     def bytes_max(self) -> int:
-        """An upper bound of what could go, at no cost."""
+        """Returns an upper bound of the evictable bytes without a walk over the sectors."""
         kv = self._pool.kv
         cached = [len(one.ledger.cached_blocks) * one.bytes_per_block for one in self._allocators]
         return int(min(sum(cached), kv.mapped_bytes() - kv.floor_bytes()))

@@ -1,9 +1,9 @@
 """vLLM's block pool over kvcached blocks.
 
-Of vLLM's blocks its queue of free ones holds those alone that have memory: behind, the cached
-prefixes that no request uses; in front, blocks that are taken from kvcached for the step that is
-being planned. vLLM asks "is there room" first and allocates later, and other engines compete for
-the same pages: only blocks that are held keep the promise. What a step does not use goes back.
+vLLM's queue of free blocks contains only blocks that have memory. Its head has blocks taken from
+kvcached for the step that is being planned; its tail has cached prefixes that no request uses. vLLM
+first asks whether there is room and allocates later, while other engines compete for the same
+pages, so only held blocks are safe. Blocks that a step does not use are returned.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from vllm.v1.core.block_pool import BlockPool
 
 from kvcached import KVCache, Shrunk
-from kvcached.engines.stake import Stake
+from kvcached.engines.device_share import DeviceShare
 from kvcached.engines.vllm.memory import active_memory
 
 Ids = NDArray[np.int64]
 
 
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]
-    """Also the engine's `kvcached.PrefixCache`. Raises RuntimeError without the worker's memory."""
+    """Block pool that is also the engine's `kvcached.PrefixCache`.
+
+    Raises RuntimeError without the worker's memory.
+    """
 
     num_gpu_blocks: int
     free_block_queue: Any
@@ -31,9 +34,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         memory = active_memory()
         if memory.kv is None or memory.kv.num_blocks != self.num_gpu_blocks:
-            raise RuntimeError("vLLM's scheduler counts on other blocks than its worker's")
+            raise RuntimeError("vLLM's scheduler and worker do not have the same blocks")
         self.kv: KVCache = memory.kv
-        self._stake: Stake = memory.stake
+        self._share: DeviceShare = memory.share
         layout = self.kv.layout
         self._block_bytes = layout.block_tokens * layout.buffer_token_bytes[0]
         self._floor_bytes = self.kv.floor_bytes()
@@ -42,8 +45,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     # --- blocks of a step --------------------------------------------------------------------
 
     def hold(self, num_blocks: int) -> int:
-        """Takes what the queue lacks of so many blocks from kvcached, if it can be had. Returns how
-        many there are too few, cached ones counted as had."""
+        """Takes the blocks that the queue needs for `num_blocks` from kvcached, as far as they fit.
+
+        Returns how many are missing, with cached blocks counted as available.
+        """
         missing = num_blocks - self._held()
         while missing > 0:
             count = min(missing, self.kv.available_blocks())
@@ -52,21 +57,23 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         return max(0, num_blocks - int(self.free_block_queue.num_free_blocks))
 
     def find(self, num_blocks: int) -> None:
-        """Takes so many blocks as others make room for them, within a moment, or none."""
-        self._take(self._stake.find_room(self.kv, num_blocks))
+        """Takes `num_blocks` for which other engines make room shortly, or none."""
+        self._take(self._share.find_room(self.kv, num_blocks))
 
     def ask_for(self, num_blocks: int, more_blocks: int) -> None:
-        """Asks others for room for so many, and for more that would be of use. Returns at once."""
-        self._stake.ask_for(num_blocks * self._block_bytes, more_blocks * self._block_bytes)
+        """Asks others for room for `num_blocks`, and for `more_blocks` if possible. Returns at
+        once.
+        """
+        self._share.ask_for(num_blocks * self._block_bytes, more_blocks * self._block_bytes)
 
     def return_held_blocks(self) -> None:
-        """Gives back the blocks that no request has and no prefix is in."""
+        """Frees the blocks that no request uses and that hold no prefix."""
         count = self._held()
         if count:
             self._free(self.free_block_queue.popleft_n(count))
 
     def _held(self) -> int:
-        """Blocks at the queue's head that hold no prefix."""
+        """Returns the number of blocks at the queue's head that hold no prefix."""
         queue, count = self.free_block_queue, 0
         block = queue.fake_free_list_head.next_free_block
         while block is not queue.fake_free_list_tail and block.block_hash is None:
@@ -85,13 +92,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     # --- the prefix cache --------------------------------------------------------------------
 
     def evictable(self) -> tuple[Ids, Ids]:
-        """Blocks in the queue, those first that vLLM would reuse first."""
+        """Returns the blocks in the queue, in the order in which vLLM would reuse them."""
         blocks = self.free_block_queue.get_all_free_blocks()
         ids = np.array([block.block_id for block in blocks], dtype=np.int64)
         return ids, np.arange(len(ids), dtype=np.int64)
 
     def evict(self, ids: Ids) -> int:
-        """Drops what these blocks hold; returns their tokens."""
+        """Drops the contents of these blocks. Returns their number of tokens."""
         blocks = [self.blocks[block] for block in ids.tolist()]
         self.evict_blocks({block.block_id for block in blocks})
         for block in blocks:
@@ -100,16 +107,18 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         return len(blocks) * int(self.kv.layout.block_tokens)
 
     def evictable_bytes_max(self) -> int:
-        """An upper bound, at no cost: which pages the cache shares with requests is looked at when
-        it matters."""
+        """Returns an upper bound without a walk over the blocks.
+
+        It ignores which pages the cache shares with requests; evictions determine that.
+        """
         bound_bytes = self.kv.mapped_bytes() - self._floor_bytes
         return int(min(self.free_block_queue.num_free_blocks * self._block_bytes, bound_bytes))
 
     def shrink(self, size_bytes: int | None) -> Shrunk:
-        """Gives memory to others: what no block lives in, then cached prefixes."""
+        """Gives memory to others: first pages without a live block, then cached prefixes."""
         return self.kv.shrink(size_bytes, self)
 
-    # --- vLLM's own, which take all blocks of the pool for real ones -----------------------------
+    # --- methods of vLLM that count all blocks of the pool as real -------------------------------
 
     def reset_prefix_cache(self) -> bool:
         everything, self.num_gpu_blocks = self.num_gpu_blocks, self.kv.live_blocks() + 1

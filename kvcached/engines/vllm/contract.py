@@ -1,4 +1,4 @@
-"""What the adapter relies on in vLLM."""
+"""Parts of vLLM that the adapter relies on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvcached.engines.contract import Contract
 
 
 def _queue_differs() -> list[str]:
-    """Blocks that are put in front of the queue of free ones come first, in their order."""
+    """Checks that blocks put at the head of the free queue come first, in their order."""
     try:
         from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 

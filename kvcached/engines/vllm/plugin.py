@@ -1,7 +1,7 @@
-"""What a stock vLLM server is told at its start (`kvcached_plugins.vllm_general` calls it).
+"""Setup of a stock vLLM server (`kvcached_plugins.vllm_general` calls it in every process).
 
-In every process of vLLM. The arguments are checked, and completed, where they are put together: in
-the process that the user started, before another one is.
+The arguments are checked and completed where vLLM assembles them: in the process that the user
+started, before any other process starts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvcached.engines.vllm.contract import CONTRACT
 SCHEDULER = "kvcached.engines.vllm.scheduler.ElasticScheduler"
 WORKER = "kvcached.engines.vllm.worker.ElasticWorker"
 
-# Arguments that lead to KV caches, processes or ranks that are not on kvcached: where vLLM keeps
-# them, what they may be, and how one writes them.
+# Path in vLLM's configuration -> allowed values, flag. Other values lead to KV caches, processes or
+# ranks outside of kvcached.
 _ONLY = {
     "parallel_config.tensor_parallel_size": ((1,), "--tensor-parallel-size"),
     "parallel_config.pipeline_parallel_size": ((1,), "--pipeline-parallel-size"),
@@ -39,7 +39,10 @@ _logger = init_logger("vllm.kvcached")
 
 
 def install() -> None:
-    """Idempotent. Raises RuntimeError if vLLM lacks what the adapter relies on."""
+    """Installs the adapter. Idempotent.
+
+    Raises RuntimeError if vLLM does not fulfil the contract.
+    """
     if hasattr(EngineCoreProc.run_busy_loop, "kvcached"):
         return
     CONTRACT.check(vllm.__version__, _logger.warning)
@@ -57,9 +60,9 @@ def install() -> None:
 
     @functools.wraps(stock_loop)
     def run_busy_loop(core: Any) -> None:
-        from kvcached.engines.vllm.scheduler import begin
+        from kvcached.engines.vllm.scheduler import start_answering
 
-        begin(core)
+        start_answering(core)
         stock_loop(core)
 
     run_busy_loop.kvcached = True  # type: ignore[attr-defined]
@@ -67,23 +70,26 @@ def install() -> None:
 
 
 def _check_arguments(config: Any) -> None:
-    """Raises NotImplementedError. vLLM comes again with a configuration that it has changed."""
+    """Raises NotImplementedError for unsupported arguments.
+
+    vLLM calls it again with the configuration that it has changed.
+    """
     for path, (allowed, flag) in _ONLY.items():
         found = functools.reduce(getattr, path.split("."), config)
         if found not in allowed:
             raise NotImplementedError(
-                f"{flag} ({found!r}) is not served on kvcached: leave it out, or unset "
+                f"{flag} ({found!r}) is not supported on kvcached: leave it out, or unset "
                 "KVCACHED_DEVICE"
             )
 
 
 def _complete(config: Any) -> None:
-    """Raises what Settings.open_device raises."""
-    # vLLM would want as much free memory as its share of the machine, and say so if there is less.
+    """Sets the scheduler, the worker and the size. Raises the errors of Settings.open_device."""
+    # Otherwise vLLM requires free memory for its share of the machine, and fails if there is less.
     if config.cache_config.kv_cache_memory_bytes is None:
         device = Settings.from_environment(os.environ).open_device()
         config.cache_config.kv_cache_memory_bytes = device.capacity_bytes
     config.scheduler_config.scheduler_cls = SCHEDULER
     config.parallel_config.worker_cls = WORKER
-    # Scheduler and KV in one process: blocks are mapped where they are counted.
+    # Scheduler and KV share a process, so that blocks are mapped where they are counted.
     config.parallel_config.distributed_executor_backend = "uni"

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with the room that kvcached has, and other engines to answer to."""
+"""vLLM's scheduler with kvcached's room, which answers other engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvcached.engines.vllm.memory import active_memory
 
 
 class ElasticScheduler(Scheduler):  # type: ignore[misc]
-    """Raises RuntimeError where vLLM has laid out its KV cache elsewhere."""
+    """vLLM's scheduler over an ElasticBlockPool.
+
+    Raises RuntimeError if vLLM has laid out its KV cache elsewhere.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._memory = active_memory()
@@ -23,20 +26,25 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
             super().__init__(*args, **kwargs)
         pool = self.kv_cache_manager.block_pool
         if not isinstance(pool, ElasticBlockPool):
-            raise NotImplementedError(f"vLLM chose {type(pool).__name__}, which is not on kvcached")
+            raise NotImplementedError(
+                f"vLLM chose {type(pool).__name__}, which does not use kvcached"
+            )
         self._pool = pool
-        self._hold_what_is_asked_for()
+        self._hold_counted_blocks()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Others are answered once a step, before it is planned."""
+        """Plans a step, after answering other engines once."""
         self._answer_requests()
         plan = super().schedule(*args, **kwargs)
         self._pool.return_held_blocks()
         return plan
 
     def has_requests(self) -> bool:
-        """vLLM asks several times a step; and before it sleeps, and when something has woken it:
-        there are no steps then, and it is the time to answer others."""
+        """Returns vLLM's answer. Without requests, answers other engines and returns spare pages.
+
+        vLLM calls this several times a step, before it sleeps and after it is woken. There are no
+        steps then, so other engines must be answered here.
+        """
         found = bool(super().has_requests())
         if not found:
             self._pool.return_held_blocks()
@@ -48,9 +56,11 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
         self._memory.answer_requests(self._pool.shrink)
         self._memory.publish_evictable(self._pool.evictable_bytes_max())
 
-    def _hold_what_is_asked_for(self) -> None:
-        """vLLM counts the blocks that a request needs, compares them with those that are free, and
-        takes them."""
+    def _hold_counted_blocks(self) -> None:
+        """Takes a request's blocks from kvcached when vLLM counts them.
+
+        vLLM then compares the count with the free blocks, and allocates them.
+        """
         coordinator = self.kv_cache_manager.coordinator
         count_blocks = coordinator.get_num_blocks_to_allocate
 
@@ -58,7 +68,8 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
             count = int(count_blocks(*args, **kwargs))
             short = self._pool.hold(count) if count else 0  # most steps of a request need none
             if short and kwargs.get("apply_admission_cap", False):
-                # All of a request that is not admitted yet. Running ones do not wait for it.
+                # Asks for all blocks of a request that is not admitted. Running requests do not
+                # wait for it.
                 self._pool.ask_for(short, max(0, self._waiting_blocks() - count))
             elif short:
                 self._pool.find(short)
@@ -67,14 +78,16 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
         coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
 
     def _waiting_blocks(self) -> int:
-        """Of the requests that could run if there were room."""
+        """Returns the blocks of the waiting requests that could run if there were room."""
         count, block_tokens = self.max_num_running_reqs - len(self.running), self.block_size
         return sum(-(-one.num_tokens // block_tokens) for one in islice(self.waiting, count))
 
 
-def begin(core: Any) -> None:
-    """Everything is built, and the engine's loop is about to start. Raises RuntimeError."""
+def start_answering(core: Any) -> None:
+    """Starts answering other engines, once everything is built. Raises RuntimeError."""
     if not isinstance(core.scheduler, ElasticScheduler):
-        raise RuntimeError(f"vLLM chose {type(core.scheduler).__name__}, which is not on kvcached")
+        raise RuntimeError(
+            f"vLLM chose {type(core.scheduler).__name__}, which does not use kvcached"
+        )
     wake = (EngineCoreRequestType.WAKEUP, None)
-    active_memory().call_when_asked(lambda: core.input_queue.put_nowait(wake))
+    active_memory().wake_on_requests(lambda: core.input_queue.put_nowait(wake))

@@ -1,7 +1,7 @@
-"""vLLM's worker, with its KV cache in pages that come and go.
+"""vLLM's worker with its KV cache in kvcached's pages.
 
-vLLM has layouts that put all layers of a block together; with one of those the KV cache is a single
-run of blocks, whatever the layers keep.
+With a layout of vLLM that keeps all layers of a block together, the KV cache is a single run of
+blocks, whatever the layers store.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_cache_spec_kind
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvcached import KVCache
+from kvcached.engines.device_share import weights_bytes
 from kvcached.engines.packed import ServedZeros, packed_tensor, replaced
-from kvcached.engines.stake import weights_bytes
 from kvcached.engines.vllm.memory import open_memory
 from kvcached.layouts import KVLayout
 
-# vLLM's name for: blocks, in each of them the layers, in each of them the heads.
+# vLLM's name for the order: blocks, layers, heads.
 _BLOCKS_FIRST = "BLHNC"
 
 
 class ElasticWorker(CPUWorker):  # type: ignore[misc]
-    """In the scheduler's process."""
+    """Worker in the scheduler's process."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
@@ -34,8 +34,11 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         self._layout: KVLayout | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        """Leases what the weights take. Measured before vLLM packs them for its kernels: packed
-        ones are no tensors of the model any more."""
+        """Loads the model and leases the memory of its weights.
+
+        They are measured before vLLM packs them for its kernels, since packed weights are no longer
+        tensors of the model.
+        """
         process, sizes = base_loader.process_weights_after_loading, [0]
 
         def measure_and_process(model: torch.nn.Module, *args: Any) -> None:
@@ -44,30 +47,39 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
 
         with replaced(base_loader, "process_weights_after_loading", measure_and_process):
             super().load_model(**kwargs)
-        self._memory.stake.lease_static(max(*sizes, weights_bytes(self.model_runner.get_model())))
+        self._memory.share.lease_static(max(*sizes, weights_bytes(self.model_runner.get_model())))
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Where heads are a block's outermost dimension, kernels take blocks at any stride."""
+        """Returns the layout with blocks first.
+
+        Kernels that support heads as a block's outermost dimension accept blocks at any stride.
+        """
         names = super().get_supported_kv_cache_layouts()
         if "LBHNC" not in names:
             raise NotImplementedError(
-                f"kvcached knows vLLM's KV layout LBHNC, and this model's attention has {names}"
+                f"kvcached supports vLLM's KV layout LBHNC, but this model's attention has {names}"
             )
         return [_BLOCKS_FIRST]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """Raises NotImplementedError for layers that keep anything but K and V of every token."""
+        """Returns vLLM's specs with kvcached's stride.
+
+        Raises NotImplementedError for layers that keep anything other than K and V of every token.
+        """
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
             # Subclasses are latent attention and others.
             if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
                 raise NotImplementedError(
-                    f"the attention of layer {name} ({get_kv_cache_spec_kind(spec)}) has no layout "
-                    "on kvcached: serve a model whose layers all have full-attention K and V (MHA, "
-                    "GQA or MQA), or unset KVCACHED_DEVICE"
+                    f"the attention of layer {name} ({get_kv_cache_spec_kind(spec)}) does not have "
+                    "a layout on kvcached: serve a model whose layers all have full-attention K "
+                    "and V (MHA, GQA or MQA), or unset KVCACHED_DEVICE"
                 )
         if len({(spec.block_size, spec.page_size_bytes) for spec in specs.values()}) != 1:
-            raise NotImplementedError("no layers with KV, or of unlike sizes: not on kvcached")
+            raise NotImplementedError(
+                "a model without KV layers, or with KV layers of several sizes, is not supported "
+                "on kvcached"
+            )
         block_bytes = sum(spec.page_size_bytes for spec in specs.values())
         block_tokens = next(iter(specs.values())).block_size
         self._layout = layout = self._memory.layout(block_bytes, block_tokens)
@@ -75,12 +87,14 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         return {n: replace(s, block_stride_alignment=stride_bytes) for n, s in specs.items()}
 
     def determine_available_memory(self) -> int:
-        """Addresses of whole slabs: what the user bounds them to, or all of the device. One request
-        of full length fits in any case: whether there is memory for it is found out when it is
-        guaranteed."""
+        """Returns a size of addresses in whole slabs: the user's limit, or the whole device.
+
+        One request of full length always fits into it. Whether there is memory for that request is
+        checked when it is guaranteed.
+        """
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
-        layout, page_bytes = self._laid_out(), self._memory.stake.device.page_bytes
+        layout, page_bytes = self._laid_out(), self._memory.share.device.page_bytes
         need_bytes = layout.need_bytes(max(self.model_config.max_model_len, 0), page_bytes)
         size_bytes = max(int(self.cache_config.kv_cache_memory_bytes), need_bytes)
         slab_bytes = layout.quantum_bytes(page_bytes)
@@ -91,7 +105,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         stride_bytes = layout.buffer_token_bytes[0] * layout.block_tokens
         tensors = kv_cache_config.kv_cache_tensors
         if len(tensors) != 1 or tensors[0].block_stride != stride_bytes:
-            raise NotImplementedError(f"vLLM did not take kvcached's layout of blocks: {tensors}")
+            raise NotImplementedError(f"vLLM did not use kvcached's block layout: {tensors}")
         kv = self._memory.alloc_kvcache(
             layout, blocks * layout.block_tokens, self.model_config.max_model_len
         )
@@ -105,7 +119,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
 
     def _laid_out(self) -> KVLayout:
         if self._layout is None:
-            raise RuntimeError("vLLM has not asked what the model's layers keep yet")
+            raise RuntimeError("vLLM has not called get_kv_cache_spec yet")
         return self._layout
 
     def _check_tensors(self, kv: KVCache, size_bytes: int) -> None:
@@ -113,4 +127,4 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         start = packed_tensor(kv).data_ptr()
         for cache in self.model_runner.kv_caches:
             if not start <= cache.data_ptr() < start + size_bytes:
-                raise RuntimeError("vLLM allocated a KV cache beside kvcached's")
+                raise RuntimeError("vLLM allocated a KV cache outside of kvcached's memory")

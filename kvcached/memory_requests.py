@@ -1,4 +1,4 @@
-"""Posting requests to shrink and waiting for what comes of them."""
+"""Shrink requests to other clients, and waiting for the memory that they return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RETRY_S = 0.005
 
 
 def holders_of(view: _core.BalloonView) -> list[Holder]:
-    """All clients of a coherent read."""
+    """Returns all clients of a coherent read."""
     pairs = zip(view.slots, view.clients, strict=True)
     return [_holder(slot, record, view.now_ns) for slot, record in pairs]
 
@@ -42,7 +42,7 @@ def _holder(slot: int, record: _core.ClientRecord, now_ns: int) -> Holder:
 
 
 def plan(missing_bytes: int, holders: Sequence[Holder], policy: ShrinkPolicy) -> Sequence[Demand]:
-    """The policy's demands beyond what is on the way already."""
+    """Returns the policy's demands for what requests under way do not cover yet."""
     missing_bytes -= sum(h.on_the_way_bytes for h in holders if h.answers)
     return policy(missing_bytes, holders) if missing_bytes > 0 else ()
 
@@ -50,7 +50,11 @@ def plan(missing_bytes: int, holders: Sequence[Holder], policy: ShrinkPolicy) ->
 def post(
     ledger: _core.Ledger, view: _core.BalloonView, demands: Sequence[Demand], until_ns: int
 ) -> list[int | None] | None:
-    """The requests' numbers, None for clients that are gone; None if the view is out of date."""
+    """Posts one shrink request per demand.
+
+    Returns the requests' numbers, None for each client that is gone. Returns None if the view is
+    out of date and nothing was posted.
+    """
     asks = [(*d.holder.key, NO_LIMIT if d.size_bytes is None else d.size_bytes) for d in demands]
     return _core.ask(ledger, asks, view.asks, until_ns) if asks else []
 
@@ -62,9 +66,9 @@ def ask_for(
     policy: ShrinkPolicy,
     until_ns: int,
 ) -> None:
-    """Has the policy distribute over `others` what is missing by a coherent read.
+    """Posts shrink requests to `others` for the bytes that `missing` computes from a coherent read.
 
-    Two that plan at once never ask for the same bytes twice: the second has to read again.
+    Concurrent planners never request the same bytes twice: the second one must read again.
     """
     for _ in range(_ATTEMPTS):
         view = _core.balloon_view(ledger)
@@ -79,7 +83,7 @@ def ask_for(
 
 @dataclass(frozen=True)
 class Requester:
-    """A client that waits for memory, and the policy by which it asks others."""
+    """Client that waits for memory, and the policy that chooses which clients it asks."""
 
     core: _core.Client
     policy: ShrinkPolicy
@@ -87,19 +91,19 @@ class Requester:
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What a client waits for."""
+    """Memory that a client waits for."""
 
     requester: Requester
     missing_bytes: Callable[[], int | None]
     """Bytes still to reserve; None if they can never be had."""
     is_static: bool = False
-    """Beyond the client's limit and minimum."""
+    """True for memory to which the client's limit and minimum do not apply."""
 
 
 def wait_for(request: MemoryRequest, take: Callable[[], T | None], wait_s: float) -> T | None:
-    """What `take` gives as soon as it gives something, None when `wait_s` are over.
+    """Calls `take` until it returns a value, and returns that value, or None after `wait_s`.
 
-    Others are asked to shrink meanwhile. The GIL is released while this sleeps.
+    Other clients are asked to shrink meanwhile. The GIL is released during sleeps.
     """
     client = request.requester.core
     until_ns = time.monotonic_ns() + int(wait_s * 1e9)
@@ -111,9 +115,9 @@ def wait_for(request: MemoryRequest, take: Callable[[], T | None], wait_s: float
                 return None
             seen = _core.want(client, size_bytes, request.is_static, until_ns)
             if seen is not None:
-                _ask_for_the_rest(request, until_ns)
+                _ask_others(request, until_ns)
                 _core.sleep(_core.ledger_of(client), seen, until_ns)
-            elif had_room:  # and could not be taken all the same
+            elif had_room:  # the room seen in the last round could not be taken
                 time.sleep(_RETRY_S)
             had_room = seen is None
         return taken
@@ -121,8 +125,11 @@ def wait_for(request: MemoryRequest, take: Callable[[], T | None], wait_s: float
         _core.end_wait(client)
 
 
-def _ask_for_the_rest(request: MemoryRequest, until_ns: int) -> None:
-    """They have half of the time that is left; the rest is for clients that are asked instead."""
+def _ask_others(request: MemoryRequest, until_ns: int) -> None:
+    """Asks other clients for the missing bytes, with half of the remaining time as their deadline.
+
+    The other half is left for asking different clients if those do not answer.
+    """
     client = request.requester.core
     slot = _core.slot_of(client)
     now_ns = time.monotonic_ns()
@@ -136,7 +143,7 @@ def _ask_for_the_rest(request: MemoryRequest, until_ns: int) -> None:
 
 
 def _missing_bytes(view: _core.BalloonView, slot: int) -> int:
-    """What this client and those that wait for longer want beyond what is free."""
+    """Returns the bytes wanted by this client and by earlier waiters, less what is free."""
     clients = view.clients
     me = clients[view.slots.index(slot)]
     if me.wanted_bytes == 0:
@@ -158,7 +165,7 @@ class _Part:
 
 
 class ShrinkOrder:
-    """Posted requests and their answers. `poll` never blocks."""
+    """Posted shrink requests and their answers. `poll` never blocks."""
 
     def __init__(self, ledger: _core.Ledger, parts: Sequence[_Part], until_ns: int) -> None:
         self._ledger = ledger
@@ -166,11 +173,13 @@ class ShrinkOrder:
         self._until_ns = until_ns
 
     def poll(self) -> tuple[ShrinkAnswer, ...] | None:
-        """The answers, in order of the clients; None while some may still come."""
+        """Returns the answers in the order of the clients, or None while some may still arrive."""
         return self._answers(_core.balloon_view(self._ledger))
 
     def wait(self) -> tuple[ShrinkAnswer, ...]:
-        """Until all have answered, ended or let their time pass."""
+        """Blocks until every client has answered, ended or missed its deadline. Returns the
+        answers.
+        """
         while True:
             view = _core.balloon_view(self._ledger)
             if (answers := self._answers(view)) is not None:
@@ -191,7 +200,7 @@ def order_shrink(
     size_bytes: int | None,
     until_ns: int,
 ) -> ShrinkOrder:
-    """Asks each of these clients for `size_bytes`, None: for all that it can do without."""
+    """Asks each client that `wanted` selects for `size_bytes` (None: all it can give up)."""
     while True:
         view = _core.balloon_view(ledger)
         records = {(s, c.joined): c for s, c in zip(view.slots, view.clients, strict=True)}
@@ -210,7 +219,7 @@ def _answer(part: _Part, now: _core.ClientRecord | None) -> ShrinkAnswer:
     outcome, record = "answered", now or part.before
     if now is None or part.number is None:
         outcome = "gone"
-    elif 0 < (part.number - now.answered) % 2**32 < 2**31:  # later than the last that was answered
+    elif 0 < (part.number - now.answered) % 2**32 < 2**31:  # newer than the last answered request
         outcome = "no answer"
     return ShrinkAnswer(
         name=part.holder.name,

@@ -1,4 +1,4 @@
-"""A stock engine's stake in a device: what every adapter of one does with its settings."""
+"""A stock engine's share of a device: the part of its settings that every adapter applies."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# How long other engines have to give memory to one that starts, and to a step; and after how long
-# they are asked again.
-START_S = 10.0
-FIND_S = 0.1
-ASK_AGAIN_S = 0.2
+START_S = 10.0  # wait for other engines' memory at the start
+FIND_S = 0.1  # wait for other engines' memory in a step
+ASK_AGAIN_S = 0.2  # interval between requests to other engines
 
 
-class Stake:
-    """The client of one engine process. Thread rule: the thread that steps the engine."""
+class DeviceShare:
+    """Client of one engine process. Thread rule: the thread that steps the engine."""
 
     def __init__(self, settings: Settings, name: str) -> None:
-        """`name` is the client's where the settings have none. Raises what Device.open and
-        Device.client raise."""
+        """Opens the device and registers the client.
+
+        `name` is used if the settings have none. Raises the errors of Device.open and
+        Device.client.
+        """
         self.settings = settings
         self.device = settings.open_device()
         self.client = self.device.client(settings.name or name, limit_bytes=settings.limit_bytes)
@@ -36,35 +37,38 @@ class Stake:
         self._ask_at_s = self._wait_at_s = 0.0
 
     def lease_static(self, measured_bytes: int) -> None:
-        """Leases what the engine takes beside its KV: as the settings say, or as measured."""
+        """Leases the engine's memory other than KV: the size in the settings, or as measured."""
         size_bytes = self.settings.static_bytes or measured_bytes
         try:
             self._lease = self._reserve(size_bytes, "weights and workspaces")
         except NoRoomError as error:
             raise NoRoomError(
-                f"{self.client.name} takes {format_size(size_bytes)} beside its KV, and "
-                f"{self.device.name} has {format_size(error.free_bytes)} for it: stop or shrink "
-                "another engine, or correct KVCACHED_STATIC",
+                f"{self.client.name} needs {format_size(size_bytes)} in addition to its KV, but "
+                f"{self.device.name} has {format_size(error.free_bytes)} available: stop or "
+                "shrink another engine, or correct KVCACHED_STATIC",
                 size_bytes,
                 error.free_bytes,
             ) from error
 
     def alloc_kvcache(self, layout: KVLayout, num_tokens: int, request_tokens: int) -> KVCache:
-        """The KV space, of which one request of `request_tokens` is guaranteed, or what the
-        settings say. Raises NoRoomError."""
+        """Reserves KV space and guarantees the settings' minimum, or one request of
+        `request_tokens`.
+
+        Raises NoRoomError.
+        """
         need_bytes = layout.need_bytes(request_tokens, self.device.page_bytes)
-        # Large pages make slabs of which a request fills a part.
+        # With large pages one request fills only part of a slab.
         wasteful = need_bytes > 2 * (request_tokens + layout.block_tokens) * layout.token_bytes
         self._guarantee(self.settings.min_bytes or need_bytes, request_tokens, wasteful)
         kv = self.client.alloc_kvcache(layout, num_tokens)
-        # One slab is kept between steps, or a block on the edge maps and unmaps it each time.
+        # Keeps one slab between steps. Otherwise a block at its edge maps and unmaps it each time.
         kv.set_spare_pages(0, sum(layout.slab_pages(self.device.page_bytes)))
         return kv
 
     def ask_for(self, size_bytes: int, more_bytes: int = 0) -> None:
-        """Asks other engines for so much more KV than there is room for, and returns at once.
+        """Asks other engines for `size_bytes` of KV that do not fit, and returns at once.
 
-        `more_bytes`: what this engine would use besides, as far as its own limit lets it.
+        `more_bytes` is what this engine could use in addition, within its own limit.
         """
         now_s = time.monotonic()
         if now_s >= self._ask_at_s and self._others_could_give(size_bytes):
@@ -76,8 +80,11 @@ class Stake:
             self.device.request_room(size_bytes + more_bytes, for_client=self.client.name)
 
     def find_room(self, kv: KVCache, num_blocks: int) -> NDArray[np.int64] | None:
-        """Blocks that a step lacks. Waits for a moment if others have what they could do without;
-        if that is in vain, not again before `ASK_AGAIN_S`."""
+        """Returns blocks that a step needs, or None.
+
+        Waits for `FIND_S` if other engines have memory to give. After a failure it returns None
+        until `ASK_AGAIN_S` have passed.
+        """
         if time.monotonic() < self._wait_at_s:
             return None
         pages = kv.missing_pages(num_blocks)
@@ -89,7 +96,7 @@ class Stake:
         return ids
 
     def _others_could_give(self, size_bytes: int) -> bool:
-        """Something at least, to a client whose own limit is not what keeps it small."""
+        """Returns whether another client has memory to give, and this one's limit allows more."""
         usage, mine = self.device.usage(), self.client.usage()
         limit_bytes = mine.limit_bytes
         if limit_bytes is not None and mine.reserved_bytes + size_bytes > limit_bytes:
@@ -105,30 +112,31 @@ class Stake:
             less = f"lower KVCACHED_PAGE for all (it is {format_size(self.device.page_bytes)})"
         if limit_bytes is not None and size_bytes > limit_bytes:
             raise NoRoomError(
-                f"{what} takes {format_size(size_bytes)} and KVCACHED_LIMIT is "
+                f"{what} needs {format_size(size_bytes)}, but KVCACHED_LIMIT is "
                 f"{format_size(limit_bytes)}: raise the limit, or {less}",
                 size_bytes,
                 limit_bytes,
             )
         try:
-            # What comes free while others give is kept for this client.
+            # The lease keeps memory that others give for this client.
             self._reserve(size_bytes, what).release()
             self.client.set_min(size_bytes)
         except NoRoomError as error:
             raise NoRoomError(
-                f"{what} takes {format_size(size_bytes)}, and {self.device.name} has "
-                f"{format_size(error.free_bytes)} for it: stop or shrink another engine, or {less}",
+                f"{what} needs {format_size(size_bytes)}, but {self.device.name} has "
+                f"{format_size(error.free_bytes)} available: stop or shrink another engine, or "
+                f"{less}",
                 size_bytes,
                 error.free_bytes,
             ) from error
 
     def _reserve(self, size_bytes: int, what: str) -> StaticLease:
-        """Asks others and waits, unless all of the device were too little."""
+        """Leases memory, waiting for others to shrink unless it exceeds the whole device."""
         wait_s = START_S if size_bytes <= self.device.capacity_bytes else 0.0
         return self.client.reserve_static(size_bytes, what, wait_s=wait_s)
 
 
 def weights_bytes(model: Any) -> int:
-    """Of a torch module's tensors, each counted once."""
+    """Returns the bytes of a torch module's tensors, each counted once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(tensors.values())
