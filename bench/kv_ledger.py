@@ -23,10 +23,10 @@ LAYERS = (
     "fork_guard",
     "futex",
     "ledger",
-    "ledger_balloon",
     "ledger_check",
     "ledger_file",
-    "ledger_liveness",
+    "ledger_lock",
+    "ledger_records",
     "liveness",
     "owned_lock",
 )

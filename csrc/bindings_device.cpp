@@ -110,7 +110,7 @@ void bind_client_record(nb::class_<Client>& client) {
           },
           nb::arg("ledger"), nb::arg("device"), nb::arg("name"), nb::arg("min_bytes"),
           nb::arg("limit_bytes").none(), nb::arg("background"))
-      // The GPU's number, or -1 on a host device.
+      // Ordinal of the GPU, or -1 on a host device.
       .def_prop_ro("gpu",
                    [](const Client& self) {
                      const Location location = self.vmm()->location();
@@ -181,9 +181,9 @@ void bind_segments(nb::module_& module) {
 }  // namespace
 
 void bind_device(nb::module_& module) {
-  // For this process: how long a call waits for a ledger that another one keeps locked.
-  module.def("set_lock_patience",
-             [](double wait_s) { lock_patience_ns = static_cast<int64_t>(wait_s * 1e9); });
+  // Time that a call of this process waits for a ledger that another process keeps locked.
+  module.def("set_lock_timeout",
+             [](double wait_s) { lock_timeout_ns = static_cast<int64_t>(wait_s * 1e9); });
   module.def("check_device_name", [](const std::string& name) { check(check_device_name(name)); });
   bind_record(module);
   bind_ledger(module);

@@ -1,5 +1,5 @@
-// One process's stake in a device: a record in the ledger, the lock that proves it alive, and the
-// virtual memory whose pages die with it. Several clients may live in one process.
+// A process's share of a device: a record in the ledger, the lock that proves it alive, and the
+// virtual memory whose pages die with the process. A process may have several clients.
 // Thread rule: any thread. After a fork the child's copy is dead (Code::forked).
 #pragma once
 
@@ -21,79 +21,80 @@ class Client final : private ForkGuarded {
   static Result<std::shared_ptr<Client>> open(std::shared_ptr<Ledger> ledger,
                                               const std::string& device,
                                               const ClientOptions& options);
-  // The same on a Vmm of the caller's, which has the ledger's page size and no other user.
+  // The same on a Vmm of the caller. REQUIRES: it has the ledger's page size and no other user
   static Result<std::shared_ptr<Client>> open(std::shared_ptr<Ledger> ledger,
                                               std::shared_ptr<Vmm> vmm,
                                               const ClientOptions& options);
   ~Client() override;
 
   // Waits for the streams, then gives everything back. Reserved addresses stay as long as views of
-  // them live. Code::in_use if the streams take too long or weights are being loaded: nothing
-  // changed. Idempotent.
+  // them live. Code::in_use, with nothing changed, if the streams take too long or weights are
+  // being loaded. Idempotent.
   Status close();
   Status check_open() const { return vmm_->check_open(); }
 
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
   uint64_t page_bytes() const { return vmm_->page_bytes(); }
-  // Pages for bytes that the ledger granted, single ones or a block (Vmm::create_block). A device
-  // that is full in spite of that (the memory is a dead process's, or is used outside of the
-  // ledger) is asked again until create_wait is over; then Code::no_room with the
-  // driver's words. From then on it is asked once each time, until kQuietWaits such waits have
-  // passed without a refusal: a thread that steps an engine is not held up over and over.
+  // Creates pages for bytes that the ledger granted, singly or as a block (Vmm::create_block). If
+  // the device is full all the same (memory of a dead process, or used outside of the ledger),
+  // retries for create_wait, then fails with Code::no_room and the driver's message. After that
+  // each call tries once, until kQuietWaits times create_wait have passed without a refusal, so
+  // that a thread that steps an engine is not delayed repeatedly.
   Result<std::vector<Handle>> create_pages(size_t count);
   Result<std::vector<Handle>> create_block(size_t count);
-  // How long that is at first: a GPU's driver takes seconds to take tens of GB from a process that
-  // was killed; the OS of a host device takes none.
+  // Initial create_wait. A GPU's driver takes seconds to reclaim tens of GB of a killed process,
+  // the OS of a host device takes none.
   static constexpr std::chrono::milliseconds kCreateWaitGpu{10000};
   static constexpr std::chrono::milliseconds kCreateWaitHost{500};
   static constexpr int kQuietWaits = 8;
   void set_create_wait(Streams::Clock::duration wait) { create_wait_ = wait; }
-  // What holes show and pages contain; see vmm.h. The guard page is leased as static memory first.
+  // Vmm::guard_holes, with the guard page leased as static memory first, and Vmm::scrub_pages.
   Status guard_holes();
   void scrub_pages() { vmm_->scrub_pages(); }
-  // What the engine works on; nothing of this client is unmapped under it.
+  // The engine's streams. No page of this client is unmapped before their work on it is done.
   Streams& streams() { return streams_; }
-  // From here until end_load something copies into memory of this client, and close is refused.
+  // Between begin_load and end_load, memory of this client is copied into and close is refused.
   Status begin_load();
   void end_load() { --loads_; }
-  // From here until end_link its GPU helps to load another one's weights, and close is refused.
+  // Between begin_link and end_link, its GPU helps to load weights of another GPU and close is
+  // refused.
   Status begin_link();
   void end_link() { --links_; }
 
-  // Reserves the addresses that regions are carved from from then on. Once; Code::invalid_argument
-  // for a second call.
+  // Reserves the addresses that later regions are carved from. Code::invalid_argument for a second
+  // call.
   Status reserve_addresses(uint64_t bytes);
-  // Addresses for a KV cache, a tensor or weights: a range of the space that reserve_addresses made
-  // if there is one and it has room, else a reservation of their own.
+  // Reserves addresses for a KV cache, a tensor or weights: a range of the space of
+  // reserve_addresses if that exists and has room, otherwise a separate reservation.
   Result<std::shared_ptr<Region>> reserve_region(uint64_t bytes);
   // Null before reserve_addresses.
   std::shared_ptr<AddressSpace> addresses();
 
-  // The ledger's calls for this client's record; see ledger.h.
+  // Calls of the ledger for this client's record; see ledger.h.
   Status reserve(uint64_t bytes) { return in_ledger(&Ledger::reserve, bytes); }
   Status commit(uint64_t bytes) { return in_ledger(&Ledger::commit, bytes); }
   Status cancel(uint64_t bytes) { return in_ledger(&Ledger::cancel, bytes); }
   Status release(uint64_t bytes) { return in_ledger(&Ledger::release, bytes); }
-  // What reserve would grant once so many bytes of what it holds were given back.
+  // Bytes that reserve would grant once `given_back_bytes` of the committed ones were released.
   Result<uint64_t> available(uint64_t given_back_bytes = 0) {
     return in_ledger(&Ledger::available, given_back_bytes);
   }
-  // Takes back the spare pages of its holders before it says no_room.
+  // Has the client's spare pages given back before it fails with Code::no_room.
   Status reserve_static(uint64_t bytes);
   Status release_static(uint64_t bytes) { return in_ledger(&Ledger::release_static, bytes); }
-  // Spare pages go at once if more is held than the new limit.
+  // Gives spare pages back at once if more is held than the new limit.
   Status set_limit(uint64_t bytes);
   Status set_min(uint64_t bytes) { return in_ledger(&Ledger::set_min, bytes); }
   void count_maps(uint64_t maps, uint64_t unmaps) {
     return in_ledger(&Ledger::count_maps, maps, unmaps);
   }
   Result<ClientRecord> record() { return in_ledger(&Ledger::client); }
-  // The lock that proves this client alive, once more: its record stays, whatever becomes of this
-  // process, until that is closed as well. For processes that read its memory.
+  // Duplicates the lock that proves this client alive, for processes that read its memory. The
+  // record stays until the duplicate is closed too, even if this process dies.
   Result<Descriptor> share_liveness();
 
-  // The balloon; see ledger.h. The descriptor is readable while a request may wait; it belongs to
-  // this client and is closed with it. Nothing is freed here: the thread that polls it does that.
+  // The balloon; see ledger.h. The descriptor is readable while a request may be open. It belongs
+  // to this client and is closed with it. The thread that polls it frees the memory.
   Result<int> fileno();
   bool has_request();
   Result<std::optional<ShrinkRequest>> shrink_request() {
@@ -121,7 +122,7 @@ class Client final : private ForkGuarded {
   void unlock_after_fork() override;
   void abandon_in_child() override;
   Result<Slack> look();
-  // A call of the ledger for this client's record. Not made once the client is closed.
+  // Calls the ledger for this client's record, unless the client is closed.
   template <class Answer, class... Parameters>
   Answer in_ledger(Answer (Ledger::*call)(int, Parameters...),
                    std::type_identity_t<Parameters>... arguments) {
@@ -133,7 +134,7 @@ class Client final : private ForkGuarded {
     }
   }
   template <class Create>
-  Result<std::vector<Handle>> create_patiently(Create create);
+  Result<std::vector<Handle>> create_with_retries(Create create);
 
   const std::shared_ptr<Ledger> ledger_;
   const std::shared_ptr<Vmm> vmm_;
@@ -145,9 +146,10 @@ class Client final : private ForkGuarded {
   std::atomic<int> loads_ = 0;
   std::atomic<int> links_ = 0;
   std::atomic<Streams::Clock::duration> create_wait_;
-  std::atomic<Streams::Clock::time_point> patient_from_{};  // no create waits before
+  std::atomic<Streams::Clock::time_point>
+      retry_from_{};  // before this time a create does not retry
   std::unique_ptr<WakeThread> wake_;
-  std::mutex mutex_;  // of closing, addresses_ and wake_; before those of spares_
+  std::mutex mutex_;  // for closing, addresses_ and wake_; locked before those of spares_
   SpareKeeper spares_;
 };
 

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "ledger_file.h"
+#include "ledger_records.h"
 #include "liveness.h"
 
 namespace kvcached {
@@ -43,7 +44,7 @@ Status check_identity(const LedgerSegment& header, const std::string& path) {
   return {};
 }
 
-// An abandoned file is replaced, so nobody may have it open.
+// An abandoned file is replaced, so no process may have it open.
 Result<FileState> abandoned(int fd, const std::string& path, const char* why) {
   if (!is_file_locked(fd)) return FileState::abandoned;
   return damaged(path, std::string("it is in use, but ") + why);
@@ -54,8 +55,8 @@ const char* problem_of(const ClientRecord& client, const LedgerSegment& segment)
                                      client.static_bytes, client.min_bytes, client.wanted_bytes});
   if (client.used != 1) return "its state is unknown";
   if (strnlen(client.name, sizeof(client.name)) == sizeof(client.name))
-    return "its name has no end";
-  if (largest > segment.capacity_bytes) return "it holds more than the device has";
+    return "its name is not terminated";
+  if (largest > segment.capacity_bytes) return "it holds more than the capacity of the device";
   if (client.min_bytes > client.limit_bytes) return "its minimum is above its limit";
   return nullptr;
 }
@@ -68,8 +69,9 @@ std::string version_conflict(const LedgerSegment& header) {
            std::to_string(kLedgerVersion);
   }
   if (header.segment_bytes == sizeof(LedgerSegment)) return {};
-  return "a ledger of " + std::to_string(header.segment_bytes) + " bytes, this library's has " +
-         std::to_string(sizeof(LedgerSegment)) + ": another build made it";
+  return "a ledger of " + std::to_string(header.segment_bytes) +
+         " bytes, that of this library has " + std::to_string(sizeof(LedgerSegment)) +
+         ": it was created by another build";
 }
 
 Status damaged(const std::string& path, const std::string& what) {
@@ -83,7 +85,7 @@ Result<FileState> examine_file(int fd, const std::string& path) {
   KV_ASSIGN(const LedgerSegment header, read_header(fd));
   const char unfinished[sizeof(kLedgerMagic)] = {};
   if (memcmp(header.magic, unfinished, sizeof(unfinished)) == 0) {
-    return abandoned(fd, path, "has no beginning");
+    return abandoned(fd, path, "it has no header");
   }
   KV_TRY(check_identity(header, path));
   if (info.st_size != static_cast<off_t>(sizeof(LedgerSegment))) {
@@ -91,13 +93,13 @@ Result<FileState> examine_file(int fd, const std::string& path) {
   }
   if (memchr(header.boot_id, 0, sizeof(header.boot_id)) == nullptr ||
       current_boot_id() != header.boot_id) {
-    return abandoned(fd, path, "of another boot");
+    return abandoned(fd, path, "it is of another boot");
   }
   if (header.destroyed != 0) return FileState::abandoned;
   if (!is_page_size(header.page_bytes) || !is_capacity(header.capacity_bytes, header.page_bytes)) {
     return damaged(path, "its capacity of " + std::to_string(header.capacity_bytes) +
                              " bytes in pages of " + std::to_string(header.page_bytes) +
-                             " cannot be");
+                             " is not possible");
   }
   return FileState::usable;
 }
@@ -141,10 +143,33 @@ Status gone(const LedgerSegment& segment) {
   }
   return failure(
       Code::gone,
-      "the ledger's file in /dev/shm was removed while processes used it, so that others "
-      "may count the same memory in a new one; restart all clients of the device. Files "
-      "of a user are removed by systemd at the end of the user's last login unless "
-      "RemoveIPC=no is set in logind.conf or the user is a system user");
+      "the ledger's file in /dev/shm was removed while processes used it, so another ledger could "
+      "count the same memory; restart all clients of the device. systemd removes the files of a "
+      "user when the user's last login ends, unless RemoveIPC=no is set in logind.conf or the user "
+      "is a system user");
+}
+
+Status held_up_by(const LedgerSegment& segment) {
+  const LockHolder holder = holder_of(segment.lock);
+  if (!holder.held) {
+    return failure(Code::corrupt, "the ledger was locked for too long; it is free now: try again");
+  }
+  if (!holder.known) {
+    return failure(Code::corrupt,
+                   "the ledger is locked by a process that did not record its pid; find one that "
+                   "is stopped, and resume or kill it. If there is none, the ledger is damaged: "
+                   "stop all engines of the device and unlink it");
+  }
+  const std::string pid = std::to_string(holder.pid);
+  if (holder.pid_namespace != this_pid_namespace()) {
+    return failure(Code::corrupt, "the ledger has been locked for too long by process ", pid,
+                   " of another pid namespace (a container's); resume or kill it there");
+  }
+  const bool stopped = is_stopped(holder.pid);
+  return failure(Code::corrupt, "the ledger has been locked for too long by process ", pid,
+                 stopped ? ", which is stopped; resume it (kill -CONT "
+                         : ", which makes no progress; wait for it or kill it (kill -9 ",
+                 pid, stopped ? ") or kill it (kill -9 " + pid + ")" : std::string(")"));
 }
 
 Status check_records(const LedgerSegment& segment, const std::string& path) {
@@ -155,7 +180,7 @@ Status check_records(const LedgerSegment& segment, const std::string& path) {
     return damaged(path, "client record " + std::to_string(slot) + ": " + problem);
   }
   if (segment.charged_bytes == total_charge(segment)) return {};
-  return damaged(path, "the total of its charges is wrong");
+  return damaged(path, "the total of its charges does not match its records");
 }
 
 }  // namespace kvcached

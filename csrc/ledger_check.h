@@ -1,5 +1,5 @@
-// Whether the bytes of a segment can be a ledger's. What a file says is not trusted: it may be of
-// another boot, half made, destroyed, or damaged.
+// Checks that the bytes of a file are a usable ledger. The contents of a file are not trusted: it
+// may be of another boot, unfinished, destroyed, or damaged.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace kvcached {
 
-// Beyond this, sums of charges could overflow.
+// Above this, sums of charges could overflow.
 inline constexpr uint64_t kMaxCapacityBytes = uint64_t{1} << 52;
 
 enum class FileState {
@@ -20,22 +20,23 @@ enum class FileState {
 // Code::corrupt, Code::version
 Result<FileState> examine_file(int fd, const std::string& path);
 
-// page_bytes and capacity_bytes of the options, which are to become a ledger's.
+// Checks page_bytes and capacity_bytes of a ledger to be created.
 Status check_geometry_values(const LedgerOptions& options);
 
-// Whether the options agree with the ledger. Code::mismatch
+// Code::mismatch unless the ledger has the geometry of the options.
 Status check_geometry(const LedgerSegment& segment, const LedgerOptions& options);
 
-// Why nothing is granted any more, and what to do about that. Code::gone
+// Code::gone, with the reason why nothing is granted any more and the remedy.
 Status gone(const LedgerSegment& segment);
 
-// That the lock has been held for too long, by whom, and what to do about that. Code::corrupt
+// Code::corrupt, with the process that has held the lock for too long and the remedy.
 Status held_up_by(const LedgerSegment& segment);
 
-// REQUIRES: the segment's lock is held. Code::corrupt
+// Code::corrupt unless all records and their total are possible. REQUIRES: the segment's lock is
+// held
 Status check_records(const LedgerSegment& segment, const std::string& path);
 
-// Why this library cannot use a ledger, "" if it can: its version, or the size of its records.
+// Reason why this library cannot use a ledger (its version or size), "" if it can.
 std::string version_conflict(const LedgerSegment& header);
 
 Status damaged(const std::string& path, const std::string& what);

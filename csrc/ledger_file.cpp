@@ -20,7 +20,7 @@ namespace {
 
 constexpr mode_t kMode = 0600;
 
-// Whoever owns the file can write to it at any time.
+// Accepts a file of this user only, because its owner can write to it at any time.
 Result<int> own(int fd, const std::string& path) {
   struct stat info = {};
   if (fstat(fd, &info) == 0 && info.st_uid == geteuid()) return fd;
@@ -28,8 +28,8 @@ Result<int> own(int fd, const std::string& path) {
   return open_failure(path, EPERM);
 }
 
-// A file of another user in a sticky directory may not be opened with O_CREAT (protected_regular),
-// hence the two attempts.
+// Two attempts, because a file of another user in a sticky directory cannot be opened with O_CREAT
+// (protected_regular).
 Result<int> open_file(const std::string& path, bool create) {
   for (int attempt = 0; attempt < 100; ++attempt) {
     int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
@@ -42,7 +42,7 @@ Result<int> open_file(const std::string& path, bool create) {
   return open_failure(path, errno);
 }
 
-// The file at `path` with byte 0 locked; retries when it is removed between open and lock.
+// Opens the file at `path` and locks its byte 0. Retries if it is removed between open and lock.
 Result<int> open_locked(const std::string& path, bool create) {
   for (int attempt = 0; attempt < 100; ++attempt) {
     KV_ASSIGN(int fd, open_file(path, create));
@@ -53,7 +53,7 @@ Result<int> open_locked(const std::string& path, bool create) {
     ::close(fd);
     if (!locked.ok()) return locked;
   }
-  return failure(Code::busy, path, " is created and removed over and over; try again");
+  return failure(Code::busy, path, " is created and removed repeatedly; try again");
 }
 
 Result<LedgerSegment*> map_segment(int fd) {
@@ -84,8 +84,8 @@ Result<LedgerSegment*> create_segment(int fd, const LedgerOptions& options) {
   return &segment;
 }
 
-// The file of a ledger that can be used, or an empty one; byte 0 is locked. A file that nobody can
-// use any more goes first: truncated in place it would fault under whoever still maps it.
+// Opens the file of a usable ledger, or an empty one, with byte 0 locked. An unusable file is
+// removed first: truncating it in place would fault a process that still maps it.
 Result<int> open_usable(const LedgerOptions& options) {
   for (int attempt = 0; attempt < 100; ++attempt) {
     KV_ASSIGN(int fd, open_locked(options.path, options.capacity_bytes.has_value()));
@@ -100,7 +100,7 @@ Result<int> open_usable(const LedgerOptions& options) {
     if (error != 0) return open_failure(options.path, error);
     step("open: an abandoned ledger is removed");
   }
-  return failure(Code::busy, options.path, " is created and removed over and over; try again");
+  return failure(Code::busy, options.path, " is created and removed repeatedly; try again");
 }
 
 Result<LedgerSegment*> attach(int fd, const LedgerOptions& options) {
@@ -171,7 +171,7 @@ Result<LedgerFile> open_ledger_file(const LedgerOptions& options) {
     ::close(fd);
     return opening.status();
   }
-  unlock_byte(fd, 0);  // and not by closing: the fd stays
+  unlock_byte(fd, 0);  // without a close, because the fd stays open
   return LedgerFile{opening.value(), segment.value()};
 }
 
@@ -184,7 +184,7 @@ Opening reopen(const Opening& parents, LedgerSegment* segment) {
   if (file.get() < 0 || !share_byte(file.get(), kOpenByte).ok()) return same;
   Result<Opening> opening = claim_opening(file.get(), &segment->lock);
   if (!opening.ok() || dup3(file.get(), parents.fd, O_CLOEXEC) < 0) return same;
-  // A mapping keeps what it was made from open.
+  // The old mapping keeps the parent's opening open.
   (void)mmap(segment, sizeof(LedgerSegment), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
              parents.fd, 0);
   opening.value().fd = parents.fd;
@@ -194,14 +194,6 @@ Opening reopen(const Opening& parents, LedgerSegment* segment) {
 Result<FileLock> FileLock::take(const std::string& path) {
   KV_ASSIGN(int fd, open_locked(path, false));
   return FileLock(fd);
-}
-
-uint64_t total_charge(const LedgerSegment& segment) {
-  uint64_t total = 0;
-  for (const ClientRecord& client : segment.clients) {
-    if (client.used != 0) total += client.charge_bytes();
-  }
-  return total;
 }
 
 }  // namespace kvcached

@@ -1,4 +1,4 @@
-// Creating, attaching and removing the file that holds a ledger.
+// The file that holds a ledger: its creation, opening and removal.
 #pragma once
 
 #include "descriptor.h"
@@ -11,19 +11,19 @@ struct LedgerFile {
   LedgerSegment* segment;
 };
 
-// Creates the file if it is missing and a capacity is given; checks version and geometry.
-// A ledger of an earlier boot is started afresh.
+// Creates the file if it is missing and a capacity is given. Checks version and geometry. Replaces
+// a ledger of an earlier boot by a new one.
 Result<LedgerFile> open_ledger_file(const LedgerOptions& options);
 
-// The file opened once more, under the same descriptor and at the same address, for a forked child;
-// without a descriptor to spare it stays the parent's opening, and a death of either inside the
-// lock is found once both are over. Async-signal-safe.
+// Opens the file again for a forked child, under the same descriptor and at the same address. If
+// the process is out of descriptors, the child keeps the parent's opening, and a death of either
+// with the lock is only found once both are dead. Async-signal-safe.
 Opening reopen(const Opening& parents, LedgerSegment* segment);
 
-// Whether the file open as `fd` is the one found at `path`.
+// True if the file open as `fd` is the one at `path`.
 bool is_still_at(int fd, const std::string& path);
 
-// Holds the byte that serialises creation and removal, on its own open file description.
+// Lock on the byte that serialises creation and removal, on its own open file description.
 class FileLock {
  public:
   static Result<FileLock> take(const std::string& path);
@@ -35,19 +35,16 @@ class FileLock {
   Descriptor file_;
 };
 
-// This machine's boot, as a ledger keeps it.
+// Id of this boot of the machine, cut to the length of LedgerSegment::boot_id.
 std::string current_boot_id();
 
-// The status for an open or unlink of a ledger file that failed.
+// Status of a failed open or unlink of a ledger file.
 Status open_failure(const std::string& path, int error);
 
-// Byte of the file that client `slot` keeps locked while it lives; byte 0 is FileLock's.
+// Byte of the file that client `slot` keeps locked while it lives. Byte 0 is that of FileLock.
 inline off_t liveness_byte(int slot) { return 1 + slot; }
 
-// Byte that everybody who has the ledger open shares a lock on, clients or not.
-inline constexpr off_t kOpenByte = 1 + kMaxClients;  // those of openings are above (owned_lock.cpp)
-
-// Sum of the charges of all used records.
-uint64_t total_charge(const LedgerSegment& segment);
+// Byte that every process with the ledger open, client or not, holds a shared lock on.
+inline constexpr off_t kOpenByte = 1 + kMaxClients;  // those of openings follow it (owned_lock.cpp)
 
 }  // namespace kvcached

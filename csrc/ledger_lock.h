@@ -1,103 +1,127 @@
-// The lock of a ledger segment, held for the length of a scope; private to the ledger's files.
+// The lock of a ledger's segment, held for the length of a scope.
+//
+// A process that is stopped while it holds the lock stops all others, so nothing between lock and
+// unlock makes a system call: no wait, no file, no read of /proc (tests/kills checks that).
+//
+// If the last holder died with the lock, every record is whole all the same, because each change is
+// one store that counts. Only the total of the charges is summed up again.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <cstddef>
-#include <cstring>
-#include <thread>
+#include <mutex>
 #include <vector>
 
-#include "futex.h"
-#include "ledger.h"
-#include "ledger_check.h"
-#include "ledger_file.h"
+#include "ledger_segment.h"
 #include "non_copyable.h"
 #include "owned_lock.h"
+#include "status.h"
 #include "steps.h"
 
 namespace kvcached {
 
-// How long a lock that another holds is waited for: its holder may be stopped, or not exist at all
-// in a damaged segment. Once a wait was in vain, calls wait for a moment only, until a lock is had
-// again. Tools that only look wait less (set_lock_patience of the bindings), and so do tests.
-inline std::atomic<int64_t> lock_patience_ns = 10'000'000'000;
-inline constexpr int64_t kShortLockPatienceNs = 100'000'000;
+// How long a call waits for a lock that another process holds: the holder may be stopped, or not
+// exist at all in a damaged segment. After a wait that failed, calls of this process wait for
+// kShortLockTimeoutNs only, until one gets the lock again. Tools that only read set a shorter time
+// (set_lock_timeout of the bindings), and so do tests.
+inline std::atomic<int64_t> lock_timeout_ns = 10'000'000'000;
+inline constexpr int64_t kShortLockTimeoutNs = 100'000'000;
 
-// A process that is stopped inside stops all others, so there is no call to the system between
-// lock and unlock: no waiting, no file, no look at /proc (tests/kills checks that).
-//
-// If the last holder died inside, every record is whole all the same (each change is one store that
-// counts), and only the total has to be summed up again. Sleepers are woken after the unlock; those
-// whose waker dies before that look again by themselves (kLookAgainNs).
-class Ledger::Lock : private kvcached::NonCopyable {
+// One opening of a ledger as a user of the lock, with the returns of memory that it could not
+// record because the lock was not to be had.
+class LockUser : private NonCopyable {
  public:
-  explicit Lock(Ledger& ledger) : segment_(*ledger.segment_) {
-    if (!take(ledger)) return;
+  explicit LockUser(const Opening& opening) : opening_(opening) {}
+
+  const Opening& opening() const { return opening_; }
+
+  // A return of memory. One whose `joined` differs from the record's is for an earlier client of
+  // the record, and is dropped.
+  struct Return {
+    int slot;
+    uint64_t joined;
+    uint64_t ClientRecord::* count;  // null: the client has left
+    uint64_t bytes;
+  };
+  // Keeps a return for the next time that a thread of this process gets the lock.
+  void defer(const Return& deferred);
+
+  void lock_for_fork() { deferred_mutex_.lock(); }
+  void unlock_after_fork() { deferred_mutex_.unlock(); }
+  // `opening` is the child's. What the parent deferred, the parent records.
+  void abandon_in_child(const Opening& opening);
+
+ private:
+  friend class LedgerLock;
+
+  // Records what was deferred. Returns whether there was any. REQUIRES: the lock is held
+  bool apply_deferred(LedgerSegment& segment);
+
+  Opening opening_;  // its descriptor keeps its number
+  // The last wait for the lock failed, or a return is deferred.
+  std::atomic<bool> delayed_ = false;
+  std::mutex deferred_mutex_;
+  std::vector<Return> deferred_;
+};
+
+class LedgerLock : private NonCopyable {
+ public:
+  LedgerLock(LedgerSegment& segment, LockUser& user) : segment_(segment) {
+    if (!take(user)) return;
     held_ = true;
     step("lock: taken");
-    sign(segment_.lock, ledger.opening_);
+    sign(segment_.lock, user.opening());
     charged_bytes_ = segment_.charged_bytes;
-    if (!from_the_dead_) return;
-    segment_.charged_bytes = total_charge(segment_);
-    step("lock: repaired");
+    if (from_the_dead_) repair();
   }
-  ~Lock() {
+  // Wakes sleepers after the unlock. If this process dies before that, they look again by
+  // themselves (kLookAgainNs).
+  ~LedgerLock() {
     if (held_) {
       if (segment_.charged_bytes < charged_bytes_) announce_room();
       step("lock: before its release");
       unlock(segment_.lock);
     }
     step("lock: released");
-    if (room_) futex_wake_all(&segment_.room);
-    for (ClientRecord* client : asked_) futex_wake_all(&client->asked);
+    if (room_ || !asked_.empty()) wake_sleepers();
   }
 
   bool timed_out() const { return !held_; }
-  // Whether the lock is held at all, be the device destroyed or not.
-  Status held() const { return held_ ? Status{} : held_up_by(segment_); }
-
+  // Code::corrupt, naming the holder, if the lock was not had in time.
+  Status held() const { return held_ ? Status{} : refusal(); }
+  // The same, and Code::gone if the device was destroyed.
   Status check() const {
-    KV_TRY(held());
-    return segment_.destroyed == 0 ? Status{} : gone(segment_);
+    if (held_ && segment_.destroyed == 0) [[likely]]
+      return {};
+    return refusal();
   }
 
-  // A client that waits for room may find it now. Not needed when the charges have become less:
-  // the destructor does it. REQUIRES: the lock is held.
+  // Clients that wait for room may find some now. The destructor does it where the charges have
+  // become less. REQUIRES: the lock is held
   void announce_room() {
     if ((segment_.room & kSleepers) == 0) return;
     std::atomic_ref(segment_.room).store((segment_.room & ~kSleepers) + 2 * kSleepers);
     room_ = true;
   }
 
-  // The client has a new reason to shrink. REQUIRES: the lock is held.
+  // The client has a new reason to shrink. REQUIRES: the lock is held
   void announce_ask(ClientRecord& client) {
     std::atomic_ref(client.asked).fetch_add(1);
     asked_.push_back(&client);
   }
 
  private:
-  bool take(Ledger& ledger) {
-    const bool free = try_take(segment_.lock, ledger.opening_);
-    if (free && !ledger.held_up_.load(std::memory_order_relaxed)) [[likely]]
+  bool take(LockUser& user) {
+    const bool free = try_take(segment_.lock, user.opening_);
+    if (free && !user.delayed_.load(std::memory_order_relaxed)) [[likely]]
       return true;
-    return take_slowly(ledger, free);
+    return take_slowly(user, free);
   }
 
-  // Out of line, so that a lock which is free costs no more than one atomic operation.
-  [[gnu::cold, gnu::noinline]] bool take_slowly(Ledger& ledger, bool free) {
-    Taken taken = Taken::clean;
-    if (!free) {
-      const int64_t patience_ns = lock_patience_ns;
-      const int64_t short_ns = std::min(kShortLockPatienceNs, patience_ns);
-      taken = wait_for(segment_.lock, ledger.opening_, ledger.held_up_ ? short_ns : patience_ns);
-    }
-    // A segment that has to be repaired first is paid by the next one who locks.
-    from_the_dead_ = taken == Taken::from_the_dead;
-    if (!from_the_dead_) ledger.held_up_ = taken == Taken::timed_out;
-    if (taken == Taken::clean && ledger.pay_owed()) announce_room();
-    return taken != Taken::timed_out;
-  }
+  // Out of line, so that a lock that is free costs no more than one atomic operation.
+  [[gnu::cold, gnu::noinline]] bool take_slowly(LockUser& user, bool free);
+  [[gnu::cold, gnu::noinline]] Status refusal() const;
+  [[gnu::cold, gnu::noinline]] void repair();
+  [[gnu::cold, gnu::noinline]] void wake_sleepers();
 
   LedgerSegment& segment_;
   bool held_ = false;
@@ -106,51 +130,5 @@ class Ledger::Lock : private kvcached::NonCopyable {
   bool room_ = false;
   std::vector<ClientRecord*> asked_;
 };
-
-// Longer than a look at /proc takes, and short for those who wait for a process stopped in it.
-inline constexpr int64_t kLookNs = 100'000'000;
-
-// Inline, and the look at the clock out of line: this is the way of every reservation.
-template <class Act>
-[[gnu::always_inline]] inline Status Ledger::while_nobody_looks(Act act) {
-  if (coarse_ns() >= file_look_ns_.load(std::memory_order_relaxed)) look_at_file();
-  for (;; std::this_thread::sleep_for(std::chrono::microseconds(50))) {
-    const Lock lock(*this);
-    KV_TRY(lock.check());
-    if (segment_->look_until_ns == 0 || look_is_over()) [[likely]]
-      return act();
-  }
-}
-
-// A copy; what clients write without the lock may be of another moment than the rest.
-// REQUIRES: the lock is held
-inline ClientRecord copy_of(ClientRecord& record) {
-  ClientRecord copy;
-  constexpr size_t begin = offsetof(ClientRecord, spare_bytes);
-  constexpr size_t end = offsetof(ClientRecord, evicted_tokens);
-  const auto* from = reinterpret_cast<const char*>(&record);
-  auto* to = reinterpret_cast<char*>(&copy);
-  std::memcpy(to, from, begin);
-  std::memcpy(to + end, from + end, sizeof(ClientRecord) - end);
-  copy.spare_bytes = std::atomic_ref(record.spare_bytes).load(std::memory_order_relaxed);
-  copy.evictable_bytes = std::atomic_ref(record.evictable_bytes).load(std::memory_order_relaxed);
-  copy.active_ns = std::atomic_ref(record.active_ns).load(std::memory_order_relaxed);
-  return copy;
-}
-
-// One allocation: on a full device this is what a refusal costs.
-inline Status no_room(uint64_t need, uint64_t free, const char* why) {
-  std::string message;
-  message.reserve(128);
-  message.append("need ").append(std::to_string(need)).append(" bytes, ");
-  message.append(std::to_string(free)).append(" free: ").append(why);
-  return {Code::no_room, std::move(message), need, free};
-}
-
-inline uint64_t capped_sum(uint64_t a, uint64_t b) {
-  return a > UINT64_MAX - b ? UINT64_MAX : a + b;
-}
-
-inline uint64_t above(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
 }  // namespace kvcached

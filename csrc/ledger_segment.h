@@ -1,5 +1,5 @@
-// The bytes that all processes on one device share, in /dev/shm. Any change here is a new
-// kLedgerVersion. The first three fields never move: they are what a stranger is told by.
+// The bytes that all processes on one device share, in /dev/shm. Any change here needs a new
+// kLedgerVersion. The first three fields never move: other versions identify a ledger by them.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ inline constexpr uint32_t kLedgerVersion = 4;
 inline constexpr int kMaxClients = 128;
 inline constexpr uint64_t kNoLimit = UINT64_MAX;
 inline constexpr uint32_t kDestroyed = 1;    // of LedgerSegment::destroyed: by Ledger::destroy
-inline constexpr uint32_t kFileRemoved = 2;  // the same: its file is gone, a new one can be made
+inline constexpr uint32_t kFileRemoved = 2;  // the same: its file was removed
 inline constexpr uint32_t kSleepers = 1;     // bit of LedgerSegment::room: a process sleeps on it
 
 struct ClientRecord {
   uint32_t used;  // written last when a client joins, first when it leaves
   int32_t pid;
-  int32_t memory_fd;  // of pid: the file that holds its pages; -1: none
+  int32_t memory_fd;  // descriptor of pid whose file holds the pages; -1: none
   uint32_t padding;
   uint64_t pid_namespace;
   uint64_t start_ticks;
@@ -33,30 +33,30 @@ struct ClientRecord {
   char name[64];
   uint64_t joined;  // tells the clients of one record apart
 
-  // What it could give back when asked; written without the lock, by its client alone.
+  // What the client could give back. Written without the lock, by the client only.
   uint64_t spare_bytes;      // pages without a live block
   uint64_t evictable_bytes;  // pages that only a prefix cache uses
   int64_t active_ns;         // its last allocation, on the monotonic clock
   uint64_t evicted_tokens;   // of prefix cache, to answer requests
   uint64_t evicted_bytes;    // of pages that came free with them
 
-  // What it is asked for. A request is open while asked differs from answered.
-  uint32_t asked;  // a futex: its client sleeps on it
+  // What the client is asked to give back. A request is open while asked differs from answered.
+  uint32_t asked;  // futex that the client sleeps on
   uint32_t answered;
-  uint64_t asked_bytes;       // beyond its limit it is asked anyway
-  int64_t asked_until_ns;     // after that it is not counted on
-  int64_t ask_not_before_ns;  // it gave less than was asked for
-  uint64_t given_bytes;       // of all answers
+  uint64_t asked_bytes;       // bytes above the limit are asked for in addition
+  int64_t asked_until_ns;     // time after which no other client counts on it
+  int64_t ask_not_before_ns;  // set after an answer of less than was asked for
+  uint64_t given_bytes;       // sum of all answers
 
-  // What it waits for.
-  uint64_t wanted_bytes;  // of the shared part of the device; others leave them free
+  // What the client waits for.
+  uint64_t wanted_bytes;  // of the device's shared part, which other clients leave free
   int64_t wanted_until_ns;
-  uint64_t wanted_since;  // the order of those who wait; 0: it does not wait
+  uint64_t wanted_since;  // ticket, in the order of waiting; 0: does not wait
 
   uint64_t reserved[7];  // a whole number of cache lines, so that clients do not share one
 
   uint64_t elastic_bytes() const { return pending_bytes + committed_bytes; }
-  // What the client takes from the device: a minimum counts whether it is used or not.
+  // Bytes that the client takes from the device. A minimum counts whether it is used or not.
   uint64_t charge_bytes() const {
     return static_bytes + (elastic_bytes() > min_bytes ? elastic_bytes() : min_bytes);
   }
@@ -72,12 +72,13 @@ struct LedgerSegment {
   uint32_t destroyed;
   uint32_t padding;
   uint64_t charged_bytes;  // sum of charge_bytes() over used records; rebuilt after a death
-  OwnedLock lock;          // of all below, and of what of the records is not said to be without
-  uint32_t room;           // a futex: those who wait for room sleep on it; see kSleepers
-  uint32_t has_waiters;    // a record may have wanted_since set; 0: none has
-  uint64_t tickets;        // the last one given out, for joined and wanted_since
-  uint64_t asks;           // requests so far: a plan made before the last is out of date
-  int64_t look_until_ns;   // no pages are granted before, unless the one who looks is done; 0
+  OwnedLock lock;          // guards the fields below, and the records' fields unless said otherwise
+  uint32_t room;           // futex that clients waiting for room sleep on; see kSleepers
+  uint32_t has_waiters;    // 0: no record has wanted_since set
+  uint64_t tickets;        // the last one issued, for joined and wanted_since
+  uint64_t asks;           // number of plans posted; an older view is out of date
+  int64_t
+      scan_until_ns;  // end of a scan of resident memory, during which nothing is granted; 0: none
   uint64_t reserved[4];
   ClientRecord clients[kMaxClients];
 };

@@ -11,11 +11,11 @@ namespace kvcached {
 
 namespace {
 
-// First byte of openings; the ledger's other bytes are below (ledger_file.h).
+// First byte of openings. The ledger's other locked bytes precede it (ledger_file.h).
 constexpr off_t kFirstOpeningByte = 1 << 16;
 constexpr int kClaims = 1 << 16;
 
-// How long a waiter sleeps before it looks whether the holder lives: at first, and at most.
+// First and longest sleep of a waiter between checks that the holder lives.
 constexpr int64_t kFirstLookNs = 1'000'000;
 constexpr int64_t kLastLookNs = 100'000'000;
 
@@ -38,23 +38,23 @@ Result<Opening> claim_opening(int fd, OwnedLock* lock) {
     Status locked = lock_byte(fd, byte_of(number), false);
     if (locked.code == Code::busy) continue;
     if (!locked.ok()) return locked;
-    // A holder of that number died; those who wait are to find that.
+    // A holder of that number died. Leave the number to the waiters, which detect the death.
     if ((read_word(*lock) & kOpeningBits) != number) {
       return Opening{fd, number, getpid(), this_pid_namespace()};
     }
     unlock_byte(fd, byte_of(number));
   }
-  return failure(Code::busy, "the ledger has no number for one more opening; close some");
+  return failure(Code::busy, "the ledger has too many openings; close some");
 }
 
-Taken wait_for(OwnedLock& lock, const Opening& opening, int64_t patience_ns) {
-  const int64_t until_ns = monotonic_ns() + patience_ns;
+Taken wait_for(OwnedLock& lock, const Opening& opening, int64_t timeout_ns) {
+  const int64_t until_ns = monotonic_ns() + timeout_ns;
   int64_t look_ns = kFirstLookNs;
   for (;;) {
     const uint32_t seen = read_word(lock);
     const uint32_t holder = seen & kOpeningBits;
     if (holder == 0) {
-      // Others may sleep as well.
+      // Other processes may sleep as well.
       if (replace(lock, seen, opening.number | kLockSleepers)) return Taken::clean;
       continue;
     }

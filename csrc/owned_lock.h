@@ -1,11 +1,11 @@
 // Lock in a file that processes of several containers map. Its word names the opening of the file
-// that holds it: a number whose byte the kernel keeps locked until that opening is closed, which it
-// is when its process ends. So a holder that died is told from one that lives, in every pid
-// namespace. A robust pthread mutex cannot do that: its word is the number of a thread, which two
-// namespaces give out twice, and the death of a waiter frees the lock of a holder of that number.
+// that holds it: a number whose byte the kernel keeps locked until that opening is closed, at the
+// latest when its process ends. So a dead holder can be told from a live one in every pid
+// namespace. A robust pthread mutex cannot do that: its word is a thread id, which two namespaces
+// can both use, and the death of a waiter frees the lock of a holder with the same id.
 //
-// Taking and releasing a lock that is free are one atomic operation each. The system is asked only
-// by those who wait. Thread rule: any thread; the threads of one opening exclude each other.
+// Taking and releasing a free lock take one atomic operation each. Only waiters make system calls.
+// Thread rule: any thread. The threads of one opening exclude each other.
 #pragma once
 
 #include <sys/types.h>
@@ -17,20 +17,20 @@
 
 namespace kvcached {
 
-// In shared memory; all zeros: free, and no opening yet.
+// In shared memory. All zeros: free, and no opening yet.
 struct OwnedLock {
-  uint32_t word;  // a futex: the number of the opening that holds it, and kLockSleepers; 0: free
-  uint32_t openings;  // the number of the last opening
-  uint64_t deaths;    // of holders, so far
+  uint32_t word;      // futex: number of the holding opening, and kLockSleepers; 0: free
+  uint32_t openings;  // number of the last opening
+  uint64_t deaths;    // of holders
   uint64_t reserved;
-  uint64_t holder;            // of the last who took it: pid and, in the lower half, its opening
+  uint64_t holder;            // the last: pid, and in the lower half its opening
   uint64_t holder_namespace;  // of pids
 };
 
-inline constexpr uint32_t kLockSleepers = 1u << 31;  // bit of OwnedLock::word: somebody waits
+inline constexpr uint32_t kLockSleepers = 1u << 31;  // bit of OwnedLock::word: a process waits
 inline constexpr uint32_t kOpeningBits = kLockSleepers - 1;
 
-// One opening of the file. `fd` is the caller's.
+// One opening of the file. `fd` belongs to the caller.
 struct Opening {
   int fd = -1;
   uint32_t number = 0;
@@ -38,14 +38,15 @@ struct Opening {
   uint64_t pid_namespace = 0;
 };
 
-// A number of its own for the file that is open as `fd`, with its byte locked. A forked child that
-// uses the lock opens the file again and claims another one. Allocates nothing unless it fails.
+// Claims an unused number for the file that is open as `fd`, and locks its byte. A forked child
+// that uses the lock opens the file again and claims another number. Allocates memory only if it
+// fails.
 Result<Opening> claim_opening(int fd, OwnedLock* lock);
 
 enum class Taken { clean, from_the_dead, timed_out };
 
-// The cold part of `take`.
-Taken wait_for(OwnedLock& lock, const Opening& opening, int64_t patience_ns);
+// Waits for a lock that try_take did not get, for at most `timeout_ns`.
+Taken wait_for(OwnedLock& lock, const Opening& opening, int64_t timeout_ns);
 
 inline bool try_take(OwnedLock& lock, const Opening& opening) {
   uint32_t seen = 0;
@@ -53,7 +54,7 @@ inline bool try_take(OwnedLock& lock, const Opening& opening) {
                                                             std::memory_order_acquire);
 }
 
-// For those who wait in vain. REQUIRES: the lock is held by `opening`
+// Records the holder, for the error message of a waiter. REQUIRES: the lock is held by `opening`
 inline void sign(OwnedLock& lock, const Opening& opening) {
   const uint64_t holder = uint64_t{static_cast<uint32_t>(opening.pid)} << 32 | opening.number;
   std::atomic_ref(lock.holder_namespace).store(opening.pid_namespace, std::memory_order_relaxed);
@@ -62,7 +63,7 @@ inline void sign(OwnedLock& lock, const Opening& opening) {
 
 void unlock(OwnedLock& lock);
 
-// Who holds the lock. `known` is false where the holder has not signed yet, or never will.
+// Holder of the lock. `known` is false until the holder has signed.
 struct LockHolder {
   bool held = false;
   bool known = false;

@@ -25,8 +25,8 @@ Region::Region(std::shared_ptr<Vmm> vmm, std::shared_ptr<AddressSpace> space, ui
       handles_(bytes / vmm_->page_bytes(), kNoHandle) {}
 
 Region::~Region() {
-  // Its owner unmapped everything, or closed the client, which did. If neither could, the
-  // addresses stay reserved until the Vmm goes.
+  // The owner unmapped everything, or closed the client, which did. If both failed, the addresses
+  // stay reserved until the Vmm is destroyed.
   if (space_ == nullptr) {
     (void)vmm_->free_address(address_, bytes_);
   } else if (mapped_pages_ == 0 && stranded_.empty()) {
@@ -124,6 +124,21 @@ Result<std::vector<Handle>> Region::backing(std::span<const uint64_t> pages) con
     handles.push_back(handles_[page]);
   }
   return handles;
+}
+
+Result<std::vector<CopyRun>> Region::locate(std::span<const CopyRun> runs) const {
+  std::vector<CopyRun> located(runs.begin(), runs.end());
+  for (CopyRun& run : located) {
+    if (run.bytes == 0 || run.target >= bytes_ || run.bytes > bytes_ - run.target) {
+      return failure(Code::invalid_argument, "a copy is empty or reaches beyond the region");
+    }
+    const uint64_t first = run.target / vmm_->page_bytes();
+    const uint64_t last = (run.target + run.bytes - 1) / vmm_->page_bytes();
+    const PageRun touched = {first, last - first + 1};
+    KV_TRY(check_mapped(std::span(&touched, 1)));
+    run.target += address_;
+  }
+  return located;
 }
 
 std::vector<PageRun> Region::mapped_runs() const {

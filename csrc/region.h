@@ -1,8 +1,9 @@
 // A reserved range of virtual memory, backed page by page. Its calls take many runs of pages at
-// once (one per layer and buffer, say): one call to the backend per run, and all or nothing over
-// the whole batch. Should a rollback fail as well, the answer is Code::stranded, part of the range
-// is in an unknown state, and the region keeps every handle of the batch until unmap_all.
-// Thread rule: the owner's; the last reference may be dropped on any thread.
+// once (one for each layer and buffer, for example): one call to the backend for each run, and all
+// or nothing over the whole batch. If a rollback fails as well, the call fails with Code::stranded,
+// part of the range is in an unknown state, and the region keeps every handle of the batch until
+// unmap_all.
+// Thread rule: the owner's. The last reference may be dropped on any thread.
 #pragma once
 
 #include <atomic>
@@ -27,9 +28,10 @@ struct MapCounters {
 
 class Region : private NonCopyable {
  public:
-  // Addresses of its own.
+  // Reserves a separate range of addresses.
   static Result<std::shared_ptr<Region>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
-  // A range of `space`, given back with the last reference. Null if the space has none so large.
+  // Takes a range of `space`, and returns it with the last reference. Null if `space` has no range
+  // of that size.
   static std::shared_ptr<Region> carve(std::shared_ptr<Vmm> vmm,
                                        std::shared_ptr<AddressSpace> space, uint64_t bytes);
   ~Region();
@@ -41,17 +43,21 @@ class Region : private NonCopyable {
   const MapCounters& counters() const { return counters_; }
   const std::shared_ptr<Vmm>& vmm() const { return vmm_; }
 
-  // Whether map could take these runs: inside the range, nothing mapped there.
+  // Code::invalid_argument unless the runs are inside the range, Code::already_mapped unless all of
+  // their pages are holes (check_unmapped), Code::not_mapped unless none is (check_mapped).
   Status check_unmapped(std::span<const PageRun> runs) const { return check_runs(runs, false); }
   Status check_mapped(std::span<const PageRun> runs) const { return check_runs(runs, true); }
-  // Backs the runs, in order, with the handles, in order, ready for access.
-  // REQUIRES: as many handles as pages.
+  // Maps the handles, in order, to the pages of the runs, in order, ready for access.
+  // REQUIRES: as many handles as pages
   Status map(std::span<const PageRun> runs, std::span<const Handle> handles);
-  // The handles that backed the runs.
+  // Returns the handles that backed the runs.
   Result<std::vector<Handle>> unmap(std::span<const PageRun> runs);
-  // The handles that back these pages, in their order.
+  // Returns the handles that back these pages, in the same order.
   Result<std::vector<Handle>> backing(std::span<const uint64_t> pages) const;
-  // Unmaps whatever is mapped. Returns those handles and the stranded ones.
+  // Returns the copies with addresses as targets instead of offsets in the region.
+  // Code::invalid_argument, or Code::not_mapped unless all targets are on mapped pages.
+  Result<std::vector<CopyRun>> locate(std::span<const CopyRun> runs) const;
+  // Unmaps all mapped pages. Returns their handles and the stranded ones.
   Result<std::vector<Handle>> unmap_all();
 
  private:
@@ -63,15 +69,15 @@ class Region : private NonCopyable {
   Status map_run(const PageRun& run, std::span<const Handle> handles);
   Status unmap_run(const PageRun& run);
   Status strand(std::span<const Handle> handles, const Status& cause);
-  // The maximal runs of backed pages.
+  // Maximal runs of backed pages.
   std::vector<PageRun> mapped_runs() const;
 
   const std::shared_ptr<Vmm> vmm_;
-  const std::shared_ptr<AddressSpace> space_;  // null: the reservation is the region's own
+  const std::shared_ptr<AddressSpace> space_;  // null: the region owns its reservation
   const uint64_t address_;
   const uint64_t bytes_;
   std::vector<Handle> handles_;   // by page; kNoHandle is a hole
-  std::vector<Handle> stranded_;  // owned by the region alone, and not mapped
+  std::vector<Handle> stranded_;  // of batches that could not be undone
   std::atomic<uint64_t> mapped_pages_ = 0;
   MapCounters counters_;
 };

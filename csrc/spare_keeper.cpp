@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "ledger_lock.h"
+#include "ledger_records.h"
 #include "signals_blocked.h"
 
 namespace kvcached {
@@ -16,14 +16,15 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How often the thread looks at limits and at the room on the device while nothing wakes it.
+// Interval between looks at the limit and the room on the device while nothing wakes the thread.
 constexpr milliseconds kPoll{100};
 // The same while pages wait for the engine's streams.
 constexpr milliseconds kPollStreams{5};
 constexpr milliseconds kShortestPause{100};
 constexpr milliseconds kLongestPause{1600};
-constexpr int kPausesForgiven = 8;  // of quiet after the last, until the next is a short one
-// Parts of the device that spare pages leave to others.
+// Number of pauses without pressure after which the next pause is the shortest again.
+constexpr int kQuietPauses = 8;
+// Fractions of the device that must be free to fill, and to keep, spare pages.
 constexpr uint64_t kFillWhileFree = 16;
 constexpr uint64_t kKeepWhileFree = 32;
 
@@ -32,14 +33,14 @@ constexpr uint64_t kKeepWhileFree = 32;
 Slack slack_of(const LedgerUsage& device, const ClientRecord& client, int64_t now_ns) {
   const uint64_t elastic = client.elastic_bytes();
   const uint64_t free = above(device.capacity_bytes, device.charged_bytes);
-  const bool somebody_waits =
+  const bool any_waiter =
       std::any_of(device.clients.begin(), device.clients.end(), [=](const ClientRecord& other) {
         return other.wanted_since != 0 && other.wanted_bytes > 0 && now_ns < other.wanted_until_ns;
       });
-  const bool kept_from_others = elastic > client.min_bytes;
+  const bool beyond_minimum = elastic > client.min_bytes;
   if (elastic > client.limit_bytes) return {0, true};
-  if (somebody_waits) return {0, kept_from_others};
-  if (free < device.capacity_bytes / kKeepWhileFree && kept_from_others) return {0, true};
+  if (any_waiter) return {0, beyond_minimum};
+  if (free < device.capacity_bytes / kKeepWhileFree && beyond_minimum) return {0, true};
   const uint64_t of_device =
       above(free, device.capacity_bytes / kFillWhileFree) + above(client.min_bytes, elastic);
   return {std::min(client.limit_bytes - elastic, of_device), false};
@@ -57,7 +58,7 @@ void SpareKeeper::remove(SpareHolder* holder) {
 }
 
 void SpareKeeper::give_back(const SpareHolder* asker) {
-  press();
+  report_pressure();
   const std::lock_guard step(step_mutex_);
   std::vector<SpareHolder*> holders;
   {
@@ -114,12 +115,12 @@ void SpareKeeper::stop() {
 void SpareKeeper::wake() {
   if (!runs() || awake_.exchange(true)) return;
   const uint64_t one = 1;
-  // It can fail only if it is awake already, with 2^64 - 2 wakes to come.
+  // Fails only if the thread is awake already, with 2^64 - 2 wakes pending.
   [[maybe_unused]] const ssize_t written = write(wake_fd_, &one, sizeof(one));
 }
 
 void SpareKeeper::wake_to_fill() {
-  if (!deaf_.load(std::memory_order_relaxed)) wake();
+  if (!waits_for_room_.load(std::memory_order_relaxed)) wake();
 }
 
 void SpareKeeper::sleep(milliseconds longest) {
@@ -135,10 +136,10 @@ void* SpareKeeper::thread_main(void* self) {
 }
 
 void SpareKeeper::back_off(Clock::time_point now) {
-  if (now > fill_after_ + kPausesForgiven * pause_) pause_ = {};
+  if (now > fill_after_ + kQuietPauses * pause_) pause_ = {};
   pause_ = std::clamp<Clock::duration>(2 * pause_, kShortestPause, kLongestPause);
   fill_after_ = now + pause_;
-  deaf_ = true;
+  waits_for_room_ = true;
 }
 
 void SpareKeeper::run() {
@@ -151,29 +152,29 @@ void SpareKeeper::run() {
       sleep(std::chrono::duration_cast<milliseconds>(pause_));
       continue;
     }
-    const Tended left = step(slack.value());
-    if (left != Tended::more) sleep(left == Tended::waiting ? kPollStreams : kPoll);
+    const SpareWork left = step(slack.value());
+    if (left != SpareWork::more) sleep(left == SpareWork::fenced ? kPollStreams : kPoll);
   }
   runs_ = false;
 }
 
-Tended SpareKeeper::step(const Slack& slack) {
+SpareWork SpareKeeper::step(const Slack& slack) {
   const std::lock_guard lock(step_mutex_);
   const Clock::time_point now = Clock::now();
   const bool newly_scarce = slack.scarce && now >= fill_after_;
-  if (pressed_.exchange(false) || newly_scarce) back_off(now);
+  if (pressure_.exchange(false) || newly_scarce) back_off(now);
   const bool may_fill = now >= fill_after_;
-  if (may_fill) deaf_ = false;
+  if (may_fill) waits_for_room_ = false;
   std::vector<SpareHolder*> holders;
   {
     const std::lock_guard lock(holders_mutex_);
     holders = holders_;
   }
-  Tended left = Tended::content;
+  SpareWork left = SpareWork::done;
   for (SpareHolder* holder : holders) {
-    left = std::max(left, holder->tend_spares({may_fill ? slack.fill_bytes : 0, slack.scarce}));
+    left = std::max(left, holder->balance_spares({may_fill ? slack.fill_bytes : 0, slack.scarce}));
   }
-  if (left == Tended::starved && may_fill) back_off(now);
+  if (left == SpareWork::no_room && may_fill) back_off(now);
   return left;
 }
 

@@ -1,13 +1,13 @@
-// The spare pages of one client: who holds them, how they go back when the client needs the room
+// Spare pages of one client: their holders, giving them back when the client needs the room
 // elsewhere, and a thread that keeps them between their watermarks, so that the engine's thread
 // waits neither for a map nor for an unmap.
 //
-// The thread works in batches and only where no other thread is inside the holder. It takes memory
-// from the device only while much of it is free, gives all spares back when little is (slack_of),
-// and after anything that pressed for room it takes none for a while, longer each time. Filling
-// goes up to the low watermark and giving back starts above the high one, so the two never undo
-// each other. It starts with the first watermark that needs it, if it was allowed at all, and never
-// calls Python. A forked child has no such thread. Thread rule: any thread.
+// The thread works in batches, and only while no other thread is inside the holder. It takes memory
+// from the device only while much of it is free, and gives all spares back when little is
+// (slack_of). After memory pressure it takes none for a while, longer each time. It fills up to the
+// low watermark and gives back above the high one, so the two never undo each other. The first
+// watermark above 0 starts it, if a thread is allowed at all. It never calls Python. A forked child
+// has no such thread. Thread rule: any thread.
 #pragma once
 
 #include <pthread.h>
@@ -23,37 +23,41 @@
 
 namespace kvcached {
 
-// What a batch of background work on a holder left to do, in ascending order of importance:
-// nothing, what there is no room for, pages that the engine's streams may still touch, more now.
-enum class Tended { content, starved, waiting, more };
-
-// What spare pages may do to the device now.
-struct Slack {
-  uint64_t fill_bytes = 0;  // may be taken ahead of need
-  bool scarce = false;      // spare pages are to go back
+// Work on a holder that is left after a batch, in ascending order of importance.
+enum class SpareWork {
+  done,
+  no_room,  // more could be filled with more room
+  fenced,   // pages wait for the engine's streams
+  more,     // another batch can run now
 };
 
-// Holds pages of a client that it could do without.
+// Room on the device for spare pages.
+struct Slack {
+  uint64_t fill_bytes = 0;  // may be taken ahead of need
+  bool scarce = false;      // all spare pages are to be given back
+};
+
+// Holder of pages that a client can do without.
 class SpareHolder : private NonCopyable {
  public:
   virtual ~SpareHolder() = default;
-  // Gives them back, unless another thread is inside the holder. Never waits for it.
+  // Gives the spare pages back, unless another thread is inside the holder. Never waits for it.
   virtual void give_back_spares() = 0;
-  // What give_back_spares would give back now.
+  // Pages that give_back_spares would give back now.
   virtual size_t spare_pages() = 0;
-  // One batch of bringing them between their watermarks, or of giving all back where memory is
+  // Runs one batch that moves the spares towards their watermarks, or gives them back if memory is
   // scarce. Never waits for another thread's calls to the driver.
-  virtual Tended tend_spares(const Slack& slack) = 0;
+  virtual SpareWork balance_spares(const Slack& slack) = 0;
 };
 
-// Beyond the client's own minimum, which nobody else can have, spare pages are filled while at
-// least 1/16 of the device stays free, and kept while 1/32 does, nobody waits for memory, and the
-// client is within its limit.
+// Room for a client's spare pages. Within the client's own minimum, which no other client can have,
+// they may always be filled. Beyond it, they are filled while at least 1/16 of the device stays
+// free, and kept while 1/32 does, no client waits for memory, and this one is within its limit.
 Slack slack_of(const LedgerUsage& device, const ClientRecord& client, int64_t now_ns);
 
 class SpareKeeper : private NonCopyable {
  public:
-  // `look` answers on the keeper's thread, which tries again after an error, each time later.
+  // The keeper's thread calls `look`, and calls it again after an error, each time later.
   explicit SpareKeeper(std::function<Result<Slack>()> look) : look_(std::move(look)) {}
   // REQUIRES: stopped, or abandoned
   ~SpareKeeper();
@@ -61,23 +65,24 @@ class SpareKeeper : private NonCopyable {
   // A holder is added once and removed before it dies.
   void add(SpareHolder* holder);
   void remove(SpareHolder* holder);
-  // Spares are to go and to stay away for a while.
-  void press() { pressed_ = true; }
-  // Asks every holder but `asker`, who may hold its own lock.
+  // Stops filling for a while, because the room is needed elsewhere.
+  void report_pressure() { pressure_ = true; }
+  // Asks every holder but `asker`, which may hold its own lock, to give its spares back.
   void give_back(const SpareHolder* asker);
-  // Pages that give_back would find.
+  // Pages that give_back would give back.
   size_t spare_pages(const SpareHolder* asker);
 
-  // The thread. start does nothing unless it was allowed and once it runs.
+  // The thread. start does nothing unless the thread is allowed and does not run yet.
   void allow() { allowed_ = true; }
   bool is_allowed() const { return allowed_; }
   Status start();
   void stop();
-  // Looks that failed so far, for example because another process kept the ledger locked.
+  // Number of calls of `look` that failed, for example because another process kept the ledger
+  // locked.
   uint64_t failed_looks() const { return failed_looks_; }
   bool runs() const { return runs_.load(std::memory_order_acquire); }
-  // There is a surplus to give back, or something to fill; the second is no news while the thread
-  // is waiting for room. Both cost little when it is awake, and nothing when it does not run.
+  // Wakes the thread to give a surplus back, or to fill. The second is ignored while the thread
+  // waits for room. Both cost little while it is awake, and nothing while it does not run.
   void wake();
   void wake_to_fill();
 
@@ -91,7 +96,7 @@ class SpareKeeper : private NonCopyable {
   static void* thread_main(void* self);
   int create_thread();
   void run();
-  Tended step(const Slack& slack);
+  SpareWork step(const Slack& slack);
   void back_off(Clock::time_point now);
   void sleep(std::chrono::milliseconds longest);
 
@@ -101,17 +106,18 @@ class SpareKeeper : private NonCopyable {
   std::atomic<uint64_t> failed_looks_ = 0;
   std::atomic<bool> stopping_ = false;
   std::atomic<bool> awake_ = false;
-  std::atomic<bool> deaf_ = false;     // to wake_to_fill
-  std::atomic<bool> pressed_ = false;  // something needed the spares' room since the last step
-  int wake_fd_ = -1;  // from start to the end of the object: a wake may come at any time
+  std::atomic<bool> waits_for_room_ = false;  // wake_to_fill is ignored
+  std::atomic<bool> pressure_ = false;        // reported since the last step
+  int wake_fd_ = -1;  // open from start to destruction: a wake may come at any time
   bool started_ = false;
   pthread_t thread_ = {};
-  std::mutex thread_mutex_;  // of starting and stopping; before step_mutex_
-  std::mutex step_mutex_;    // its holder may be inside SpareHolders; before holders_mutex_
+  // Locked in this order.
+  std::mutex thread_mutex_;  // of starting and stopping
+  std::mutex step_mutex_;    // its holder may be inside SpareHolders
   std::mutex holders_mutex_;
   std::vector<SpareHolder*> holders_;
-  // Of the thread alone.
-  Clock::duration pause_ = {};  // the last
+  // Used by the thread only.
+  Clock::duration pause_ = {};  // the last pause
   Clock::time_point fill_after_ = {};
 };
 

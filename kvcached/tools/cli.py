@@ -7,7 +7,7 @@ import sys
 from kvcached.errors import KvcachedError
 
 _NEEDED = {"typer", "rich"}
-LOCK_PATIENCE_S = 1.0
+LOCK_TIMEOUT_S = 1.0
 """How long a command waits for a ledger that another process keeps locked."""
 
 
@@ -17,7 +17,7 @@ def main() -> None:
         import kvcached._core as _core
         from kvcached.tools.commands import app
 
-        _core.set_lock_patience(LOCK_PATIENCE_S)
+        _core.set_lock_timeout(LOCK_TIMEOUT_S)
         app(prog_name="kvctl")
     except KvcachedError as error:
         _fail(str(error))

@@ -18,7 +18,7 @@ from prism.errors import EngineError, RequestsFailedError
     ("error", "by_request"),
     [
         (RequestsFailedError("no memory"), False),
-        (LedgerCorruptError("locked for too long by process 7, which is stopped inside"), False),
+        (LedgerCorruptError("locked for too long by process 7, which is stopped"), False),
         (EngineError("broken"), True),
     ],
 )

@@ -145,13 +145,13 @@ void nothing_is_granted_while_somebody_looks() {
   const Member member(f.ledger);
   LedgerSegment* segment = map_directly(f.path);
   const int64_t until_ns = monotonic_ns() + 30'000'000;
-  segment->look_until_ns = until_ns;
+  segment->scan_until_ns = until_ns;
   CHECK_OK(f.ledger->reserve(member.slot, kPage));
   CHECK(monotonic_ns() >= until_ns);
-  segment->look_until_ns = INT64_MAX;
+  segment->scan_until_ns = INT64_MAX;
   CHECK_OK(f.ledger->reserve_static(member.slot, kPage));
   CHECK(value_of(f.ledger->resident_bytes()) == 0);
-  CHECK(segment->look_until_ns == 0);
+  CHECK(segment->scan_until_ns == 0);
 }
 
 // Takes everything and dies.

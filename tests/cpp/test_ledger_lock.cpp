@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "ledger_fixture.h"
+#include "ledger_check.h"
 #include "ledger_lock.h"
 #include "ledger_segment.h"
 
@@ -34,13 +35,13 @@ pid_t stopped_inside(const std::string& path, bool as_client) {
 
 // After the first wait in vain each call waits for a moment only, whatever the patience.
 void check_locked_out(Ledger& ledger, int slot, const std::string& why) {
-  const int64_t patience_ns = lock_patience_ns;
+  const int64_t timeout_ns = lock_timeout_ns;
   for (const int64_t next_ns : {int64_t{20'000'000}, int64_t{3'600'000'000'000}}) {
-    lock_patience_ns = next_ns;
+    lock_timeout_ns = next_ns;
     const Status refused = ledger.reserve(slot, kPage);
     CHECK(refused.code == Code::corrupt && refused.message.find(why) != std::string::npos);
   }
-  lock_patience_ns = patience_ns;
+  lock_timeout_ns = timeout_ns;
 }
 
 void let_go_on(pid_t child) {
@@ -58,7 +59,7 @@ void a_holder_that_is_stopped_is_named() {
     const std::string pid = std::to_string(child);
     check_locked_out(
         *f.ledger, member.slot,
-        "by process " + pid + ", which is stopped inside; let it go on (kill -CONT " + pid + ")");
+        "by process " + pid + ", which is stopped; resume it (kill -CONT " + pid + ")");
     let_go_on(child);
     CHECK_OK(f.ledger->reserve(member.slot, kPage));
   }
@@ -80,7 +81,7 @@ void a_holder_that_has_not_left_its_number_is_not_named() {
   const Member member(f.ledger);
   const pid_t child = stopped_inside(f.path, false);
   map_directly(f.path)->lock.holder -= 1;
-  check_locked_out(*f.ledger, member.slot, "by a process that has not left its number");
+  check_locked_out(*f.ledger, member.slot, "by a process that did not record its pid");
   let_go_on(child);
 }
 
@@ -99,10 +100,10 @@ void memory_is_given_back_to_a_lock_that_is_held_for_long() {
   CHECK_OK(f.ledger->commit(member.slot, 2 * kPage));
   CHECK_OK(f.ledger->reserve_static(member.slot, kPage));
   const pid_t child = stopped_inside(f.path, true);
-  const int64_t patience_ns = lock_patience_ns;
-  lock_patience_ns = 20'000'000;
+  const int64_t timeout_ns = lock_timeout_ns;
+  lock_timeout_ns = 20'000'000;
   CHECK_CODE(f.ledger->reserve(member.slot, kPage), Code::corrupt);
-  lock_patience_ns = 3'600'000'000'000;
+  lock_timeout_ns = 3'600'000'000'000;
   std::vector<std::thread> givers;
   for (int i = 0; i < 2; ++i) {
     givers.emplace_back([&] { CHECK_OK(f.ledger->release(member.slot, kPage)); });
@@ -111,7 +112,7 @@ void memory_is_given_back_to_a_lock_that_is_held_for_long() {
   givers.emplace_back([&] { CHECK_OK(f.ledger->release_static(member.slot, kPage)); });
   for (std::thread& giver : givers) giver.join();
   let_go_on(child);
-  lock_patience_ns = patience_ns;
+  lock_timeout_ns = timeout_ns;
   CHECK(value_of(other->usage()).charged_bytes == 4 * kPage);
   CHECK(f.charged() == 0);
   CHECK_CODE(f.ledger->release(member.slot, kPage), Code::internal);
@@ -124,11 +125,11 @@ void a_client_leaves_a_lock_that_is_held_for_long() {
   const int leaver = value_of(f.ledger->join({.name = "leaver"}, lock_fd, -1));
   CHECK_OK(f.ledger->reserve(leaver, 2 * kPage));
   const pid_t child = stopped_inside(f.path, true);
-  const int64_t patience_ns = lock_patience_ns;
-  lock_patience_ns = 20'000'000;
+  const int64_t timeout_ns = lock_timeout_ns;
+  lock_timeout_ns = 20'000'000;
   CHECK_OK(f.ledger->leave(leaver));
   CHECK_OK(f.ledger->cancel(leaver, kPage));
-  lock_patience_ns = patience_ns;
+  lock_timeout_ns = timeout_ns;
   ::close(lock_fd);
   let_go_on(child);
   const Member next(f.ledger);

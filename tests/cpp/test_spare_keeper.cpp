@@ -186,8 +186,8 @@ void a_driver_that_fails_is_asked_again() {
 }
 
 void a_ledger_that_is_locked_for_long_is_looked_at_again() {
-  const int64_t patience_ns = lock_patience_ns;
-  lock_patience_ns = 20'000'000;
+  const int64_t timeout_ns = lock_timeout_ns;
+  lock_timeout_ns = 20'000'000;
   {
     Fixture f;
     CHECK_OK(f.cache->set_mapped_spares(kPagesPerSlab, kPagesPerSlab));
@@ -199,7 +199,7 @@ void a_ledger_that_is_locked_for_long_is_looked_at_again() {
     CHECK_OK(f.cache->set_mapped_spares(2 * kPagesPerSlab, 2 * kPagesPerSlab));
     eventually([&] { return f.cache->free_mapped_blocks() == 8; });
   }
-  lock_patience_ns = patience_ns;
+  lock_timeout_ns = timeout_ns;
 }
 
 // Nobody needs the pages yet, and everybody who does would wait for the thread's locks meanwhile.

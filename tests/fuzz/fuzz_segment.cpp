@@ -218,7 +218,7 @@ bool survives(const std::string& path, unsigned seed) {
 int main(int count, char** arguments) {
   using namespace kvcached::testing;
   CHECK(count == 3);
-  kvcached::lock_patience_ns = 20'000'000;
+  kvcached::lock_timeout_ns = 20'000'000;
   const auto seed = static_cast<unsigned>(std::strtoul(arguments[1], nullptr, 10));
   const auto rounds = static_cast<unsigned>(std::strtoul(arguments[2], nullptr, 10));
   const std::string path = fresh_ledger_path();
