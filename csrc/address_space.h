@@ -1,6 +1,7 @@
-// One reservation of addresses that a client's ranges are taken from and given back to, model after
-// model: laying virtual space out again makes no reservation (Prism §5.2). Knows nothing of pages.
-// Thread rule: any thread. In a forked child every call does nothing: the parent's are dead there.
+// One reservation of addresses that a client takes ranges from and returns them to, model after
+// model, so that a new layout of virtual space makes no reservation (Prism §5.2). Independent of
+// pages. Thread rule: any thread. In a forked child every call does nothing, because the parent's
+// addresses are not valid there.
 #pragma once
 
 #include <map>
@@ -17,8 +18,8 @@ class AddressSpace : private NonCopyable {
   static Result<std::shared_ptr<AddressSpace>> reserve(std::shared_ptr<Vmm> vmm, uint64_t bytes);
   ~AddressSpace();
 
-  // The address of a free range, the smallest that fits and of those the lowest; 0 if there is
-  // none. REQUIRES: bytes is a positive multiple of the page
+  // Takes a free range, the smallest that fits and among equals the lowest. Returns its address, or
+  // 0 if none fits. REQUIRES: bytes is a positive multiple of the page
   uint64_t take(uint64_t bytes);
   // REQUIRES: taken from here, with nothing mapped in it
   void give(uint64_t address, uint64_t bytes);
@@ -34,7 +35,7 @@ class AddressSpace : private NonCopyable {
   const std::shared_ptr<Vmm> vmm_;
   const uint64_t address_;
   const uint64_t bytes_;
-  std::map<uint64_t, uint64_t> free_;  // address -> bytes; never two that touch
+  std::map<uint64_t, uint64_t> free_;  // address -> bytes; no two are adjacent
   mutable std::mutex mutex_;
 };
 

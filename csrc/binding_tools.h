@@ -1,4 +1,4 @@
-// What the binding files share.
+// Tools of the binding files.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 
 namespace kvcached {
 
-// Becomes the exception of kvcached.errors that stands for its code.
+// Becomes the exception of kvcached.errors for its code.
 struct StatusError {
   Status status;
 };
@@ -25,7 +25,7 @@ T take(Result<T> result) {
   return std::move(result.value());
 }
 
-// What a segment says may be damaged: bytes that are no UTF-8 are replaced.
+// Text of a segment, which may be damaged: bytes that are not UTF-8 are replaced.
 inline nanobind::object text(const std::string& bytes) {
   return nanobind::steal(
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
@@ -38,7 +38,7 @@ auto without_gil(Call call) {
   return call();
 }
 
-// A function or method for nanobind: runs without the GIL, and its failure becomes an exception.
+// Wraps a function or method for nanobind: runs it without the GIL and raises its failure.
 template <class Call>
 auto checked(Call call) {
   using Answer = decltype(call());

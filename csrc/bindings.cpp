@@ -1,4 +1,4 @@
-// kvcached._core: the C++ layers for Python. The Python modules around it are the public surface.
+// kvcached._core: the C++ layers for Python. The Python modules of kvcached are the public API.
 #include <nanobind/stl/string.h>
 
 #include "binding_tools.h"
@@ -7,7 +7,7 @@ namespace nb = nanobind;
 
 namespace kvcached {
 
-// Each in a file of its own: bindings_device.cpp and so on.
+// Each is in a separate file: bindings_device.cpp and so on.
 void bind_device(nb::module_& module);
 void bind_memory(nb::module_& module);
 void bind_kv(nb::module_& module);
@@ -34,7 +34,7 @@ void raise_status(const std::exception_ptr& thrown, void*) {
 }  // namespace kvcached
 
 NB_MODULE(_core, module) {
-  // Engines end with objects alive; that is no leak to report to their users.
+  // Engines exit with live objects, which is not a leak to report to their users.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(kvcached::raise_status);
   kvcached::bind_device(module);

@@ -1,4 +1,4 @@
-// Waiting for memory and asking for it, for Python.
+// Waiting for memory and asking other clients for some, for Python.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

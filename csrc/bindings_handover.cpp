@@ -1,4 +1,4 @@
-// Pages of one process in another, for Python; the protocol between the two is kvcached/handover's.
+// Windows on the pages of another process, for Python. The protocol is in kvcached/handover.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -16,7 +16,7 @@ namespace {
 
 using Places = std::vector<std::tuple<uint64_t, uint64_t>>;
 
-// The window's memory is its client's to read.
+// Keeps the client alive, whose memory the window reads into.
 class Window {
  public:
   Window(std::shared_ptr<Client> client, std::unique_ptr<PageWindow> pages)
@@ -32,7 +32,7 @@ class Window {
   std::unique_ptr<PageWindow> pages_;
 };
 
-// (descriptors, which are the caller's to close; of each page: file and offset)
+// (descriptors, which the caller closes; file and offset of each page)
 std::tuple<std::vector<int>, Places> export_pages(KvCache& cache,
                                                   const std::vector<uint64_t>& pages) {
   SharedPages shared = checked([&] { return cache.export_pages(pages); });
@@ -43,7 +43,7 @@ std::tuple<std::vector<int>, Places> export_pages(KvCache& cache,
   return {std::move(files), std::move(places)};
 }
 
-// Takes the descriptors, whatever becomes of it.
+// Takes the descriptors, also if it fails.
 std::unique_ptr<Window> open_window(std::shared_ptr<Client> client, const std::vector<int>& files,
                                     const Places& places) {
   SharedPages shared;

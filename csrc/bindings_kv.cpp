@@ -1,5 +1,5 @@
-// KV caches for Python. alloc and free run once per engine step and sequence: a call that needs no
-// driver keeps the GIL, since letting go of it costs more than the call.
+// KV caches for Python. alloc and free run once per engine step and sequence. A call that needs no
+// driver keeps the GIL, because releasing it costs more than the call.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -23,9 +23,8 @@ namespace {
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::device::cpu>;
 
-// A new int64 array of numpy's. numpy is imported by the first call, not with the package; no guard
-// of a static is held meanwhile, since an import lets go of the GIL and another thread would wait
-// for the guard with it.
+// Creates an int64 array of numpy, which the first call imports. No guard of a static is held
+// meanwhile: the import releases the GIL, and another thread would wait for the guard with the GIL.
 nb::object new_array(int64_t count) {
   static PyObject* empty = nullptr;
   static PyObject* dtype = nullptr;
@@ -41,7 +40,7 @@ nb::object new_array(int64_t count) {
   return nb::handle(empty)(count, nb::handle(dtype));
 }
 
-// REQUIRES: an array of new_array, which stays alive.
+// REQUIRES: an array of new_array, which stays alive
 std::span<int64_t> elements(const nb::object& array) {
   Py_buffer view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE) != 0) nb::raise_python_error();
@@ -81,7 +80,7 @@ std::vector<int64_t> dense_copy(const Ids& ids) {
   return dense;
 }
 
-// A dense int64 array by Python's own buffers, at half the cost of nanobind's way to any array.
+// A dense int64 array through Python's buffer protocol, at half the cost of nanobind's ndarray.
 class DenseIds : private NonCopyable {
  public:
   explicit DenseIds(nb::handle array) {
@@ -92,7 +91,7 @@ class DenseIds : private NonCopyable {
     if (held_) PyBuffer_Release(&view_);
   }
 
-  // Whether it is one; other arrays may hold ids all the same.
+  // False for other arrays, which may still hold ids.
   bool is_one() const {
     if (!held_ || view_.ndim != 1 || view_.itemsize != sizeof(int64_t)) return false;
     const std::string_view format = view_.format;
@@ -139,7 +138,7 @@ nb::tuple choose_ids(const KvCache& cache, const Ids& ids, const Ids& last_used,
   return nb::make_tuple(array, chosen.freed_bytes);
 }
 
-// Memory without a live block: keeping some, giving it back.
+// Spare memory: its watermarks, refill and trim.
 void bind_spares(nb::class_<KvCache>& cache) {
   cache.def("set_mapped_spares", unlocked(&KvCache::set_mapped_spares))
       .def("settle", unlocked(&KvCache::settle))

@@ -17,8 +17,8 @@ namespace {
 constexpr const char* kVersionedName = "dltensor_versioned";
 constexpr const char* kUnversionedName = "dltensor";
 
-// A consumer renames the capsule and frees the tensor itself; one that still has its name was
-// dropped unused.
+// A consumer renames the capsule and frees the tensor. A capsule with its original name was never
+// consumed.
 void drop_capsule(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, kVersionedName) != 0) {
     free_versioned(PyCapsule_GetPointer(capsule, kVersionedName));
@@ -30,8 +30,8 @@ void drop_capsule(PyObject* capsule) {
 constexpr const char* kTensorViewDoc =
     "Memory of a virtual tensor or a KV cache, for `from_dlpack` of numpy, torch or JAX.\n\n"
     "Nothing is copied. The view, and every array made of it, keeps the address range reserved.\n"
-    "What is mapped in it is the owner's affair: an element may be touched only while its block\n"
-    "is allocated, or its range mapped. An export for another device is a BufferError.";
+    "The owner maps and unmaps its pages: touch an element only while its block is allocated, or\n"
+    "its range mapped. An export for another device raises BufferError.";
 
 nb::object to_dlpack(const TensorView& view, nb::handle max_version) {
   check(view.region->vmm()->check_open());
@@ -42,7 +42,7 @@ nb::object to_dlpack(const TensorView& view, nb::handle max_version) {
   return nb::steal(capsule);
 }
 
-// A consumer may ask for another device; views are exported where they are.
+// A consumer may ask for another device, but views are only exported on theirs.
 void check_dlpack_device(const TensorView& view, nb::handle wanted) {
   if (wanted.is_none()) return;
   const DlDevice device = dlpack_device(view);
@@ -56,11 +56,11 @@ void bind_view(nb::module_& module) {
   nb::class_<TensorView>(module, "TensorView", kTensorViewDoc)
       .def_prop_ro(
           "shape", [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.shape)); },
-          "Elements along each dimension, a tuple.")
+          "Tuple of the number of elements along each dimension.")
       .def_prop_ro(
           "strides",
           [](const TensorView& self) { return nb::tuple(nb::cast(self.extents.strides)); },
-          "Elements, not bytes, from one index of a dimension to the next, a tuple.")
+          "Tuple of the distances, in elements, between the indices of each dimension.")
       .def_ro("dtype", &TensorView::dtype, "The type of an element, such as \"bfloat16\".")
       .def_prop_ro("address", &TensorView::address,
                    "Virtual address of the first element, on the device.")

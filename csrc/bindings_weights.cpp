@@ -29,20 +29,21 @@ std::vector<WeightPiece> to_pieces(const std::vector<PieceTuple>& tuples) {
 }
 
 nb::object view_of(const void* data, size_t bytes) {
-  static char nothing = 0;  // an empty array may have no address
+  static char nothing = 0;  // address for an empty array
   auto* const first = static_cast<char*>(const_cast<void*>(data));
   return nb::steal(PyMemoryView_FromMemory(first != nullptr ? first : &nothing,
                                            static_cast<Py_ssize_t>(bytes), PyBUF_READ));
 }
 
 bool is_of_cpu(const AnyArray& array) {
-  constexpr int kCudaHost = 3, kCudaManaged = 13;  // DLPack's memory of CUDA that the CPU reads too
+  constexpr int kCudaHost = 3,
+                kCudaManaged = 13;  // DLPack device types of CUDA memory that the CPU can read
   const int type = array.device_type();
   return type == nb::device::cpu::value || type == kCudaHost || type == kCudaManaged;
 }
 
-// (content, DLPack type code, bits, shape): a memoryview of CPU memory, the address of any other.
-// Valid as long as the array.
+// (content, DLPack type code, bits, shape). The content is a memoryview of CPU memory, or the
+// address of other memory. Valid as long as the array.
 nb::object array_content(const AnyArray& array) {
   nb::list shape;
   for (size_t i = 0; i < array.ndim(); ++i) shape.append(array.shape(i));

@@ -12,8 +12,8 @@ namespace kvcached {
 
 namespace {
 
-// The kernel closes a dying process's files in the order of their numbers, so the lock gets a
-// higher one than the memory.
+// The kernel closes the files of a dying process in the order of their numbers, so the lock gets a
+// higher number than the memory.
 Result<int> open_lock_above(const Ledger& ledger, int memory_fd) {
   KV_ASSIGN(int fd, ledger.open_lock_fd());
   const int moved = fcntl(fd, F_DUPFD_CLOEXEC, memory_fd + 1);
@@ -23,8 +23,8 @@ Result<int> open_lock_above(const Ledger& ledger, int memory_fd) {
   return moved;
 }
 
-// Memory that kernels may still touch is left to the end of the process, where the driver tears
-// the context down.
+// Memory that kernels may still touch is left to the exit of the process, when the driver destroys
+// the context.
 void keep_to_the_end(std::shared_ptr<Vmm> vmm) {
   static std::mutex mutex;
   static auto* kept = new std::vector<std::shared_ptr<Vmm>>;
@@ -69,7 +69,7 @@ Client::Client(std::shared_ptr<Ledger> ledger, std::shared_ptr<Vmm> vmm, int loc
 
 Client::~Client() {
   unguard_against_fork(this);
-  // After a failure the record is reaped once the process has ended.
+  // After a failure the record is reaped when the process has ended.
   if (close().code == Code::in_use) keep_to_the_end(vmm_);
   spares_.stop();
 }
@@ -153,11 +153,11 @@ Status Client::reserve_static(uint64_t bytes) {
 }
 
 template <class Create>
-Result<std::vector<Handle>> Client::create_patiently(Create create) {
+Result<std::vector<Handle>> Client::create_with_retries(Create create) {
   using std::chrono::milliseconds;
   using Clock = Streams::Clock;
   const Clock::time_point start = Clock::now();
-  const Clock::duration wait = start < patient_from_.load() ? milliseconds(0) : create_wait_.load();
+  const Clock::duration wait = start < retry_from_.load() ? milliseconds(0) : create_wait_.load();
   const Clock::time_point deadline = start + wait;
   size_t tries = 1;
   for (Pause pause(milliseconds(20));; pause.sleep(), ++tries) {
@@ -166,23 +166,24 @@ Result<std::vector<Handle>> Client::create_patiently(Create create) {
     if (!full) return pages;
     const Clock::time_point now = Clock::now();
     if (now < deadline) continue;
-    patient_from_ = now + kQuietWaits * create_wait_.load();
+    retry_from_ = now + kQuietWaits * create_wait_.load();
     Status status = pages.status();
     const int64_t waited_ms = std::chrono::duration_cast<milliseconds>(wait).count();
-    status.message += " (" + std::to_string(tries) + " tries in " + std::to_string(waited_ms) +
-                      " ms; the ledger had granted it: memory is used outside of the ledger. End "
-                      "who holds it, lower the device's capacity, or give set_create_wait longer "
-                      "if a process that was killed is still being cleaned up)";
+    status.message +=
+        " (" + std::to_string(tries) + " tries in " + std::to_string(waited_ms) +
+        " ms, although the ledger granted it: memory is used outside of the ledger. "
+        "End the processes that hold it, lower the device's capacity, or pass a longer "
+        "time to set_create_wait if a killed process is still being cleaned up)";
     return status;
   }
 }
 
 Result<std::vector<Handle>> Client::create_pages(size_t count) {
-  return create_patiently([&] { return vmm_->create(count); });
+  return create_with_retries([&] { return vmm_->create(count); });
 }
 
 Result<std::vector<Handle>> Client::create_block(size_t count) {
-  return create_patiently([&] { return vmm_->create_block(count); });
+  return create_with_retries([&] { return vmm_->create_block(count); });
 }
 
 Status Client::guard_holes() {

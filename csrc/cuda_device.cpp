@@ -14,7 +14,7 @@ constexpr int kHasFileHandles =
     103;  // CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 constexpr int kNameBytes = 256;
 
-// Of `count` GPUs that the driver shows, none has this number.
+// Failure for an ordinal that none of the driver's `count` GPUs has.
 Status not_shown(int ordinal, int count) {
   std::string message = "device 'cuda:" + std::to_string(ordinal) + "' does not exist; the driver ";
   message += count == 0   ? "shows no GPU"
@@ -64,10 +64,10 @@ Status CudaDevice::check_supported() const {
   char name[kNameBytes] = {};
   KV_TRY(driver_.check(cuda.device_get_name(name, kNameBytes, device_), "cuDeviceGetName"));
   const std::string device = "device 'cuda:" + std::to_string(ordinal_) + "', " + name + ",";
-  // A MIG instance is called after its GPU and its profile: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
+  // The name of a MIG instance contains its profile: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
   if (std::string(name).find(" MIG ") != std::string::npos) {
     return failure(Code::unsupported, device,
-                   " is a part of a GPU; kvcached shares whole GPUs: disable MIG "
+                   " is a MIG instance; kvcached shares whole GPUs: disable MIG "
                    "(nvidia-smi -mig 0) or name another GPU in CUDA_VISIBLE_DEVICES");
   }
   int supported = 0;
@@ -75,7 +75,7 @@ Status CudaDevice::check_supported() const {
                        "cuDeviceGetAttribute"));
   if (supported != 0) return {};
   return failure(Code::unsupported, device,
-                 " has no virtual memory management; use another GPU or a "
+                 " does not support virtual memory management; use another GPU or a "
                  "host device such as 'host:0'");
 }
 
@@ -119,7 +119,7 @@ Result<CuHandle> CudaDevice::create(uint64_t bytes) {
   if (result == kCuSuccess) return handle;
   Status status = driver_.check(result, "cuMemCreate");
   if (result == kCuOutOfMemory) {
-    // The ledger granted the page; somebody outside of it holds the memory.
+    // The ledger granted the page, so a process outside of the ledger holds the memory.
     status.code = Code::no_room;
     status.need_bytes = bytes;
   }
@@ -182,19 +182,19 @@ Status CudaDevice::fill(uint64_t address, uint64_t bytes, unsigned char value) {
   KV_TRY(driver_.check(call(cuda.memset_d8_async, address, value, bytes, own_stream_),
                        "cuMemsetD8Async"));
   Status done = driver_.check(call(cuda.stream_synchronize, own_stream_), "cuStreamSynchronize");
-  // After a failure too: what is still being filled may be unmapped next.
+  // Also after a failure: memory that is still being filled may be unmapped next.
   if (!done.ok()) (void)call(cuda.stream_synchronize, own_stream_);
   return done;
 }
 
-// The default stream cannot be asked while a stream that waits for it captures.
+// The default stream cannot be queried while a stream that synchronises with it captures.
 Status CudaDevice::check_not_capturing(CuStream stream) const {
   int capturing = 0;
   const CuResult asked = call(driver_.functions().stream_is_capturing, stream, &capturing);
   if (asked != kCuCaptureImplicit) KV_TRY(driver_.check(asked, "cuStreamIsCapturing"));
   if (asked == kCuSuccess && capturing == 0) return {};
   return failure(Code::in_use,
-                 "a stream of the engine captures a graph; try again when that has ended");
+                 "a stream of the engine is capturing a graph; try again after the capture");
 }
 
 Result<CuEvent> CudaDevice::record_event(uint64_t stream) const {
@@ -216,7 +216,7 @@ Result<bool> CudaDevice::has_passed(CuEvent event, uint64_t stream) const {
   const CuResult result = call(cuda.event_query, event);
   if (result == kCuNotReady || result == kCuCaptureUnsupported) return false;
   if (result == kCuCapturedEvent) {
-    // A capture began between the question and the record. What is behind it is later, and safe.
+    // A capture began between the query and the record. A later event is safe as well.
     const auto handle = reinterpret_cast<CuStream>(stream);
     if (check_not_capturing(handle).ok()) (void)call(cuda.event_record, event, handle);
     return false;
@@ -226,7 +226,7 @@ Result<bool> CudaDevice::has_passed(CuEvent event, uint64_t stream) const {
 }
 
 void CudaDevice::destroy_event(CuEvent event) const {
-  // One that cannot be destroyed goes with its context.
+  // An event that cannot be destroyed is freed with its context.
   if (!abandoned_) (void)call(driver_.functions().event_destroy, event);
 }
 

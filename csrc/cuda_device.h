@@ -1,6 +1,6 @@
-// One GPU of the driver: its granularity, its primary context, and the calls that make, map and
-// drop single allocations there. Knows no rules and keeps no books; vmm_cuda does.
-// Thread rule: any thread; every call makes the context current and restores what was before.
+// One GPU of the driver: its granularity, its primary context, and the calls that create, map and
+// release single allocations. Checks no rules and keeps no books; vmm_cuda does.
+// Thread rule: any thread. Every call makes the context current and restores the previous one.
 #pragma once
 
 #include <memory>
@@ -13,14 +13,14 @@ namespace kvcached {
 
 class CudaDevice : private NonCopyable {
  public:
-  // Code::unknown_device if the machine has no such ordinal, Code::hidden_device if
-  // CUDA_VISIBLE_DEVICES may be why; Code::unsupported for a MIG instance and for a GPU without
-  // virtual memory management.
+  // Code::unknown_device if the machine does not have this ordinal, Code::hidden_device if
+  // CUDA_VISIBLE_DEVICES may be the reason. Code::unsupported for a MIG instance and for a GPU
+  // without virtual memory management.
   static Result<std::unique_ptr<CudaDevice>> open(int ordinal);
   ~CudaDevice();
 
   int ordinal() const { return ordinal_; }
-  // Sizes and addresses are multiples of this: 2 MiB on GPUs of today.
+  // Sizes and addresses are multiples of this. 2 MiB on current GPUs.
   uint64_t granularity_bytes() const { return granularity_bytes_; }
 
   Result<uint64_t> reserve(uint64_t bytes, uint64_t alignment);
@@ -28,27 +28,28 @@ class CudaDevice : private NonCopyable {
   // Code::no_room if the GPU is full.
   Result<CuHandle> create(uint64_t bytes);
   Status release(CuHandle handle);
-  // Whether allocations of this GPU can be shared with other processes, and with those on
+  // True if allocations of this GPU can be shared with other processes, and with those on
   // `ordinal`.
   bool exports() const { return exports_; }
   bool exports_to(int ordinal) const;
-  // A new descriptor that keeps the memory alive. REQUIRES: exports()
+  // Returns a new descriptor that keeps the memory alive. REQUIRES: exports()
   Result<int> export_file(CuHandle handle);
-  // The memory behind one, to be released. The descriptor stays the caller's.
+  // Returns a handle of a descriptor's memory, to be released. The caller keeps the descriptor.
   Result<CuHandle> import_file(int fd);
   Status map(uint64_t address, uint64_t bytes, CuHandle handle);
-  // May cover many whole mappings, as may set_access.
+  // The range may cover many whole mappings, also in set_access.
   Status unmap(uint64_t address, uint64_t bytes);
   enum class Access { read = 1, read_write = 3 };
   Status set_access(uint64_t address, uint64_t bytes, Access access = Access::read_write);
-  // Fills with one byte, in no order with other work, and waits for that alone.
-  // REQUIRES: one thread at a time
+  // Fills with one byte, not ordered with other work, and waits only for the fill. REQUIRES: one
+  // thread at a time
   Status fill(uint64_t address, uint64_t bytes, unsigned char value);
 
-  // An event behind what the stream (0: the default one) was given so far, for destroy_event.
-  // Code::in_use while the stream captures a graph: the event would become a part of that.
+  // Records an event after the work submitted to the stream so far (0: the default stream). The
+  // caller calls destroy_event. Code::in_use while the stream captures a graph, which the event
+  // would become a part of.
   Result<CuEvent> record_event(uint64_t stream) const;
-  // While the driver forbids the question, not yet. One that a capture took is recorded again.
+  // False while the driver forbids the query. An event that a capture absorbed is recorded again.
   Result<bool> has_passed(CuEvent event, uint64_t stream) const;
   void destroy_event(CuEvent event) const;
 
@@ -59,11 +60,11 @@ class CudaDevice : private NonCopyable {
   }
   const CuFunctions& functions() const { return driver_.functions(); }
   CuContext context() const { return context_; }
-  // Lets this GPU copy from the other's plain memory over the link between them.
-  // Code::unavailable if there is none.
+  // Lets this GPU copy from the other's plain memory over the link between them. Code::unavailable
+  // if they are not linked.
   Status enable_peer(const CudaDevice& peer) const;
 
-  // The child of a fork: the driver is dead there, and the destructor must not call it.
+  // For the child of a fork, where the driver is dead and the destructor must not call it.
   void abandon() { abandoned_ = true; }
 
  private:
@@ -76,16 +77,16 @@ class CudaDevice : private NonCopyable {
   Status find_granularity();
   CuAllocationProp allocation() const;
 
-  // Calls a driver function in the GPU's context, and in a capture mode that lets it: while the
-  // engine captures a graph in CUDA's default mode, most calls of any thread would fail otherwise,
-  // and end the capture too.
+  // Calls a driver function in the GPU's context and in the relaxed capture mode. Otherwise, while
+  // the engine captures a graph in CUDA's default mode, most calls of any thread would fail and end
+  // the capture.
   template <class Function, class... Arguments>
   CuResult call(Function function, Arguments... arguments) const {
     const CuFunctions& cuda = driver_.functions();
     const CuResult pushed = cuda.ctx_push_current(context_);
     if (pushed != kCuSuccess) return pushed;
     int mode = kCuRelaxed;
-    (void)cuda.thread_exchange_stream_capture_mode(&mode);  // `mode` is what was before now
+    (void)cuda.thread_exchange_stream_capture_mode(&mode);  // `mode` is now the previous one
     const CuResult result = function(arguments...);
     step("cuda: a driver call is done");
     (void)cuda.thread_exchange_stream_capture_mode(&mode);
@@ -98,7 +99,7 @@ class CudaDevice : private NonCopyable {
   const int ordinal_;
   CuOrdinal device_ = 0;
   CuContext context_ = nullptr;
-  CuStream own_stream_ = nullptr;  // from the first zero on
+  CuStream own_stream_ = nullptr;  // from the first fill
   uint64_t granularity_bytes_ = 0;
   bool exports_ = false;
   bool abandoned_ = false;

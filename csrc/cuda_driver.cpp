@@ -25,11 +25,11 @@ Status no_driver(const std::string& why) {
 
 Status old_driver(const std::string& why) {
   return failure(Code::old_driver, "NVIDIA's driver is too old: ", why,
-                 "; install one of CUDA 11.4 or later (470), or use a host "
+                 "; install the driver of CUDA 11.4 or later (470), or use a host "
                  "device such as 'host:0'");
 }
 
-// After an update of the driver without a reboot, or in a container with a libcuda of its own.
+// Happens after an update of the driver without a reboot, or in a container with its own libcuda.
 Status mismatched_driver(const std::string& why) {
   return failure(Code::no_driver,
                  "libcuda and the kernel's NVIDIA driver are of different versions: ", why,
@@ -43,7 +43,7 @@ Status forked() {
                  "fork; start a fresh process (spawn), or fork before anything uses CUDA");
 }
 
-// Of a driver that is there and shows no GPU.
+// Failure for a driver that is installed but shows no GPU.
 Status no_gpu(const std::string& why) {
   const char* visible = std::getenv(kVisibleVariable);
   if (visible == nullptr) return no_driver(why);
@@ -56,7 +56,7 @@ std::string library_path() {
   return path != nullptr && *path != '\0' ? path : kDefaultPath;
 }
 
-// dlerror() may be null when the loader has nothing to say.
+// dlerror() may be null.
 std::string loader_error() {
   const char* text = dlerror();
   return text != nullptr ? text : "unknown loader error";
@@ -150,7 +150,7 @@ Status CudaDriver::init() const {
   const CuResult result = functions_.init(0);
   if (result == kCuSuccess) return {};
   const std::string why = "cuInit: " + describe(result);
-  // Some other library of this process had used CUDA before the fork.
+  // Another library of this process used CUDA before the fork.
   if (result == kCuNotInitialized) return forked();
   if (result == kCuNoDevice) return no_gpu(why);
   if (result == kCuVersionMismatch) return mismatched_driver(why);
@@ -167,7 +167,7 @@ std::string CudaDriver::describe(CuResult error) const {
 
 Status CudaDriver::check(CuResult result, const char* call) const {
   if (result == kCuSuccess) return {};
-  // The process is ending, and all that it held is given back already.
+  // The process is exiting, and the driver has freed all its memory.
   const Code code = result == kCuDeinitialized ? Code::closed : Code::system_call;
   return failure(code, std::string(call) + ": " + describe(result));
 }

@@ -1,8 +1,8 @@
-// The part of the CUDA driver API that vmm_cuda uses: our own declarations of libcuda's C
-// interface (https://docs.nvidia.com/cuda/cuda-driver-api), found at run time. Building and
-// importing need no CUDA toolkit, and a machine without a GPU only ever sees Code::no_driver.
+// The part of the CUDA driver API that vmm_cuda uses: declarations of libcuda's C interface
+// (https://docs.nvidia.com/cuda/cuda-driver-api), loaded at run time. Building and importing need
+// no CUDA toolkit. On a machine without a GPU, calls fail with Code::no_driver.
 //
-// The library is libcuda.so.1, or what the environment variable KVCACHED_LIBCUDA names.
+// The library is libcuda.so.1, or the one named by the environment variable KVCACHED_LIBCUDA.
 // Thread rule: any thread.
 #pragma once
 
@@ -35,7 +35,7 @@ inline constexpr CuResult kCuCaptureImplicit = 906;     // CUDA_ERROR_STREAM_CAP
 inline constexpr CuResult kCuCapturedEvent = 907;       // CUDA_ERROR_CAPTURED_EVENT
 inline constexpr int kCuRelaxed = 2;                    // CU_STREAM_CAPTURE_MODE_RELAXED
 inline constexpr int kCuPosixFile = 1;                  // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-inline constexpr unsigned kCuStreamNonBlocking = 1;     // no order with the default stream
+inline constexpr unsigned kCuStreamNonBlocking = 1;     // not ordered with the default stream
 inline constexpr unsigned kCuEventDisableTiming = 2;
 
 struct CuLocation {
@@ -45,7 +45,7 @@ struct CuLocation {
 
 struct CuAllocationProp {
   int type;                    // 1: pinned to its location
-  int requested_handle_types;  // 0: not to be exported; kCuPosixFile
+  int requested_handle_types;  // 0: not exportable; kCuPosixFile
   CuLocation location;
   void* win32_handle_metadata;
   unsigned char flags[8];  // compression, RDMA, usage: none
@@ -113,18 +113,19 @@ struct CuFunctions {
 
 class CudaDriver {
  public:
-  // Loads the library once per path and process; makes no call into it, so that the process can
-  // still fork. Code::no_driver, saying what to install, if it is missing; Code::old_driver if it
-  // lacks a call. The driver is never unloaded.
+  // Loads the library once per path and process, and never unloads it. Makes no call into it, so
+  // that the process can still fork. Code::no_driver, with what to install, if it is missing;
+  // Code::old_driver if it lacks a call.
   static Result<const CudaDriver*> load();
 
-  // cuInit. Code::forked in the child of a process that had used CUDA, here or by another library:
-  // the driver does not survive a fork. Code::hidden_device or Code::no_driver if there is no GPU.
+  // Calls cuInit. Code::forked in the child of a process that used CUDA, here or in another
+  // library, because the driver does not survive a fork. Code::hidden_device or Code::no_driver if
+  // no GPU is found.
   Status init() const;
 
   const CuFunctions& functions() const { return functions_; }
-  // Ok, or a failure with the call, the driver's name of the error and its text: Code::closed once
-  // the driver has shut down with its process, else Code::system_call.
+  // Ok, or a failure with the call, the driver's name of the error and its text. Code::closed once
+  // the driver has shut down with its process, otherwise Code::system_call.
   Status check(CuResult result, const char* call) const;
   // Both as in "CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected"
   std::string describe(CuResult error) const;

@@ -10,7 +10,7 @@ Result<std::unique_ptr<CudaGuard>> CudaGuard::make(std::shared_ptr<CudaDevice> d
     (void)guard->release();
     return status;
   }
-  (void)guard->leave_scratch();  // or release does
+  (void)guard->leave_scratch();  // on failure, release tries again
   return guard;
 }
 

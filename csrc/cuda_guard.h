@@ -1,7 +1,7 @@
-// The page that holes of one client show on a GPU: one allocation of zeros, mapped again and again,
-// readable alone where the driver supports that. Where it does not, a stray write changes what
-// every hole shows: rely on the absence of a fault, not on the zeros. Thread rule: the
-// owner's. Knows no rules and keeps no books; vmm_cuda does.
+// Guard page that holes of one client show on a GPU: one allocation of zeros, mapped many times,
+// read-only where the driver supports that. Elsewhere a stray write changes what every hole shows,
+// so rely on the absence of a fault, not on the zeros. Checks no rules and keeps no books; vmm_cuda
+// does. Thread rule: the owner's.
 #pragma once
 
 #include <memory>
@@ -15,11 +15,11 @@ class CudaGuard {
   static Result<std::unique_ptr<CudaGuard>> make(std::shared_ptr<CudaDevice> device,
                                                  uint64_t page_bytes);
 
-  // Maps the page at each page of the range: one call for each and one for the access. Answers how
-  // many bytes from `address` on show it now; the rest is unmapped as before.
-  // REQUIRES: nothing is mapped there
+  // Maps the guard page at each page of the range: one call for each and one for the access.
+  // Returns the number of bytes from `address` that show it now. The rest stays unmapped. REQUIRES:
+  // nothing is mapped there
   uint64_t cover(uint64_t address, uint64_t bytes);
-  // Once, but again after a failure; with nothing covered.
+  // Called once, and again after a failure. REQUIRES: no hole is covered
   Status release();
 
  private:
@@ -32,7 +32,7 @@ class CudaGuard {
   const std::shared_ptr<CudaDevice> device_;
   const uint64_t page_bytes_;
   const CuHandle page_;
-  uint64_t scratch_ = 0;  // where the page is filled
+  uint64_t scratch_ = 0;  // address at which the page is filled
   bool scratch_is_mapped_ = false;
   CudaDevice::Access access_ = CudaDevice::Access::read;
 };

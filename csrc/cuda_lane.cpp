@@ -6,8 +6,8 @@ namespace kvcached {
 
 namespace {
 
-// A refusal says nothing about the copies, and the memory they go to may be given back next: one
-// that passes must not leave them running.
+// A refused wait says nothing about the copies, and their target may be given back next. A
+// temporary refusal must not leave copies running.
 Status wait_for(const CudaDevice& device, CuStream stream) {
   const auto synchronize = device.functions().stream_synchronize;
   Status status = device.run("cuStreamSynchronize", synchronize, stream);
@@ -59,7 +59,7 @@ Status CudaLane::allocate_buffer(uint64_t buffer_bytes) {
 }
 
 void CudaLane::free_all() {
-  // What fails here ends with the process.
+  // What fails here is freed when the process ends.
   (void)drain();
   const CuFunctions& cuda = target_->functions();
   for (const Buffer& buffer : buffers_) {

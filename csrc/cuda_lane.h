@@ -1,7 +1,7 @@
-// A lane onto a GPU: buffers of pinned memory that are filled from the file one after another while
-// the GPU fetches the others. Over the link of another GPU each buffer goes through one of that
-// GPU's memory, and from there over the link between the two (Prism §5.2: a small staging buffer on
-// each GPU, aggregation on the target).
+// A lane to a GPU: buffers of pinned memory, filled from the file in turn while the GPU fetches the
+// others. Over the link of another GPU, each buffer is copied to a buffer in that GPU's memory and
+// from there over the link between the two (Prism §5.2: a small staging buffer on each GPU,
+// aggregation on the target).
 //   direct   file -> pinned -> target                    one stream of the target
 //   relayed  file -> pinned -> the other GPU -> target   a stream of each, with an event between
 #pragma once
@@ -13,8 +13,8 @@ namespace kvcached {
 
 class CudaLane final : public WeightLane {
  public:
-  // `link` is the GPU whose link to the host is used. Takes `buffers` x `buffer_bytes` of pinned
-  // memory, and as much of the link's GPU if that is not the target.
+  // `link` is the GPU whose link to the host is used. Allocates `buffers` x `buffer_bytes` of
+  // pinned memory, and as much on the link's GPU if that is not the target.
   static Result<std::unique_ptr<WeightLane>> make(std::shared_ptr<CudaDevice> target,
                                                   std::shared_ptr<CudaDevice> link, size_t buffers,
                                                   uint64_t buffer_bytes);
@@ -28,7 +28,7 @@ class CudaLane final : public WeightLane {
  private:
   struct Buffer {
     void* pinned = nullptr;
-    uint64_t relay = 0;         // in the link's GPU; 0 for a direct lane
+    uint64_t relay = 0;         // address in the link's GPU; 0 for a direct lane
     CuEvent relayed = nullptr;  // of the link's GPU: the bytes are in `relay`
     CuEvent done = nullptr;     // of the target: the buffer may be filled again
   };

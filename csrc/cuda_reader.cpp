@@ -5,7 +5,8 @@
 namespace kvcached {
 
 Result<std::shared_ptr<CudaReader>> CudaReader::open(int ordinal, uint64_t buffer_bytes) {
-  if (buffer_bytes == 0) return failure(Code::invalid_argument, "a buffer of 0 bytes");
+  if (buffer_bytes == 0)
+    return failure(Code::invalid_argument, "the buffer must have more than 0 bytes");
   KV_ASSIGN(std::unique_ptr<CudaDevice> device, CudaDevice::open(ordinal));
   std::shared_ptr<CudaReader> reader(new CudaReader(std::move(device), buffer_bytes));
   KV_TRY(reader->allocate());
@@ -29,7 +30,7 @@ CudaReader::~CudaReader() {
     device_->abandon();
     return;
   }
-  // What fails here ends with the process.
+  // What fails here is freed when the process ends.
   const CuFunctions& cuda = device_->functions();
   if (pinned_ != nullptr) (void)device_->run("", cuda.mem_free_host, pinned_);
   if (stream_ != nullptr) (void)device_->run("", cuda.stream_destroy, stream_);
@@ -40,7 +41,7 @@ Result<std::span<const char>> CudaReader::read(uint64_t address, uint64_t bytes)
   void* const target = pinned_ != nullptr ? pinned_ : pageable_.data();
   Status copied =
       device_->run("cuMemcpyDtoHAsync", cuda.memcpy_dtoh_async, target, address, bytes, stream_);
-  // After a failure too: the buffer is not filled again under a copy.
+  // Also after a failure, so that the buffer is not refilled during a copy.
   Status done = device_->run("cuStreamSynchronize", cuda.stream_synchronize, stream_);
   if (!copied.ok()) return copied;
   if (!done.ok()) return done;

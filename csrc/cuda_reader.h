@@ -1,6 +1,5 @@
-// Copies memory of a GPU to the host, through one buffer of pinned memory that is used again and
-// again. What the memory belongs to, torch or kvcached, does not matter.
-// Thread rule: one thread at a time.
+// Copies memory of a GPU to the host through one reused buffer of pinned memory. Reads any memory
+// of the GPU, torch's as well as kvcached's. Thread rule: one thread at a time.
 #pragma once
 
 #include <span>
@@ -13,18 +12,16 @@ namespace kvcached {
 
 class CudaReader : private NonCopyable {
  public:
-  // Retains the GPU's primary context, which the memory's maker has too.
-  // Code::invalid_argument for 0 bytes. Pageable memory serves where the OS pins none: slower, and
-  // no error.
+  // Retains the GPU's primary context, which the memory's owner uses too. Falls back to pageable
+  // memory, which is slower, where the OS refuses to pin. Code::invalid_argument for 0 bytes.
   static Result<std::shared_ptr<CudaReader>> open(int ordinal, uint64_t buffer_bytes);
   ~CudaReader();
 
-  // The stream that copies run on, so that work can be ordered before them.
+  // Stream of the copies, so that work can be ordered before them.
   uint64_t stream() const { return reinterpret_cast<uint64_t>(stream_); }
   uint64_t buffer_bytes() const { return buffer_bytes_; }
   bool is_pinned() const { return pinned_ != nullptr; }
-  // The bytes at the address, in the buffer until the next call.
-  // REQUIRES: bytes <= buffer_bytes()
+  // Returns the bytes at the address, valid until the next call. REQUIRES: bytes <= buffer_bytes()
   Result<std::span<const char>> read(uint64_t address, uint64_t bytes);
 
  private:

@@ -6,7 +6,7 @@ namespace kvcached {
 
 namespace {
 
-// What fails again ends with the process.
+// What fails again is freed when the process ends.
 template <class Call>
 void insist(Call call) {
   if (!call().ok()) (void)call();
@@ -33,14 +33,14 @@ CudaWindow::~CudaWindow() {
   if (stream_ != nullptr) (void)device_->run("", cuda.stream_destroy, stream_);
   insist([&] { return mapped_bytes_ > 0 ? device_->unmap(address_, mapped_bytes_) : Status{}; });
   insist([&] { return address_ != 0 ? device_->free_address(address_, bytes_) : Status{}; });
-  for (const CuHandle memory : owed_) insist([&] { return device_->release(memory); });
+  for (const CuHandle memory : unreleased_) insist([&] { return device_->release(memory); });
 }
 
 Status CudaWindow::show(const SharedPages& pages, uint64_t page_bytes) {
   KV_ASSIGN(address_, device_->reserve(bytes_, page_bytes));
   for (const SharedPages::Place& place : pages.places) {
     if (place.offset != 0) {
-      return failure(Code::invalid_argument, "pages of a GPU begin where their file does");
+      return failure(Code::invalid_argument, "a page of a GPU must start at offset 0 of its file");
     }
     KV_TRY(show_page(pages.files[place.file].get(), page_bytes));
   }
@@ -49,12 +49,12 @@ Status CudaWindow::show(const SharedPages& pages, uint64_t page_bytes) {
                       kCuStreamNonBlocking);
 }
 
-// The mapping keeps the memory from here on, the handle is not needed any more.
+// The mapping keeps the memory from now on, so the handle is released.
 Status CudaWindow::show_page(int file, uint64_t page_bytes) {
   KV_ASSIGN(CuHandle memory, device_->import_file(file));
   Status mapped = device_->map(address_ + mapped_bytes_, page_bytes, memory);
   if (mapped.ok()) mapped_bytes_ += page_bytes;
-  if (!device_->release(memory).ok()) owed_.push_back(memory);
+  if (!device_->release(memory).ok()) unreleased_.push_back(memory);
   return mapped;
 }
 
@@ -75,7 +75,8 @@ Status CudaWindow::copy(std::span<const CopyRun> runs) {
     copied = device_->run("cuMemcpyDtoDAsync", cuda.memcpy_dtod_async, runs[i].target,
                           address_ + runs[i].source_offset, runs[i].bytes, stream_);
   }
-  // Before anything that a copy under way touches can go, a failure says nothing about the others.
+  // A failure says nothing about other copies, so wait for all before their memory can be given
+  // back.
   Status done = device_->run("cuStreamSynchronize", cuda.stream_synchronize, stream_);
   if (!done.ok()) (void)device_->run("cuStreamSynchronize", cuda.stream_synchronize, stream_);
   return copied.ok() ? done : copied;

@@ -1,6 +1,6 @@
-// Pages of another process's GPU memory, imported and mapped where this GPU can read them: over the
-// link between the two if they lie on another GPU. A driver that has no read-only mappings maps
-// them with write access, which is not used. Thread rule: one thread at a time.
+// Pages of another process's GPU memory, imported and mapped so that this GPU can read them, over
+// the link between the two GPUs if they differ. A driver without read-only mappings maps them with
+// write access, which is not used. Thread rule: one thread at a time.
 #pragma once
 
 #include "cuda_device.h"
@@ -30,7 +30,7 @@ class CudaWindow final : public PageWindow {
   const int owner_pid_;
   uint64_t address_ = 0;
   uint64_t mapped_bytes_ = 0;
-  std::vector<CuHandle> owed_;  // their release failed
+  std::vector<CuHandle> unreleased_;  // their release failed
   CuStream stream_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// A file descriptor that is closed with its owner.
+// Owner of a file descriptor, which it closes.
 #pragma once
 
 #include <unistd.h>
@@ -20,7 +20,7 @@ class Descriptor {
   }
 
   int get() const { return fd_; }
-  // The caller's to close.
+  // Releases the descriptor, which the caller closes.
   int release() { return std::exchange(fd_, -1); }
 
  private:

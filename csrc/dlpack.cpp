@@ -36,7 +36,7 @@ struct DlManagedVersioned {
 constexpr int32_t kDlpackCpu = 1;
 constexpr int32_t kDlpackCuda = 2;
 
-// Owns what the tensor points to.
+// Owner of what the tensor points to.
 template <class Managed>
 struct Export {
   Managed managed;
@@ -79,7 +79,7 @@ constexpr NamedType kTypes[] = {
     {"bool", {6, 8}},     {"float8_e4m3fn", {10, 8}}, {"float8_e5m2", {12, 8}},
 };
 
-// Whether all extents have a stride, and elements lie apart. Those of an empty tensor need not.
+// True if all extents have a stride and no two elements overlap, or the tensor is empty.
 bool are_sound(const Extents& extents) {
   const auto& [shape, strides] = extents;
   const auto is_negative = [](int64_t value) { return value < 0; };
@@ -88,7 +88,7 @@ bool are_sound(const Extents& extents) {
           std::none_of(strides.begin(), strides.end(), [](int64_t value) { return value <= 0; }));
 }
 
-// Bytes from the first element to the end of the last; none if that makes no tensor.
+// Bytes from the first element to the end of the last. Nothing if the layout is not valid.
 std::optional<uint64_t> span_bytes(const Extents& extents, uint64_t element_bytes) {
   if (!are_sound(extents)) return std::nullopt;
   if (std::count(extents.shape.begin(), extents.shape.end(), 0) > 0) return uint64_t{0};
@@ -123,7 +123,7 @@ Result<ElementType> element_type(const std::string& name) {
 Extents dense(std::vector<int64_t> shape) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t i = shape.size(); i-- > 1;) {
-    // An extent that makes this overflow does not fit either; TensorView::make says so.
+    // An extent that makes this overflow does not fit either, and TensorView::make refuses it.
     if (__builtin_mul_overflow(strides[i], shape[i], &strides[i - 1])) strides[i - 1] = 0;
   }
   return {std::move(shape), std::move(strides)};
@@ -136,10 +136,11 @@ Result<TensorView> TensorView::make(std::shared_ptr<Region> region, uint64_t off
   const std::optional<uint64_t> bytes = span_bytes(extents, element_bytes);
   if (!bytes || offset_bytes % element_bytes != 0 || offset_bytes > region->bytes() ||
       *bytes > region->bytes() - offset_bytes) {
-    return failure(Code::invalid_argument,
-                   "the view must have no negative extents, start at a multiple of its element and "
-                   "lie within the tensor of ",
-                   region->bytes(), " bytes");
+    return failure(
+        Code::invalid_argument,
+        "the view must not have negative extents, must start at a multiple of its element "
+        "size and must be within the tensor of ",
+        region->bytes(), " bytes");
   }
   return TensorView{std::move(region), offset_bytes, std::move(extents), std::move(dtype)};
 }

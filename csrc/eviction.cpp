@@ -8,7 +8,7 @@ namespace kvcached {
 
 namespace {
 
-// The evictable blocks of one slab: a part of the ids in order.
+// The evictable blocks of one slab: a range of the sorted ids.
 struct Candidate {
   Slab slab;
   size_t first;
@@ -24,7 +24,7 @@ std::vector<size_t> in_order(std::span<const int64_t> ids) {
   std::vector<size_t> order(ids.size());
   std::iota(order.begin(), order.end(), size_t{0});
   const auto before = [&](size_t a, size_t b) { return ids[a] < ids[b]; };
-  // Callers often have them in order, and telling is cheaper than sorting.
+  // Callers often pass sorted ids, and checking is cheaper than sorting.
   if (!std::is_sorted(ids.begin(), ids.end())) std::sort(order.begin(), order.end(), before);
   return order;
 }
@@ -41,7 +41,7 @@ Status check_ids(const KvAllocator& blocks, std::span<const int64_t> ids,
   return {};
 }
 
-// The slabs all of whose blocks are evictable.
+// Slabs all of whose blocks are evictable.
 std::vector<Candidate> candidates(const KvAllocator& blocks, std::span<const int64_t> ids,
                                   std::span<const int64_t> last_used,
                                   std::span<const size_t> order) {
@@ -63,7 +63,7 @@ std::vector<Candidate> candidates(const KvAllocator& blocks, std::span<const int
 Result<Eviction> choose_evictions(const KvAllocator& blocks, std::span<const int64_t> ids,
                                   std::span<const int64_t> last_used, uint64_t slabs) {
   if (ids.size() != last_used.size()) {
-    return failure(Code::invalid_argument, "ids and last_used must be of one length");
+    return failure(Code::invalid_argument, "ids and last_used must have the same length");
   }
   const std::vector<size_t> order = in_order(ids);
   KV_TRY(check_ids(blocks, ids, order));

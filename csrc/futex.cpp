@@ -27,7 +27,7 @@ int64_t coarse_ns() { return now_ns(CLOCK_MONOTONIC_COARSE); }
 
 void futex_wait(uint32_t* word, uint32_t seen, int64_t until_ns) {
   const timespec until = {until_ns / kSecond, until_ns % kSecond};
-  // The bitset variant takes a point in time on the monotonic clock instead of a duration.
+  // The bitset variant takes a time of the monotonic clock instead of a duration.
   (void)syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, until_ns == INT64_MAX ? nullptr : &until,
                 nullptr, FUTEX_BITSET_MATCH_ANY);
 }

@@ -69,8 +69,8 @@ Result<std::unique_ptr<StreamEvent>> HostStream::record(Stream handle) {
   const auto found = registry().streams.find(handle);
   if (found == registry().streams.end()) {
     return failure(Code::invalid_argument, "stream ", handle,
-                   " is no live stream of a host device; give the "
-                   "handle of a HostStream that is still there");
+                   " is not a live stream of a host device; pass the "
+                   "handle of a HostStream that still exists");
   }
   const std::shared_ptr<Progress>& progress = found->second;
   return std::unique_ptr<StreamEvent>(new Event(progress, progress->submitted));

@@ -1,7 +1,6 @@
-// Fake streams for host devices: their maker says what they were given and what they have done. An
-// engine on a host device works in its own calls and needs none; tests have them, so that memory
-// which is unmapped too early shows without a GPU.
-// Thread rule: any thread.
+// Fake streams for host devices: the creator submits and completes work by calls. An engine on a
+// host device works synchronously and needs none. Tests use them to detect memory that is unmapped
+// too early without a GPU. Thread rule: any thread.
 #pragma once
 
 #include "non_copyable.h"
@@ -12,17 +11,17 @@ namespace kvcached {
 class HostStream : private NonCopyable {
  public:
   HostStream();
-  // Its work counts as done.
+  // The destructor completes all work.
   ~HostStream();
 
   Stream handle() const { return handle_; }
   void submit();
-  // The oldest work is done; nothing without any.
+  // Completes the oldest work, if there is any.
   void complete();
   void complete_all();
   uint64_t pending() const;
 
-  // An event of the stream with this handle; those of stream 0 have passed.
+  // Records an event of the stream with this handle. Events of stream 0 have passed.
   static Result<std::unique_ptr<StreamEvent>> record(Stream handle);
 
  private:

@@ -8,19 +8,20 @@ namespace kvcached {
 
 namespace {
 
-// Up to here the few blocks of a slab are cheaper one by one than as a run; they lie in one word.
+// Largest slab, in blocks, whose blocks are freed one by one: that is cheaper than as a run. One
+// word.
 constexpr uint32_t kNarrow = 16;
-// And below this also one by one where they are consecutive.
+// Shortest run of consecutive blocks that is freed as a run.
 constexpr size_t kShort = 8;
 
 uint64_t bit(uint64_t position) { return uint64_t{1} << (position % KvAllocator::kWordBits); }
 
-// `count` ones from `position` on, which stay in the word.
+// `count` ones from bit `position`. REQUIRES: they fit in the word
 uint64_t bits(uint32_t position, uint32_t count) {
   return (~uint64_t{0} >> (KvAllocator::kWordBits - count)) << position;
 }
 
-// Without a way out before the end, so that the compiler makes vectors of it.
+// No early exit, so that the compiler vectorises the loop.
 bool is_run(std::span<const int64_t> ids) {
   uint64_t different = 0;
   uint64_t expected = static_cast<uint64_t>(ids[0]);
@@ -28,7 +29,7 @@ bool is_run(std::span<const int64_t> ids) {
   return different == 0;
 }
 
-// How many of the first ids are consecutive.
+// Number of the first ids that are consecutive.
 size_t run_of(std::span<const int64_t> ids) {
   if (ids.size() >= kShort && is_run(ids)) return ids.size();
   size_t length = ids.empty() ? 0 : 1;
@@ -36,7 +37,7 @@ size_t run_of(std::span<const int64_t> ids) {
   return length;
 }
 
-// The blocks that `unowned` has ones for, ascending; `first` is that of its lowest bit.
+// Writes the blocks of the ones in `unowned`, ascending. `first` is the block of the lowest bit.
 void write_ids(int64_t first, uint64_t unowned, std::span<int64_t> ids) {
   const int64_t lowest = first + std::countr_zero(unowned);
   const uint64_t run = unowned >> std::countr_zero(unowned);
@@ -75,7 +76,7 @@ Slab KvAllocator::needed_slabs() const {
 }
 
 Slab KvAllocator::slab_of(int64_t block) const {
-  // A division costs more than all the rest of freeing a block.
+  // A division would cost more than the rest of freeing a block.
   if (slab_shift_ >= 0) return static_cast<Slab>(block >> slab_shift_);
   return static_cast<Slab>(static_cast<uint64_t>(block) / blocks_per_slab_);
 }
@@ -259,8 +260,9 @@ void KvAllocator::take(std::span<int64_t> ids) {
 Status KvAllocator::refuse(int64_t block) const {
   const std::string name = "block " + std::to_string(block);
   if (block < 0 || block >= total_blocks()) {
-    return failure(Code::unknown_block, name, " is not of this KV cache, which has blocks ",
-                   reserved_blocks_, " to ", total_blocks() - 1);
+    return failure(Code::unknown_block, name,
+                   " does not belong to this KV cache, which has blocks ", reserved_blocks_, " to ",
+                   total_blocks() - 1);
   }
   if (block < reserved_blocks_) {
     return failure(Code::unknown_block, name, " is reserved for padding and never allocated");

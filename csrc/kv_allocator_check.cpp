@@ -1,4 +1,4 @@
-// KvAllocator::check: every count and link of the bookkeeping, from the ownership bitmap.
+// KvAllocator::check: recomputes every count and link from the ownership bitmap.
 #include <algorithm>
 
 #include "kv_allocator.h"

@@ -22,7 +22,7 @@ ProcessStat read_stat(const std::string& pid) {
   std::ifstream file("/proc/" + pid + "/stat");
   std::string line;
   if (!std::getline(file, line)) return {};
-  // The command name may hold blanks and brackets; fields are counted from the last bracket.
+  // The command name may contain blanks and brackets, so fields are counted from the last bracket.
   std::istringstream fields(line.substr(line.rfind(')') + 1));
   ProcessStat stat{.exists = true};
   fields >> stat.state;
@@ -67,7 +67,7 @@ Result<uint64_t> resident_bytes(const ProcessId& process, int fd, uint64_t pid_n
   const std::string pid = std::to_string(process.pid);
   if (process.pid_namespace != pid_namespace) {
     return failure(Code::permission, "process ", pid,
-                   " is of another pid namespace; look from inside it");
+                   " is of another pid namespace; run this inside it");
   }
   struct stat info = {};
   if (stat(("/proc/" + pid + "/fd/" + std::to_string(fd)).c_str(), &info) == 0) {
@@ -75,7 +75,7 @@ Result<uint64_t> resident_bytes(const ProcessId& process, int fd, uint64_t pid_n
   }
   if (errno == ENOENT || errno == ESRCH) return uint64_t{0};
   if (errno == EACCES || errno == EPERM) {
-    return failure(Code::permission, "may not look at the memory of process ", pid,
+    return failure(Code::permission, "no permission to read the memory of process ", pid,
                    "; run as its user");
   }
   return system_failure("stat of a client's memory", errno);
@@ -107,7 +107,7 @@ Status share_byte(int fd, off_t byte) {
 
 bool is_file_locked(int fd) {
   struct flock lock = one_byte(0);
-  lock.l_len = 0;  // to the end of the file, wherever that is
+  lock.l_len = 0;  // to the end of the file
   return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 

@@ -1,4 +1,4 @@
-// Base of classes whose objects have one identity: neither copied nor moved.
+// Base of classes whose objects are neither copied nor moved.
 #pragma once
 
 namespace kvcached {

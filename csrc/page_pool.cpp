@@ -48,7 +48,8 @@ Status PagePool::reserve(uint64_t bytes, Need need) {
 Result<std::vector<Handle>> PagePool::create(size_t count, Need need) {
   const uint64_t bytes = count * client_->page_bytes();
   KV_TRY(reserve(bytes, need));
-  // Ahead of need nobody waits for a device that is full in spite of the ledger.
+  // A page that is made ahead of need does not wait for a device that is full in spite of the
+  // ledger.
   Result<std::vector<Handle>> handles =
       need == Need::now ? client_->create_pages(count) : client_->vmm()->create(count);
   Status outcome = handles.ok() ? client_->commit(bytes) : handles.status();
@@ -90,7 +91,7 @@ Status PagePool::give(std::span<const Handle> handles) {
 Result<size_t> PagePool::trim(size_t keep) {
   if (spares_.size() <= keep) return size_t{0};
   const std::vector<Handle> excess = remove_spares(spares_.size() - keep, false);
-  // Memory first, ledger second: what is resident never exceeds what is charged.
+  // Memory first, ledger second, so that resident memory never exceeds the charges.
   if (Status status = client_->vmm()->release(excess); !status.ok()) {
     add_spares(excess);
     return status;

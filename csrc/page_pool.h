@@ -1,9 +1,9 @@
-// Physical pages of one client: each page is reserved in the ledger before it is created, and is
-// charged until its memory is back with the OS. Pages that come back are kept for reuse (creating
-// one is three quarters of the cost of a map on a GPU) while they are no more than `high`; above
-// that, all but `low` are given back. Under pressure all of them are: PagePool asks the client's
-// other holders of spare pages before it says no_room.
-// Thread rule: the owner's, but for what is said to be for any thread.
+// Physical pages of one client. Each page is reserved in the ledger before it is created, and is
+// charged until its memory is back with the OS. Returned pages are kept for reuse, because creating
+// one is three quarters of the cost of a map on a GPU. Above the `high` watermark all but `low` are
+// given back. Under memory pressure all are: PagePool asks the client's other holders of spare
+// pages before it fails with Code::no_room.
+// Thread rule: the owner's, except for calls marked as from any thread.
 #pragma once
 
 #include <atomic>
@@ -17,24 +17,24 @@ Status check_watermarks(size_t low, size_t high);
 
 class PagePool {
  public:
-  // `owner`, if any, holds this pool's spares for others to ask.
+  // `owner`, if any, is the holder of this pool's spares.
   explicit PagePool(std::shared_ptr<Client> client, const SpareHolder* owner = nullptr)
       : client_(std::move(client)), owner_(owner) {}
 
-  // `count` pages, all or none; Code::no_room if the ledger does not grant them.
+  // Takes `count` pages, all or none. Code::no_room if the ledger does not grant them.
   Result<std::vector<Handle>> take(size_t count) { return take_as(count, Need::now); }
-  // The same ahead of need: asks for no spare pages, and waits for nothing.
+  // The same ahead of need: asks no other holder for its spares, and does not wait.
   Result<std::vector<Handle>> take_ahead(size_t count) { return take_as(count, Need::later); }
   // Code::no_room unless the ledger would grant `count` pages at this moment. Keeps none.
   Status find_room(size_t count);
   // REQUIRES: taken from here and not mapped. On failure the pages stay in the pool as spares.
   Status give(std::span<const Handle> handles);
-  // Gives spare pages back until at most `keep` are left. Returns how many went.
+  // Gives spare pages back until at most `keep` are left. Returns the number given back.
   Result<size_t> trim(size_t keep);
 
   // REQUIRES: check_watermarks
   Status set_watermarks(size_t low, size_t high);
-  // How many spares are missing up to the low watermark.
+  // Number of spares missing up to the low watermark.
   size_t missing_pages() const { return low_ - std::min(low_, spares_.size()); }
   // Creates spares ahead of need.
   Status fill(size_t count);
@@ -46,9 +46,9 @@ class PagePool {
  private:
   enum class Need { now, later };
 
-  // Takes spares out, runs of adjacent handles together (the backend maps such a run in one call):
-  // the longest runs or the shortest, the last of them in part. Ascending.
-  // REQUIRES: count <= spare_pages()
+  // Takes spares out, ascending, in runs of adjacent handles (the backend maps such a run in one
+  // call): the longest runs or the shortest, and part of the last run. REQUIRES: count <=
+  // spare_pages()
   std::vector<Handle> remove_spares(size_t count, bool longest);
   void add_spares(std::span<const Handle> handles);
   Status keep_below_high();

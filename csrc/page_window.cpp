@@ -28,7 +28,7 @@ class HostWindow final : public PageWindow {
   const uint64_t bytes_;
 };
 
-// How many of the places from `first` on are one run of a file.
+// Number of places from `first` on that are one run of a file.
 size_t run_length(std::span<const Place> places, size_t first, uint64_t page_bytes) {
   size_t end = first + 1;
   while (end < places.size() && places[end].file == places[first].file &&
@@ -38,13 +38,13 @@ size_t run_length(std::span<const Place> places, size_t first, uint64_t page_byt
   return end - first;
 }
 
-// What lies beyond the end of its file can be mapped, but not read.
+// Memory beyond the end of its file can be mapped, but not read.
 Status check_length(int file, uint64_t offset, uint64_t bytes) {
   struct stat about{};
   if (fstat(file, &about) != 0) return system_failure("fstat of another process's pages", errno);
   const auto size = static_cast<uint64_t>(about.st_size);
   if (offset <= size && bytes <= size - offset) return {};
-  return failure(Code::invalid_argument, "another process's pages lie beyond the end of its file");
+  return failure(Code::invalid_argument, "another process's pages are beyond the end of its file");
 }
 
 Status HostWindow::show(const SharedPages& pages, uint64_t page_bytes) {
@@ -81,7 +81,7 @@ Status check_shared(const SharedPages& pages, uint64_t page_bytes) {
   if (!pages.places.empty() && std::none_of(pages.places.begin(), pages.places.end(), is_wrong)) {
     return {};
   }
-  return failure(Code::invalid_argument, "these are no pages of ", page_bytes,
+  return failure(Code::invalid_argument, "these are not pages of ", page_bytes,
                  " bytes that another process shares");
 }
 

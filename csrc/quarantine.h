@@ -1,7 +1,6 @@
-// Slabs of a KV cache that hold no live block any more while the engine's streams may still have
-// work on them. They stay mapped and charged. The cache takes them back for new blocks, which
-// stream order makes safe, or unmaps them once the fence behind their last use has passed.
-// Thread rule: the owner's.
+// Slabs of a KV cache without a live block on which the engine's streams may still have work. They
+// stay mapped and charged. The cache takes them back for new blocks, which stream order makes safe,
+// or unmaps them once the fence after their last use has passed. Thread rule: the owner's.
 #pragma once
 
 #include <deque>
@@ -13,12 +12,13 @@ namespace kvcached {
 
 class Quarantine {
  public:
-  // REQUIRES: made after the last work on the slabs was submitted; added in the order of making.
+  // REQUIRES: the fence was made after the last work on the slabs was submitted. Fences are added
+  // in the order in which they were made.
   void add(Fence fence, std::vector<Slab> slabs);
-  // Up to `count` slabs, those first that came last.
+  // Takes up to `count` slabs, the latest first.
   std::vector<Slab> take_back(size_t count);
-  // Those whose fence has passed, ascending. Of an error, those before it are answered; without
-  // any it is the answer.
+  // Takes the slabs whose fence has passed, ascending. An error is returned only if no slab
+  // precedes it.
   Result<std::vector<Slab>> take_passed();
 
   size_t slabs() const { return count_; }

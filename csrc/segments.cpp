@@ -16,7 +16,7 @@ namespace kvcached {
 
 namespace {
 
-// The first bytes of the file, zeros where it is too short.
+// Reads the file up to the size of a segment, and fills the rest with zeros.
 Status read_segment(int fd, LedgerSegment* segment) {
   memset(static_cast<void*>(segment), 0, sizeof(LedgerSegment));
   auto* bytes = reinterpret_cast<char*>(segment);
@@ -53,9 +53,9 @@ bool is_ledger(const LedgerSegment& segment) {
   return memcmp(segment.magic, kLedgerMagic, sizeof(kLedgerMagic)) == 0;
 }
 
-// Why a segment that nobody uses was left behind.
+// Reason why an unused segment was left.
 std::string reason_of(const LedgerSegment& segment) {
-  if (is_unfinished(segment)) return "its creator died before it was done";
+  if (is_unfinished(segment)) return "its creator died before it was finished";
   if (!is_ledger(segment)) return "it is not a ledger";
   if (std::string conflict = version_conflict(segment); !conflict.empty()) return conflict;
   const std::string boot_id(segment.boot_id, strnlen(segment.boot_id, sizeof(segment.boot_id)));

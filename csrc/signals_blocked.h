@@ -1,5 +1,4 @@
-// Threads of this library handle no signal of the process: those are the business of the threads
-// that the program knows of.
+// Blocks signals for threads of this library, so that the program's own threads handle them.
 #pragma once
 
 #include <pthread.h>
@@ -10,7 +9,7 @@
 
 namespace kvcached {
 
-// A thread that is started while this lives has all signals blocked.
+// A thread that is started during the lifetime of this object has all signals blocked.
 class SignalsBlocked : private NonCopyable {
  public:
   SignalsBlocked() {

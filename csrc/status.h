@@ -1,5 +1,5 @@
-// Outcome of every call below the bindings. Nothing in csrc/ throws on purpose, aborts or exits:
-// a failure is a Status whose message tells the user what to change, and state is as before.
+// Outcome of every call below the bindings. Nothing in csrc/ throws on purpose, aborts or exits. A
+// failure is a Status whose message tells the user what to change, and leaves state as it was.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace kvcached {
 
-// What went wrong. kvcached.errors has an exception for each name but ok.
+// Kind of failure. kvcached.errors has an exception for each name except ok.
 // clang-format off
 #define KV_CODES(code) \
   code(ok)                                                                                    \
@@ -73,8 +73,8 @@ struct [[nodiscard]] Status {
   bool ok() const { return code == Code::ok; }
 };
 
-// The message is its parts, strings and integers, one behind the other. Out of line, so that what
-// never fails stays small.
+// Returns a failure whose message concatenates the parts, strings and integers. Out of line, so
+// that the success path stays small.
 template <class... Parts>
 [[gnu::cold, gnu::noinline]] Status failure(Code code, const Parts&... parts) {
   std::string message;
@@ -120,8 +120,8 @@ class [[nodiscard]] Result {
     }                                                                              \
   } while (false)
 
-// KV_ASSIGN(int fd, open_file(path)): the variable is the value of a Result. Returns from the
-// calling function with its Status unless it is ok.
+// KV_ASSIGN(int fd, open_file(path)): declares a variable with the value of a Result, or returns
+// its Status from the calling function.
 #define KV_ASSIGN(variable, ...) KV_ASSIGN_(KV_JOIN_(kv_result_, __LINE__), variable, __VA_ARGS__)
 #define KV_ASSIGN_(result, variable, ...)   \
   auto result = (__VA_ARGS__);              \

@@ -1,7 +1,7 @@
 // Points between two stores or system calls at which a process may be killed. The test build
-// (KVCACHED_STEPS) counts them and dies at the one it was told; tests/kills does that at each.
-// Elsewhere a step is a compiler barrier and no instruction: the order of the stores around it,
-// which the survivors of a death rely on, is the order of the source.
+// (KVCACHED_STEPS) counts them, and tests/kills kills a process at each. In other builds a step is
+// a compiler barrier without an instruction: it keeps the stores around it in source order, which
+// the survivors of a death rely on.
 #pragma once
 
 #include <atomic>

@@ -25,7 +25,7 @@ Status Streams::set(std::vector<Stream> streams, Clock::duration max_wait) {
     return failure(Code::invalid_argument, "the wait for streams is negative");
   }
   for (const Stream stream : streams) {
-    // A stream that cannot be waited for is refused now, not at the first free.
+    // Refuses a stream that cannot be waited for now, not at the first free.
     KV_ASSIGN(std::unique_ptr<StreamEvent> event, vmm_->record_event(stream));
   }
   const std::lock_guard lock(mutex_);
@@ -64,7 +64,7 @@ Status Streams::wait() const {
   }
   return failure(Code::in_use,
                  "the engine's streams still have work that may touch the pages; synchronise them "
-                 "and try again, or give set_streams a longer wait");
+                 "and try again, or pass a longer wait to set_streams");
 }
 
 }  // namespace kvcached

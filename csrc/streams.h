@@ -1,7 +1,6 @@
-// The streams that a client's engine works on, and fences: points behind everything that all of
-// them were given so far. A page may be unmapped once a fence has passed that was made after the
-// last work on it was submitted.
-// Thread rule: any thread.
+// The streams that a client's engine works on, and fences: points after all work submitted to them
+// so far. A page may be unmapped once a fence has passed that was made after the last work on the
+// page was submitted. Thread rule: any thread.
 #pragma once
 
 #include <atomic>
@@ -12,17 +11,17 @@
 
 namespace kvcached {
 
-// One that was made without streams has passed.
+// A fence that was made without streams has passed.
 class Fence {
  public:
   Fence() = default;
   explicit Fence(std::vector<std::unique_ptr<StreamEvent>> events) : events_(std::move(events)) {}
 
-  // Never waits. What once has passed stays so. A driver that has shut down has nothing to do.
+  // Never waits. A fence that has passed stays so. True if the driver has shut down.
   Result<bool> has_passed();
 
  private:
-  std::vector<std::unique_ptr<StreamEvent>> events_;  // those that had not passed
+  std::vector<std::unique_ptr<StreamEvent>> events_;  // not passed yet
 };
 
 class Streams {
@@ -32,13 +31,14 @@ class Streams {
 
   explicit Streams(std::shared_ptr<Vmm> vmm) : vmm_(std::move(vmm)) {}
 
-  // All or none. `max_wait` bounds each wait for them. The streams outlive their stay here.
+  // Sets all streams or none. `max_wait` bounds each wait for them. REQUIRES: a stream outlives its
+  // use here
   Status set(std::vector<Stream> streams, Clock::duration max_wait = kDefaultWait);
   bool any() const { return any_; }
   Clock::duration max_wait() const;
 
   Result<Fence> make_fence() const;
-  // Makes a fence and waits until it has passed; Code::in_use if it does not within max_wait.
+  // Makes a fence and waits until it has passed. Code::in_use if it does not within max_wait.
   Status wait() const;
 
  private:
@@ -49,7 +49,7 @@ class Streams {
   mutable std::mutex mutex_;
 };
 
-// A pause between two tries: short at first, then longer and longer.
+// A pause between two tries, longer each time.
 class Pause {
  public:
   explicit Pause(std::chrono::microseconds longest = std::chrono::microseconds(1000))

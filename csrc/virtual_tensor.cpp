@@ -12,7 +12,7 @@ VirtualTensor::VirtualTensor(std::shared_ptr<Client> client, std::shared_ptr<Reg
     : client_(std::move(client)), region_(std::move(region)), pool_(client_) {}
 
 VirtualTensor::~VirtualTensor() {
-  // What a failure leaves behind is given back when the client closes.
+  // What a failure leaves mapped is given back when the client closes.
   (void)close();
 }
 

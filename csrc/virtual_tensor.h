@@ -1,5 +1,5 @@
-// A region whose pages its owner maps and unmaps by hand (the paper's Table 3): weights, say.
-// Thread rule: any thread; calls are serialised.
+// A region whose pages its owner maps and unmaps explicitly (Prism, Table 3), for example for
+// weights. Thread rule: any thread. Calls are serialised.
 #pragma once
 
 #include "non_copyable.h"
@@ -17,12 +17,13 @@ class VirtualTensor : private NonCopyable {
   const std::shared_ptr<Region>& region() const { return region_; }
   uint64_t mapped_bytes() const;
 
-  // Byte ranges in multiples of the page, all or nothing; Code::no_room as for any page. unmap and
-  // close wait for the client's streams first: Code::in_use if they take too long.
+  // Byte ranges are multiples of the page. All or nothing. Code::no_room if the pages are not
+  // granted. unmap and close wait for the client's streams first: Code::in_use if they take too
+  // long.
   Status map(uint64_t offset, uint64_t bytes);
   Status unmap(uint64_t offset, uint64_t bytes);
   Status close();
-  // Code::closed once its addresses are no tensor's.
+  // Code::closed once the tensor's addresses are no longer valid.
   Status check_viewable();
 
  private:

@@ -6,12 +6,12 @@ namespace kvcached {
 
 namespace {
 
-constexpr uint64_t kMaxPages = uint64_t{1} << 26;  // of one reservation: bounds the books
+constexpr uint64_t kMaxPages = uint64_t{1} << 26;  // of one reservation, to bound the books
 
 bool is_mapped(Handle page) { return page != kNoHandle && page != kGuard && page != kBare; }
 bool is_backed(Handle page) { return page != kNoHandle && page != kBare; }
 
-// The maximal runs of pages that are `wanted`, of pages that begin at `address`.
+// Maximal runs of `wanted` pages, among pages that begin at `address`.
 template <class Wanted>
 void find_runs(uint64_t address, uint64_t page_bytes, std::span<const Handle> pages, Wanted wanted,
                std::vector<AddressRange>& found) {
@@ -107,8 +107,9 @@ Status VmmBooks::check_whole(std::span<const Handle> handles) const {
     bool whole = pages > 1 ? pages <= handles.size() - i : !is_in_block(handles[i]);
     for (size_t k = 1; whole && k < pages; ++k) whole = handles[i + k] == handles[i] + k;
     if (whole) continue;
-    return failure(Code::invalid_argument,
-                   "pages that were made as one block are moved together and in order");
+    return failure(
+        Code::invalid_argument,
+        "pages of one block must be mapped, unmapped and released together and in order");
   }
   return {};
 }

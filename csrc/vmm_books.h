@@ -1,7 +1,7 @@
-// What is reserved, created and mapped in one Vmm: the rules of vmm.h without any memory. A
-// backend asks the books, makes its calls to the OS or the driver, and writes down what came of
-// them, so that every backend refuses the same things with the same words.
-// Thread rule: the backend's lock is held in every call.
+// Records of what is reserved, created and mapped in one Vmm: the rules of vmm.h without any
+// memory. A backend checks the books, makes its calls to the OS or the driver, and records the
+// result, so that every backend refuses the same calls with the same messages. Thread rule: the
+// backend's lock is held in every call.
 #pragma once
 
 #include <map>
@@ -11,8 +11,8 @@
 
 namespace kvcached {
 
-// What a page of a reservation shows where no handle is mapped: nothing, the guard page, or nothing
-// for now where it should be the guard page.
+// State of a page of a reservation without a handle: a hole, the guard page, or a hole that should
+// show the guard page.
 inline constexpr Handle kGuard = UINT64_MAX;
 inline constexpr Handle kBare = UINT64_MAX - 1;
 
@@ -25,7 +25,7 @@ class VmmBooks {
  public:
   struct Reservation {
     uint64_t bytes;
-    std::vector<Handle> pages;  // what is mapped there, or kNoHandle, kGuard, kBare for a hole
+    std::vector<Handle> pages;  // handle mapped there, or kNoHandle, kGuard, kBare for a hole
   };
 
   explicit VmmBooks(uint64_t page_bytes) : page_bytes_(page_bytes) {}
@@ -40,39 +40,37 @@ class VmmBooks {
   Handle next_handle() const { return next_handle_; }
   // REQUIRES: count > 0
   std::vector<Handle> create(size_t count);
-  // The same as a block: map, unmap, set_access and release take it whole and in order.
+  // The same as a block, which map, unmap, set_access and release take whole and in order.
   std::vector<Handle> create_block(size_t count);
-  // How many pages there are from this one to the end of what begins with it: a block, or a page of
-  // its own.
+  // Number of pages of the block that begins with this one, or 1 for a single page.
   size_t pages_from(Handle handle) const;
   bool is_in_block(Handle handle) const;
-  // Marks all handles as released, or none. Answers those that are not mapped: their memory can
-  // go at once, and then they are forgotten.
+  // Marks all handles as released, or none. Returns those that are not mapped, which are removed
+  // because their memory can be freed at once.
   Result<std::vector<Handle>> mark_released(std::span<const Handle> handles);
   void unmark_released(std::span<const Handle> handles);
   void forget(std::span<const Handle> handles);
   // Code::unknown_handle unless all exist.
   Status check_known(std::span<const Handle> handles) const;
 
-  // Checks a map and writes it down, over holes of any kind. unmap takes it back should the backend
-  // fail.
+  // Checks a map over holes of any kind and records it. If the backend fails, unmap undoes it.
   Status map(uint64_t address, std::span<const Handle> handles);
-  // `call` is named in the message if part of the range is not mapped.
+  // Code::not_mapped, naming `call`, if part of the range is not mapped.
   Status check_mapped(uint64_t address, uint64_t bytes, const char* call) const;
-  // The same, and that no block is cut.
+  // The same, and Code::invalid_argument if a block is cut.
   Status check_whole_mapped(uint64_t address, uint64_t bytes, const char* call) const;
-  // The handles mapped there. REQUIRES: check_mapped
+  // Returns the handles mapped there. REQUIRES: check_mapped
   std::span<const Handle> mapped(uint64_t address, uint64_t bytes) const;
-  // Leaves holes of a kind. Those of the handles mapped there that were released before: they are
-  // forgotten now. REQUIRES: check_mapped
+  // Replaces mapped pages by holes of a kind. Returns the handles mapped there that were released
+  // before, which are removed. REQUIRES: check_mapped
   std::vector<Handle> unmap(uint64_t address, uint64_t bytes, Handle hole = kNoHandle);
-  // The maximal runs of one kind of hole in a range.
+  // Maximal runs of one kind of hole in a range.
   std::vector<AddressRange> holes(uint64_t address, uint64_t bytes, Handle kind) const;
   // REQUIRES: holes
   void set_holes(const AddressRange& range, Handle kind);
-  // The maximal runs of pages with something mapped, the guard page included.
+  // Maximal runs of mapped pages, including the guard page.
   std::vector<AddressRange> mapped_ranges() const;
-  // Forgets all handles and what was mapped; reservations stay.
+  // Removes all handles and mappings, but no reservation.
   void clear();
 
  private:
@@ -82,7 +80,7 @@ class VmmBooks {
   };
 
   Status check_range(uint64_t address, uint64_t bytes) const;
-  // The pages of a range that lies within one reservation; empty if it does not.
+  // Pages of a range within one reservation. Empty if the range is not.
   std::span<const Handle> find_pages(uint64_t address, uint64_t bytes) const;
   std::span<Handle> find_pages(uint64_t address, uint64_t bytes);
   // Code::invalid_argument if a block is cut or out of order.

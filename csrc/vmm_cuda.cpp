@@ -47,7 +47,7 @@ CudaVmm::CudaVmm(std::shared_ptr<CudaDevice> device, uint64_t page_bytes)
 
 CudaVmm::~CudaVmm() {
   unguard_against_fork(this);
-  // What fails here ends with the process.
+  // What fails here is freed when the process ends.
   (void)close();
   if (forked_) return;
   for (const auto& [address, reservation] : books_.reservations()) {
@@ -98,7 +98,7 @@ Status CudaVmm::map_all(uint64_t address, std::span<const Handle> handles) {
     if (status.ok()) continue;
     const uint64_t done = i * page_bytes();
     const bool undone = i == 0 || device_->unmap(address, done).ok();
-    // Pages that stay mapped stay in the books: close() unmaps them.
+    // Pages that stay mapped stay in the books, and close() unmaps them.
     const uint64_t kept = undone ? 0 : done;
     (void)books_.unmap(address + kept, handles.size() * page_bytes() - kept);
     return undone ? status
@@ -151,7 +151,7 @@ Status CudaVmm::uncover(uint64_t address, uint64_t bytes) {
 
 Status CudaVmm::scrub(uint64_t address, uint64_t bytes) {
   if (!scrub_ || device_->fill(address, bytes, 0).ok()) return {};
-  // Pages that were mapped without access.
+  // Unmaps pages that were mapped without access.
   KV_TRY(device_->set_access(address, bytes));
   return device_->fill(address, bytes, 0);
 }
@@ -240,12 +240,13 @@ Result<SharedPages> CudaVmm::export_pages(std::span<const Handle> handles) {
   KV_TRY(check_open());
   KV_TRY(books_.check_known(handles));
   if (!device_->exports()) {
-    return failure(Code::unavailable, "the driver shares no memory of this GPU between processes");
+    return failure(Code::unavailable,
+                   "the driver cannot share memory of this GPU between processes");
   }
   SharedPages shared;
   for (const Handle handle : handles) {
     if (books_.is_in_block(handle)) {
-      return failure(Code::unavailable, "pages that were made as one block are not shared");
+      return failure(Code::unavailable, "pages of a block cannot be shared");
     }
     KV_ASSIGN(CuHandle memory, memory_of(handle));
     KV_ASSIGN(int file, device_->export_file(memory));
@@ -285,7 +286,7 @@ Status CudaVmm::give_back_everything() {
 Status CudaVmm::close() {
   const std::lock_guard lock(mutex_);
   if (closed_ || forked_) return {};
-  // Code::closed: the driver has shut down, and everything is given back.
+  // Code::closed: the driver has shut down and freed everything.
   if (Status status = give_back_everything(); !status.ok() && status.code != Code::closed) {
     return status;
   }

@@ -1,17 +1,17 @@
-// The Vmm of a GPU: the CUDA driver's virtual memory calls, one allocation of page_bytes() per
-// handle, or one for all the handles of a block. The driver enforces its rules by undefined
-// behaviour as often as by errors; the books refuse first, so that a mistake is the same named
-// error as on a host device.
+// The Vmm of a GPU: the CUDA driver's virtual memory calls, with one allocation of page_bytes() per
+// handle, or one for all handles of a block. Breaking a rule of the driver is often undefined
+// behaviour instead of an error, so the books refuse first, with the same error as on a host
+// device.
 //
 // Calls per run of n pages: map n x cuMemMap and one cuMemSetAccess; unmap one cuMemUnmap (a range
 // of whole mappings is one call). Where a call fails half way, the driver's state is rolled back.
-//   release of a mapped handle calls cuMemRelease at its unmap, not before, so that it can still
-//   be refused as a whole; a release that fails half way makes the pages that are gone anew.
+//   release of a mapped handle calls cuMemRelease at its unmap, so that the whole call can still
+//   be refused; a release that fails half way creates the freed pages again.
 // A driver handle whose release failed in a rollback is kept and released again by close().
-// With a guard page an unmap maps that at each page that it leaves (n x cuMemMap and one
-// cuMemSetAccess), and a map unmaps it first, one cuMemUnmap per run of such holes. Between the two
-// calls the range is a hole that faults: the driver cannot exchange a mapping.
-// There is no memory file: memory_fd() is -1, and the ledger counts what is committed instead.
+// With a guard page an unmap maps it at each freed page (n x cuMemMap and one cuMemSetAccess), and
+// a map unmaps it first, one cuMemUnmap per run of such holes. Between the two calls the range
+// faults, because the driver cannot replace a mapping.
+// memory_fd() is -1, and the ledger counts committed bytes instead of resident ones.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,9 @@ namespace kvcached {
 
 class CudaVmm final : public Vmm, private ForkGuarded {
  public:
-  // Code::unknown_device if there is no such GPU, Code::not_aligned if page_bytes is not the
-  // driver's granularity times a power of two, Code::forked after a fork of a user of CUDA.
+  // Code::unknown_device if the GPU does not exist, Code::not_aligned if page_bytes is not the
+  // driver's granularity times a power of two, Code::forked after a fork of a process that used
+  // CUDA.
   static Result<std::shared_ptr<Vmm>> make(int ordinal, uint64_t page_bytes);
   ~CudaVmm() override;
 
@@ -58,22 +59,22 @@ class CudaVmm final : public Vmm, private ForkGuarded {
 
   Status check_not_forked() const;
   Status create_all(std::span<CuHandle> made);
-  // REQUIRES: the books say mapped. They are put right if the driver fails.
+  // Corrects the books if the driver fails. REQUIRES: mapped in the books
   Status map_all(uint64_t address, std::span<const Handle> handles);
-  // Unmaps the guard page from the range: its holes are bare then.
+  // Unmaps the guard page from the range, which makes its holes bare.
   Status uncover(uint64_t address, uint64_t bytes);
-  // The driver's part of that: `done` ranges before it failed.
+  // The driver's calls of uncover. `done`: number of ranges before a failure.
   Status unmap_guard(std::span<const AddressRange> guarded, size_t& done);
   void bared(std::span<const AddressRange> ranges);
-  // Zeroes pages that are to leave, if that was asked for.
+  // Zeroes pages that are about to be unmapped, after scrub_pages.
   Status scrub(uint64_t address, uint64_t bytes);
-  // Maps it at every bare hole, as far as the driver agrees.
+  // Maps the guard page at every bare hole, as far as the driver permits.
   void cover_bare();
   Status release_all(std::span<const Handle> handles);
-  // Made anew if a release that failed half way took it.
+  // Creates the memory again if a release that failed half way freed it.
   Result<CuHandle> memory_of(Handle handle);
   Status map_page(uint64_t address, Handle handle);
-  // Gives back what no handle stands for any more; what fails is owed until close().
+  // Releases memory that no handle refers to any more. What fails is released again by close().
   void drop(std::span<const CuHandle> unowned);
   Status give_back_everything();
 
@@ -83,10 +84,10 @@ class CudaVmm final : public Vmm, private ForkGuarded {
 
   const std::shared_ptr<CudaDevice> device_;
   VmmBooks books_;
-  std::unordered_map<Handle, CuHandle> made_;  // of each page of ours, and of a block's first
+  std::unordered_map<Handle, CuHandle> made_;  // by handle of a page, or of a block's first page
   std::vector<CuHandle> owed_;
   std::unique_ptr<CudaGuard> guard_;  // null: holes fault
-  std::vector<AddressRange> bare_;    // where holes may be bare
+  std::vector<AddressRange> bare_;    // ranges that may have bare holes
   bool scrub_ = false;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> forked_ = false;

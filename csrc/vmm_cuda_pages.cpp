@@ -1,4 +1,4 @@
-// The part of CudaVmm that makes pages and gives them back, one by one or in blocks.
+// CudaVmm: creation and release of pages, single or in blocks.
 #include "vmm_cuda.h"
 
 namespace kvcached {
@@ -46,7 +46,7 @@ Status CudaVmm::release_all(std::span<const Handle> handles) {
   for (const Handle handle : handles) {
     const auto made = made_.find(handle);
     if (made == made_.end()) continue;
-    // Those that are gone by now stay the caller's, without memory until they are mapped.
+    // The caller keeps the handles that are freed already, without memory until they are mapped.
     KV_TRY(device_->release(made->second));
     made_.erase(made);
   }

@@ -20,7 +20,7 @@ constexpr uint64_t kFileBytes = uint64_t{1} << 60;
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
-// PROT_READ shows zeros.
+// With PROT_READ the hole shows zeros.
 bool make_hole(uint64_t address, uint64_t bytes, int protection = PROT_NONE) {
   return mmap(pointer(address), bytes, protection,
               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
@@ -76,8 +76,7 @@ HostVmm::~HostVmm() {
 Status HostVmm::check_open() const {
   if (forked_) {
     return failure(Code::forked,
-                   "this client belongs to the parent process; open a client of your own after "
-                   "the fork");
+                   "this client belongs to the parent process; open a new client after the fork");
   }
   if (closed_) return failure(Code::closed, "the client is closed");
   return {};
@@ -88,7 +87,7 @@ Result<uint64_t> HostVmm::reserve(uint64_t bytes) {
   KV_TRY(check_open());
   KV_TRY(books_.check_reserve(bytes));
   const uint64_t page = books_.page_bytes();
-  // Aligned to the page as CUDA's reservations are: reserve a page more and cut both ends off.
+  // Aligned to the page like CUDA's reservations: reserves one page more and unmaps both ends.
   const uint64_t padded = bytes + page;
   void* raw = mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) {
@@ -191,8 +190,8 @@ Status HostVmm::map_with(uint64_t address, std::span<const Handle> handles, int 
 }
 
 bool HostVmm::undo_map(uint64_t address, uint64_t bytes, std::span<const AddressRange> guarded) {
-  // What was not mapped is the hole that it was. At the kernel's limit of mappings to make it again
-  // would fail: it may take a mapping more for a moment.
+  // Pages that were not mapped are still holes. Mapping these again could fail at the kernel's
+  // limit of mappings, because it may briefly need one more.
   if (bytes > 0 && !make_hole(address, bytes)) return false;
   for (const AddressRange& range : guarded) {
     const uint64_t end = std::min(range.address + range.bytes, address + bytes);
@@ -273,7 +272,8 @@ Result<SharedPages> HostVmm::export_pages(std::span<const Handle> handles) {
   KV_TRY(books_.check_known(handles));
   const std::string self = "/proc/self/fd/" + std::to_string(fd_);
   SharedPages shared;
-  shared.files.emplace_back(open(self.c_str(), O_RDONLY | O_CLOEXEC));  // nobody else writes here
+  shared.files.emplace_back(
+      open(self.c_str(), O_RDONLY | O_CLOEXEC));  // no other thread adds a file
   if (shared.files[0].get() < 0) return system_failure("open of the device memory file", errno);
   for (const Handle handle : handles) shared.places.push_back({0, handle * page_bytes()});
   return shared;

@@ -1,15 +1,15 @@
-// The Vmm of a host device: Linux memory that stands in for a GPU's.
+// The Vmm of a host device: Linux memory in place of a GPU's.
 //
 // One memfd per client holds its pages, so they die with the process (as on CUDA) and the kernel
-// can be asked for their resident bytes. A handle is a slot of that file:
+// reports their resident bytes. A handle is a slot of that file:
 //   map     = mmap(MAP_FIXED | MAP_SHARED) of the slot     unmap = PROT_NONE over it
 //   release = fallocate(PUNCH_HOLE) of the slot, and so is scrubbing it
-// The guard page is the kernel's page of zeros, mapped read-only: it costs no memory here.
-// Slots are handed out in ascending order and never reused (the file is sparse and 2^60 bytes
-// long): pages that are created together lie together, so a run of them is one mmap call and one
-// kernel mapping, whatever was freed before. Holes merge into one mapping by themselves. Both
-// matter because vm.max_map_count allows a process 65,530 mappings.
-// MAP_FIXED overwrites silently; the books are what enforces the rules of vmm.h.
+// The guard page is the kernel's page of zeros, mapped read-only, which costs no memory here. Slots
+// are used in ascending order and never reused (the file is sparse and 2^60 bytes long), so pages
+// that are created together are adjacent: a run of them is one mmap call and one kernel mapping,
+// whatever was freed before. The kernel merges adjacent holes into one mapping. Both matter because
+// vm.max_map_count allows a process 65,530 mappings. MAP_FIXED overwrites silently, so the books
+// enforce the rules of vmm.h.
 #pragma once
 
 #include <atomic>
@@ -54,13 +54,13 @@ class HostVmm final : public Vmm, private ForkGuarded {
 
   Status check_create(size_t count) const;
   Status map_with(uint64_t address, std::span<const Handle> handles, int protection);
-  // `mapped` says how many were, of the first, when it fails too.
+  // `mapped` is the number of leading handles that were mapped, also on failure.
   Status map_slots(uint64_t address, std::span<const Handle> handles, int protection,
                    size_t* mapped);
-  // Puts holes back where the first `bytes` of a map that failed were mapped: what showed the guard
-  // before does so again.
+  // Restores the holes in the first `bytes` of a failed map, with the guard page where it was
+  // before.
   bool undo_map(uint64_t address, uint64_t bytes, std::span<const AddressRange> guarded);
-  // Gives back the memory of handles, runs of adjacent slots in one call.
+  // Frees the memory of handles, with one call for each run of adjacent slots.
   Status punch(std::span<const Handle> handles);
 
   void lock_for_fork() override { mutex_.lock(); }

@@ -43,7 +43,7 @@ void WakeThread::run(uint32_t seen) {
     }
     seen = now;
     const uint64_t one = 1;
-    unread_ += one;  // first: what is readable is known to `clear`
+    unread_ += one;  // before the write, so that `clear` counts all that is readable
     (void)!::write(fd_, &one, sizeof(one));
   }
 }

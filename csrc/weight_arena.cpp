@@ -6,7 +6,7 @@ namespace kvcached {
 
 namespace {
 
-// One allocation of a GPU's driver, of pages that go together anyhow.
+// Pages of one driver allocation. They are freed together anyway.
 constexpr uint64_t kBlockBytes = 64 << 20;
 
 }  // namespace
@@ -16,7 +16,7 @@ Result<std::shared_ptr<WeightArena>> WeightArena::create(std::shared_ptr<Client>
   KV_TRY(client->check_open());
   const uint64_t page = client->page_bytes();
   if (bytes == 0 || bytes > UINT64_MAX - page) {
-    return failure(Code::invalid_argument, "an arena of ", bytes, " bytes");
+    return failure(Code::invalid_argument, "an arena cannot have ", bytes, " bytes");
   }
   KV_ASSIGN(std::shared_ptr<Region> region,
             client->reserve_region((bytes + page - 1) / page * page));
@@ -28,7 +28,7 @@ WeightArena::WeightArena(std::shared_ptr<Client> client, std::shared_ptr<Region>
     : client_(std::move(client)), region_(std::move(region)) {}
 
 WeightArena::~WeightArena() {
-  // What a failure leaves behind is given back when the client closes.
+  // What a failure leaves mapped is given back when the client closes.
   (void)close();
 }
 
@@ -37,7 +37,7 @@ uint64_t WeightArena::backed_bytes() const {
 }
 
 Status WeightArena::back(uint64_t bytes, uint64_t ahead_bytes) {
-  // Lanes whose bytes are there wait for none that makes more.
+  // A lane whose bytes are backed does not wait for one that creates more.
   if (bytes > 0 && bytes <= backed_bytes()) return client_->check_open();
   const std::lock_guard lock(mutex_);
   KV_TRY(check_usable());
@@ -47,8 +47,9 @@ Status WeightArena::back(uint64_t bytes, uint64_t ahead_bytes) {
   }
   const uint64_t page = client_->page_bytes();
   const uint64_t backed = backed_bytes();
-  // A second failure to release would lose the first one's pages.
-  if (!owed_.empty()) return failure(Code::stranded, "pages could not be released; free the arena");
+  // A second failed release would lose the pages of the first.
+  if (!unreleased_.empty())
+    return failure(Code::stranded, "pages could not be released; free the arena");
   if (bytes <= backed) return {};
   const uint64_t end = bytes + std::min(ahead_bytes, region_->bytes() - bytes);
   const uint64_t wanted_pages = (end + page - 1) / page;
@@ -78,7 +79,7 @@ Status WeightArena::grow(uint64_t pages) {
   if (mapped.ok()) {
     client_->count_maps(1, 0);
   } else if (mapped.code != Code::stranded) {
-    if (!client_->vmm()->release(handles).ok()) owed_ = std::move(handles);
+    if (!client_->vmm()->release(handles).ok()) unreleased_ = std::move(handles);
   }
   return mapped;
 }
@@ -86,10 +87,10 @@ Status WeightArena::grow(uint64_t pages) {
 Status WeightArena::give_pages_back() {
   KV_ASSIGN(std::vector<Handle> handles, region_->unmap_all());
   if (!handles.empty()) client_->count_maps(0, 1);
-  owed_.insert(owed_.end(), handles.begin(), handles.end());
-  if (owed_.empty()) return {};
-  KV_TRY(client_->vmm()->release(owed_));
-  owed_.clear();
+  unreleased_.insert(unreleased_.end(), handles.begin(), handles.end());
+  if (unreleased_.empty()) return {};
+  KV_TRY(client_->vmm()->release(unreleased_));
+  unreleased_.clear();
   return {};
 }
 
@@ -98,7 +99,7 @@ Status WeightArena::close() {
   if (closed_) return {};
   if (client_->check_open().ok()) {
     KV_TRY(client_->streams().wait());
-    // Memory first, ledger second: what is resident never exceeds what is charged.
+    // Memory first, ledger second, so that resident memory never exceeds the charges.
     KV_TRY(give_pages_back());
     KV_TRY(client_->release_static(region_->bytes()));
   }

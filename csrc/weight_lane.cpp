@@ -25,7 +25,7 @@ Status read_failure(const std::string& path, const char* call, int error) {
   return failure(Code::weight_file, path, ": ", call, ": ", std::strerror(error));
 }
 
-// Of a file that has nothing at `wanted_end`. Several lanes meet the end at different offsets.
+// Failure for a file that ends before `wanted_end`, which lanes reach at different offsets.
 Status ended(int fd, const std::string& path, uint64_t wanted_end) {
   struct stat file = {};
   if (fstat(fd, &file) != 0) return read_failure(path, "fstat", errno);

@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kBuffersPerLane = 2;  // one is filled while the GPU fetches the other
 constexpr uint64_t kSmallestBuffer = 4096;
 
-// Leases pages as if they were mapped. Only what nobody else waits for or is guaranteed.
+// Leases pages as if they were mapped. Only those that no other client waits for or is guaranteed.
 Status lease(Client* client, uint64_t bytes) {
   KV_TRY(client->reserve(bytes));
   Status status = client->commit(bytes);
@@ -23,10 +23,10 @@ Status lease(Client* client, uint64_t bytes) {
 
 Result<std::shared_ptr<WeightLinks>> WeightLinks::open(const std::shared_ptr<Client>& target,
                                                        const LinkOptions& options) {
-  if (options.threads == 0) return failure(Code::invalid_argument, "0 threads load nothing");
+  if (options.threads == 0) return failure(Code::invalid_argument, "threads must be > 0");
   if (options.threads > kMaxThreads) {
-    return failure(Code::invalid_argument, "threads is ", options.threads, ", above ", kMaxThreads,
-                   "; give fewer");
+    return failure(Code::invalid_argument, "threads is ", options.threads,
+                   ", but must be <= ", kMaxThreads);
   }
   KV_TRY(target->check_open());
   std::shared_ptr<WeightLinks> links(new WeightLinks(target->vmm()->location(), options));
@@ -69,7 +69,7 @@ Status WeightLinks::add(const std::shared_ptr<Client>& other, uint64_t share_byt
 Status WeightLinks::check_helper(const Client& other) const {
   const Location place = other.vmm()->location();
   if (!place_.on_gpu || !place.on_gpu) {
-    return failure(Code::invalid_argument, "a host device has no link that could help");
+    return failure(Code::invalid_argument, "a host device does not have a link that could help");
   }
   for (const Lane& lane : lanes_) {
     if (lane.ordinal != place.ordinal) continue;
@@ -121,7 +121,7 @@ void WeightLinks::end_all() {
   lanes_.clear();
 }
 
-// They stay acquired: no load begins without lanes.
+// The links stay acquired, because no load can begin without lanes.
 void WeightLinks::close() {
   if (acquire()) end_all();
 }

@@ -13,9 +13,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Pages are made in runs of this size, so that lanes seldom wait for one another.
+// Pages are created in runs of this size, so that lanes seldom wait for each other.
 constexpr uint64_t kMapAheadBytes = 32 << 20;
-// With a rate, a chunk takes at most this part of a second, so that the rate is even.
+// With a rate limit, a chunk takes at most this part of a second, for an even rate.
 constexpr uint64_t kChunksPerSecond = 50;
 constexpr uint64_t kSmallestChunk = 4096;
 
@@ -51,10 +51,10 @@ Result<std::shared_ptr<WeightLoad>> WeightLoad::start(std::shared_ptr<WeightAren
                                                       std::vector<WeightPiece> pieces,
                                                       std::shared_ptr<WeightLinks> links,
                                                       const LoadOptions& options) {
-  if (options.chunk_bytes == 0) return failure(Code::invalid_argument, "chunks of 0 bytes");
+  if (options.chunk_bytes == 0) return failure(Code::invalid_argument, "chunk_bytes must be > 0");
   KV_TRY(check_pieces(pieces, arena->bytes()));
   if (!links->lead_to(*arena->client())) {
-    return failure(Code::invalid_argument, "these links lead to another device than the arena's");
+    return failure(Code::invalid_argument, "these links are for another device than the arena's");
   }
   if (!links->acquire()) return failure(Code::busy, "another load uses these links; wait for it");
   if (Status status = arena->client()->begin_load(); !status.ok()) {
@@ -94,7 +94,7 @@ WeightLoad::WeightLoad(std::shared_ptr<WeightArena> arena, std::vector<WeightPie
 }
 
 WeightLoad::~WeightLoad() {
-  const bool is_forked = getpid() != owner_pid_;  // the threads are the parent's
+  const bool is_forked = getpid() != owner_pid_;  // the threads exist in the parent only
   if (!is_forked) cancel();
   for (std::thread& thread : threads_) {
     if (is_forked) {
@@ -169,8 +169,8 @@ void WeightLoad::count_carried(size_t lane, const std::vector<size_t>& taken) {
   carried_[links_->link_of(lane)] += bytes;
 }
 
-// A refusal of the driver is the link's; anything else (the file, the arena, a cancellation) is the
-// whole load's.
+// A driver error fails the link. Any other failure (file, arena, cancellation) fails the whole
+// load.
 bool WeightLoad::hand_over(size_t lane, const std::vector<size_t>& taken, const Status& why) {
   if (!links_->is_relayed(lane) || why.code != Code::system_call) return false;
   if (!links_->lane(lane)->is_quiet()) return false;
@@ -227,7 +227,7 @@ Status WeightLoad::wait_for_turn(uint64_t bytes) {
 Status WeightLoad::copy(WeightLane* lane, const WeightChunk& chunk) {
   const uint64_t end = chunk.address + chunk.bytes - arena_->region()->address();
   if (Status backed = arena_->back(end, kMapAheadBytes); !backed.ok()) {
-    stop(std::move(backed));  // whosever link found it: another one would find it again
+    stop(std::move(backed));  // not an error of the link: every link would get it
     return failure(Code::cancelled, "stopped");
   }
   KV_TRY(lane->copy(chunk));
