@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "check.h"
-#include "ledger_fixture.h"
 #include "ledger_check.h"
+#include "ledger_fixture.h"
 #include "ledger_lock.h"
 #include "ledger_segment.h"
 
