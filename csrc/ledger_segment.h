@@ -77,8 +77,7 @@ struct LedgerSegment {
   uint32_t has_waiters;    // 0: no record has wanted_since set
   uint64_t tickets;        // the last one issued, for joined and wanted_since
   uint64_t asks;           // number of plans posted; an older view is out of date
-  int64_t
-      scan_until_ns;  // end of a scan of resident memory, during which nothing is granted; 0: none
+  int64_t scan_until_ns;   // end of a scan of resident memory, which stops grants; 0: no scan
   uint64_t reserved[4];
   ClientRecord clients[kMaxClients];
 };
