@@ -5,18 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import typer
 
 from prism.errors import ConfigError, PrismError
 
 INTERRUPTED = 128 + signal.SIGINT
-
-MOVED: dict[str, Any] = {
-    "hidden": True,
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-}
 
 
 def new_app(help_: str | None = None, name: str | None = None) -> typer.Typer:
@@ -41,12 +35,3 @@ def run(command: Callable[[], object], name: str) -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def moved(command: str, module: str) -> Callable[[], None]:
-    """Returns a replacement for a command that is only available in a checkout."""
-
-    def refuse() -> None:
-        raise ConfigError(f"{command} is not in the package; in a checkout: python -m {module}")
-
-    return refuse

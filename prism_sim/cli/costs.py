@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prism.cli.exit_codes import MOVED, moved
 from prism.config.units import format_size
 from prism.errors import ConfigError
 from prism_replay.cli.options import check_writable
@@ -51,9 +50,6 @@ def show(
         prefill_s, decode_s = cost.prefill_s(prompt), cost.decode_s(batch, batch * CONTEXT_TOKENS)
         table.add_row(str(prompt), f"{prefill_s * 1e3:.2f}", str(batch), f"{decode_s * 1e3:.2f}")
     console.print(table)
-
-
-app.command("validate", **MOVED)(moved("prism-sim calibrate validate", "lab.calibration.validate"))
 
 
 @app.command(

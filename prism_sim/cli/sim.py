@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from prism.cli.exit_codes import MOVED, moved, new_app
+from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
 from prism.errors import ConfigError
 from prism.policies import added, registry
@@ -106,8 +106,6 @@ app.command(
 app.command(
     epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
 )(plan)
-app.command("study", **MOVED)(moved("prism-sim study", "lab.papers"))
-app.command("parity", **MOVED)(moved("prism-sim parity", "lab.parity"))
 app.add_typer(trace_cli.commands("prism-sim trace"), name="trace")
 app.add_typer(calibrate_cli.app)
 

@@ -232,21 +232,3 @@ def test_traces_and_costs_have_their_commands(
     assert call(monkeypatch, "calibrate", "show", "--gpu", "h100", "--model", "Qwen3-8B") == 0
     assert call(monkeypatch, "calibrate", "show", "--gpu", "odd", "--model", "Qwen3-8B") == 2
     assert "gpu 'odd'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("asked", "module"),
-    [
-        (("study", "prism-table1", "--out", "x"), "papers"),
-        (("parity", "--config", "x.yaml"), "lab.parity"),
-        (("calibrate", "validate"), "lab.calibration.validate"),
-    ],
-)
-def test_commands_that_moved_name_their_place(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    asked: tuple[str, ...],
-    module: str,
-) -> None:
-    assert call(monkeypatch, *asked) == 2
-    assert capsys.readouterr().err.endswith(f"in a checkout: python -m {module}\n")
