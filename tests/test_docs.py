@@ -58,7 +58,7 @@ def test_no_link_is_dead(document: Path) -> None:
 
 @pytest.mark.parametrize("document", documents(), ids=name)
 def test_files_that_a_document_names_exist(document: Path) -> None:
-    folders = "bench|csrc|examples|kvcached|papers|prism|scripts|tests|tools|traces"
+    folders = "bench|csrc|examples|kvcached|lab|prism|prism_replay|prism_sim|scripts|tests|traces"
     named = re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)", document.read_text())
     assert not [path for path in named if not (ROOT / path).exists()]
 

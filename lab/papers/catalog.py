@@ -36,7 +36,7 @@ def _described() -> dict[str, Study]:
 
 def _study(name: str, texts: dict[str, str], run: str, **said: str) -> Study:
     module, function = run.split(".")
-    made: Run = getattr(import_module(f"papers.{module}"), function)
+    made: Run = getattr(import_module(f"lab.papers.{module}"), function)
     return Study(name, run=made, **{key: text.format(**texts) for key, text in said.items()})
 
 

@@ -20,7 +20,6 @@ import msgspec
 
 import prism
 import prism_replay
-import prism_sim
 from prism.config.units import encoded
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
@@ -236,7 +235,8 @@ def code_digest(kind: type[PointOutcome]) -> bytes:
     """Of the Python files that a simulation runs, and that make its outcomes of this kind: another
     version simulates again."""
     digest = hashlib.sha256()
-    simulator, replay, live = (Path(each.__path__[0]) for each in (prism_sim, prism_replay, prism))
+    simulator = Path(__file__).parents[1]
+    replay, live = (Path(each.__path__[0]) for each in (prism_replay, prism))
     folders = [simulator, replay, *(live / name for name in SIMULATED)]
     files = {path for folder in folders for path in folder.rglob("*.py")}
     for path in sorted({*live.glob("*.py"), *files, Path(inspect.getfile(kind))}):
