@@ -180,7 +180,9 @@ class Campaign:
         """Whole streams that stood still and were sent again, by the frontends' logs."""
         sent_again: set[str] = set()
         for path in self.striker.logs().glob("frontend-*"):
-            sent_again |= set(re.findall(r"(cmpl-\w+)-\d+ is sent again", path.read_text()))
+            sent_again |= set(
+                re.findall(r"(?:retrying|resending) (cmpl-\w+)-\d+: ", path.read_text())
+            )
         return len(sent_again & self.load.paused)
 
     def report(self) -> str:
