@@ -218,7 +218,7 @@ class Conversation(RequestBody):
 
     @field_validator("messages", mode="before")
     @classmethod
-    def _few_messages(cls, value: Any) -> Any:
+    def _limit_messages(cls, value: Any) -> Any:
         return check_count(value, "messages")
 
     @field_validator("chat_template_kwargs")

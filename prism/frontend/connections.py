@@ -68,7 +68,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._note_progress(began=True)
         self.loop.call_soon(self._note_silence, _TURNS_TO_READ)
         if len(self.connections) > self.connections_max:
-            self._make_room()
+            self._close_oldest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -159,7 +159,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._accepted_s = None
 
-    def _make_room(self) -> None:
+    def _close_oldest(self) -> None:
         oldest = next(iter(self.incomplete))
         if oldest is self:
             self.transport.write(_FULL)

@@ -169,7 +169,7 @@ class CountBody(RequestBody):
 
     @field_validator("messages", mode="before")
     @classmethod
-    def _few_messages(cls, value: Any) -> Any:
+    def _limit_messages(cls, value: Any) -> Any:
         return check_count(value, "messages")
 
     @field_validator("system", mode="before", json_schema_input_type=str | list[Block] | None)
