@@ -64,7 +64,7 @@ def test_the_time_in_which_a_part_hangs_is_no_peace() -> None:
         if part.kills == 4 and part.code is None:
             reports.add(supervisor.troubles.get("scripted"))
     assert reports == {"ended 4 times in a row (last: did not answer for 90 s)"}
-    assert [line.rpartition("again in ")[2] for line in said[1::2]] == [
+    assert [line.rpartition("restarting in ")[2] for line in said[1::2]] == [
         "0.5 s",
         "1 s",
         "2 s",

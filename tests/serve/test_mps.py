@@ -132,7 +132,7 @@ def test_who_gets_it(program: Path) -> None:
     with pytest.raises(ConfigError, match="needs a GPU among the devices"):
         wants_mps(config("host:0"))
     program.unlink()
-    with pytest.raises(ConfigError, match="no nvidia-cuda-mps-control on the PATH"):
+    with pytest.raises(ConfigError, match="nvidia-cuda-mps-control is not on the PATH"):
         wants_mps(config())
 
 

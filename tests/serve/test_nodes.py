@@ -208,7 +208,7 @@ def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
             labels = f'{{device="{device}",node="{device[-1]}"}}'
             assert f"prism_device_capacity_bytes{labels}" in metrics
         shown = first.operate("status").stdout
-        assert f"nodes, {leader(database)} plans" in shown
+        assert f"nodes, {leader(database)} leads" in shown
         assert f"node {gone} joined" in first.output()
     assert keys_left(database) == []
     segments = f"prism-kvcached.{sole_namespace(first)}"

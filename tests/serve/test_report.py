@@ -31,7 +31,7 @@ def test_nodes_are_summed_up_and_one_without_an_agent_is_there() -> None:
     lines = seen(
         ClusterStatus(0.0, "prism", {}, agents, node="b", degraded=silent, drained={"host:0@b": ""})
     )
-    assert ["nodes, b plans"] in lines
+    assert ["nodes, b leads"] in lines
     assert ["a", "2", "2", "4", "2", "2MiB", "2GiB", "4/6"] in lines
     assert ["b (drained)", "1", "0", "0", "0", "1MiB", "1GiB", "2/3"] in lines
     assert ["c", "0", "0", "0", "0", "0B", "0B", "0/0"] in lines

@@ -206,7 +206,7 @@ def test_one_that_cannot_be_started_is_tried_again(make: Make, tmp_path: Path) -
     supervisor.watch(0.0)
     child.log = tmp_path / "missing" / "late.log"
     supervisor.watch(1.0)
-    assert "it cannot be started: [Errno 2]" in said[1]
+    assert "cannot be started: [Errno 2]" in said[1]
     (tmp_path / "missing").mkdir()
     supervisor.watch(2.0)
     assert child.running()
@@ -361,7 +361,7 @@ def test_a_redis_that_cannot_load_its_data_starts_empty(redis: BundledRedis) -> 
     [place] = redis.directory.glob("damaged-*")
     why = (
         "could not load its data (Found an empty AOF manifest) and started empty;"
-        f" they are in {place}"
+        f" the data are in {place}"
     )
     assert said == [
         "redis ended (signal SIGKILL); restarting in 0.5 s",

@@ -86,5 +86,5 @@ def test_a_log_that_cannot_be_kept_is_told_once(
         while found:
             look()
     assert [record.getMessage() for record in caplog.records] == [
-        f"logs cannot be kept: {problem}"
+        f"logs cannot be rotated: {problem}"
     ] * 2
