@@ -278,6 +278,6 @@ def test_without_the_server_the_engine_must_end(preloaded: None) -> None:
     slot.feed(ids("a"))
     processes.wait([slot], WAIT_S)
     assert slot.status == LOST
-    with pytest.raises(EngineError, match="server of grammars"):
+    with pytest.raises(EngineError, match="server of grammar processes"):
         processes.get(("regex", "c"))
     link.close()

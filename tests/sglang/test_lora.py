@@ -149,7 +149,7 @@ def test_what_another_rank_cannot_load_none_holds(
     monkeypatch.setattr(idle._context.ranks, "all_true", all_true)
     chunks, [failure] = run(idle, [asked("r", LLAMA, prompt, "a")])
     assert (chunks, failure.code, votes) == ({}, "adapter_unavailable", [True] * fails_at)
-    assert "another of its devices" in failure.message
+    assert "on another rank's device" in failure.message
     assert not idle._active.adapters.loaded
     chunks, failures = run(idle, [asked("s", LLAMA, prompt, "a")])
     assert (len(tokens(chunks["s"])), failures) == (TOKENS, [])

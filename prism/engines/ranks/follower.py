@@ -7,7 +7,7 @@ import select
 import kvcached
 from prism.engines.core import EngineCore
 from prism.engines.ranks.group import RankGroup
-from prism.engines.ranks.leader import outcome
+from prism.engines.ranks.leader import try_activate
 from prism.engines.ranks.orders import (
     ActivationVote,
     AskStatus,
@@ -85,7 +85,7 @@ class Follower:
                 raise RankLostError(f"rank 0 is out of step: it sent {type(order).__name__}")
 
     def _activate(self, order: ActivateEngine) -> None:
-        own = outcome(self._core, order)
+        own = try_activate(self._core, order)
         self._group.answer(own)
         vote = self._group.order()
         if not isinstance(vote, ActivationVote):

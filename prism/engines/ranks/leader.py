@@ -53,7 +53,7 @@ class LeaderCore:
         model = shard_of(order.model, self._group.size)
         order = msgspec.structs.replace(order, model=model)
         self._group.broadcast(order)
-        own = outcome(self._core, order)
+        own = try_activate(self._core, order)
         everyone = [own, *self._group.gather((Activated, ActivationFailed))]
         failures = [(r, f) for r, f in enumerate(everyone) if isinstance(f, ActivationFailed)]
         self._group.broadcast(ActivationVote(not failures))
@@ -146,7 +146,7 @@ class LeaderCore:
         self._pids.clear()
 
 
-def outcome(core: EngineCore, order: ActivateEngine) -> Activated | ActivationFailed:
+def try_activate(core: EngineCore, order: ActivateEngine) -> Activated | ActivationFailed:
     try:
         return core.activate(order)
     except ActivationError as error:

@@ -271,7 +271,7 @@ class SglangCore:
         try:
             self._measured_step(active)
         except torch.OutOfMemoryError as error:
-            text = _short_of_memory(self._context.device, error)
+            text = _out_of_memory_text(self._context.device, error)
             self._broken = RequestsFailedError(text)
             if active.memory.ranks.size > 1:
                 self._broken = EngineError(text)
@@ -369,13 +369,13 @@ def _activation_error(order: ActivateEngine, error: Exception, device: str) -> A
     trace = "".join(traceback.format_exception(error))
     log.warning("model %s could not be loaded\n%s", name, trace)
     if isinstance(error, torch.OutOfMemoryError):
-        reason = _short_of_memory(device, error)
+        reason = _out_of_memory_text(device, error)
     else:
         reason = f"{type(error).__name__}: {error}"
     return ActivationError(f"model {name} could not be loaded: {reason}")
 
 
-def _short_of_memory(device: str, error: torch.OutOfMemoryError) -> str:
+def _out_of_memory_text(device: str, error: torch.OutOfMemoryError) -> str:
     """Returns the message for an allocation beyond torch's cap, a part of the engine's lease."""
     first = str(error).partition("\n")[0] or type(error).__name__
     return (

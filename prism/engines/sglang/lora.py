@@ -78,7 +78,7 @@ def settings(lora: LoraSpec, device: str) -> dict[str, Any]:
     }
 
 
-def completed(
+def with_fused_zeros(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors with zeros for modules that the adapter does not change, but that SGLang
@@ -113,7 +113,7 @@ class Adapters:
         if name in self.loaded:
             self.loaded[name] = self.loaded.pop(name)
             return
-        adapter = self._known(name)
+        adapter = self._adapter_of(name)
         tensors, config = self._on_all_ranks(name, lambda: self._read(adapter))
         self._unload_unused()
         ref = LoRARef(lora_id=name, lora_name=name, lora_path=adapter.path, pinned=False)
@@ -143,7 +143,7 @@ class Adapters:
             text = f"the adapter {ref.lora_name} cannot be loaded: {result.error_message}"
             raise AdapterError(text)
 
-    def _known(self, name: str) -> LoraAdapter:
+    def _adapter_of(self, name: str) -> LoraAdapter:
         if (adapter := self._lora.adapter(name)) is None:
             raise AdapterError(f"this engine's model does not have an adapter {name!r:.80}")
         return adapter
@@ -161,7 +161,7 @@ class Adapters:
                 raise ValueError("its rank has changed")
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AdapterError(f"the adapter {adapter.name} cannot be loaded: {error}") from error
-        return completed(tensors, self._lora.shapes), config
+        return with_fused_zeros(tensors, self._lora.shapes), config
 
     def _unload_unused(self) -> None:
         """Unloads adapters without open requests, until there is a slot for one more."""

@@ -67,7 +67,7 @@ class AnswerParser:
         loop: AbstractEventLoop | None = None,
     ) -> None:
         self._budget = CpuBudget(_BEGIN_S, _CALL_S_MAX, loop)
-        self._reasoning = _reasoner(reasoning_parser, prompt) if reasoning_parser else None
+        self._reasoning = _reasoning_parser(reasoning_parser, prompt) if reasoning_parser else None
         self._calls: Any = None
         self._tools: list[Any] = []
         if tools and tool_parser:
@@ -260,19 +260,19 @@ def constraint(
     value = value if isinstance(value, str | dict) else value.model_dump(by_alias=True)
     if kind == "structural_tag":
         value = _new_form(json.loads(value) if isinstance(value, str) else value, parallel)
-        _tighten(value)
+        _restrict_json(value)
     text = value if isinstance(value, str) else json.dumps(value)
     names = {"json_schema": "json", "full_assistant_ebnf": "ebnf"}
     return names.get(kind, kind), text
 
 
-def _tighten(form: Any) -> None:
+def _restrict_json(form: Any) -> None:
     """Restricts every JSON value in a structural tag to an object, if it is unrestricted, with
     bounded white space."""
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         for part in form.values() if isinstance(form, dict) else form:
             if isinstance(part, dict | list):
-                _tighten(part)
+                _restrict_json(part)
         return
     if form["json_schema"] in ({}, True):
         form["json_schema"] = {"type": "object"}
@@ -303,7 +303,7 @@ def unknown(tool_parser: str, reasoning_parser: str) -> str:
     return ""
 
 
-def _reasoner(name: str, prompt: str) -> Any:
+def _reasoning_parser(name: str, prompt: str) -> Any:
     """Returns a parser of reasoning, None if the prompt has ended the reasoning and the parser
     would wait for its end."""
     parser = library().reasoning.ReasoningParser
@@ -314,11 +314,11 @@ def _reasoner(name: str, prompt: str) -> Any:
         return parser(name, stream_reasoning=True, force_reasoning=True)
     if end and prompt.endswith(end.rstrip()):
         made = parser(name, stream_reasoning=True, force_reasoning=False)
-        return None if _reasons(made) else made
+        return None if _starts_with_reasoning(made) else made
     return made
 
 
-def _reasons(parser: Any) -> bool:
+def _starts_with_reasoning(parser: Any) -> bool:
     """Returns whether the answer begins with reasoning."""
     return bool(getattr(parser.detector, "_in_reasoning", False))
 
@@ -340,8 +340,8 @@ def through_mark(reasoning_parser: str, begun: str) -> str:
 def after_reasoning(reasoning_parser: str, prompt: str, kind: str, text: str) -> tuple[str, str]:
     """Returns (kind, text) of a grammar that applies after the reasoning with which the answer
     begins. Returns the given grammar if the answer does not begin with reasoning."""
-    parser = _reasoner(reasoning_parser, prompt)
-    end = _marks(parser)[1] if parser is not None and _reasons(parser) else ""
+    parser = _reasoning_parser(reasoning_parser, prompt)
+    end = _marks(parser)[1] if parser is not None and _starts_with_reasoning(parser) else ""
     if not end:
         return kind, text
     answer = _as_form(kind, text)

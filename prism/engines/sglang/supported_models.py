@@ -32,7 +32,7 @@ def refuses(model: Path, embeds: bool = False) -> str:
             f"{model}/config.json names {architecture}, which the installed SGLang cannot serve;"
             " give another model or upgrade it"
         )
-    if embeds and not _pools(architecture):
+    if embeds and not _can_embed(architecture):
         return (
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
             " another model or set embeddings: false"
@@ -50,16 +50,16 @@ def parser_names() -> dict[str, list[str]]:
         "tool_parser": folder / "function_call" / "parser_names.py",
         "reasoning_parser": folder / "parser" / "reasoning_parser_names.py",
     }
-    return {key: _list_in(file) for key, file in files.items() if file.exists()}
+    return {key: _names_in(file) for key, file in files.items() if file.exists()}
 
 
-def _list_in(file: Path) -> list[str]:
+def _names_in(file: Path) -> list[str]:
     """Returns the names in a module that only assigns lists of names."""
     assigned = (each for each in ast.parse(file.read_text()).body if isinstance(each, ast.Assign))
     return sorted(name for each in assigned for name in ast.literal_eval(each.value))
 
 
-def _pools(architecture: str) -> bool:
+def _can_embed(architecture: str) -> bool:
     """Returns whether the model class, or a base class, can return an embedding of the last token.
     Classes that only transformers implements always can."""
     texts = [file.read_text(errors="replace") for file in _own_models()]
