@@ -377,6 +377,6 @@ def test_a_model_over_two_devices_needs_two_of_a_kind(folder: Path) -> None:
     assert (a.tp, b.tp) == (2, 1)
     data["devices"][1]["page"] = "2MiB"
     with pytest.raises(
-        ConfigError, match=r"models\[0\]\.tp: a needs .* on each of 2 .*, and 1 have"
+        ConfigError, match=r"models\[0\]\.tp: a needs .* on each of 2 .*, and only 1 have"
     ):
         load(written(folder, data))

@@ -77,8 +77,11 @@ def test_named_nodes_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"devices": [{**GPU, "name": "cuda:0"}]}, "devices[0].name: 'cuda:0' cannot be used"),
-        ({"devices": [GPU, GPU]}, "devices[1].name: 'cuda:*' cannot be used"),
+        (
+            {"devices": [{**GPU, "name": "cuda:0"}]},
+            "devices[0].name: 'cuda:0' cannot be combined with ray",
+        ),
+        ({"devices": [GPU, GPU]}, "devices[1].name: 'cuda:*' cannot be combined with ray"),
         ({"devices": []}, "devices: no machine of Ray has such devices"),
         ({"cluster_key": "key"}, "cluster_key: cannot be combined with ray"),
         (
