@@ -1,6 +1,6 @@
-"""A simulated cluster behind the ports that the live schedulers run on.
+"""Simulated cluster, which implements the ports of the live schedulers.
 
-`simulate` and `Results` are the Python API (docs/prism-sim.md); they are imported when asked for.
+`simulate` and `Results` are the Python API (docs/prism-sim.md). They are imported on first use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Results", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Modules of the simulator import each other, and not all of it."""
+    """Imports the API on first use, so that a submodule's import does not load all of it."""
     if name in __all__:
         from prism_sim import api
 

@@ -121,7 +121,7 @@ class SimDevice:
             ):
                 return False
         engine.admit((request,))
-        engine.turn()
+        engine.start_next()
         return True
 
     def _surely_starts(self, resident: Resident, engine: SimEngine, request: SimRequest) -> bool:
@@ -197,7 +197,7 @@ class SimDevice:
         if self._touched:
             touched, self._touched = self._touched, []
             for engine in touched:
-                engine.turn()
+                engine.start_next()
 
     def _start(self, resident: Resident, keys: Sequence[str]) -> None:
         assert resident.engine is not None
@@ -223,7 +223,7 @@ class SimDevice:
     def _consult(self, controller: StepController) -> None:
         engines: dict[str, ControlledEngine] = {}
         for name, resident in self.residents.items():
-            if isinstance(resident.engine, ControlledEngine) and not resident.engine.leaving:
+            if isinstance(resident.engine, ControlledEngine) and not resident.engine.stopping:
                 engines[name] = resident.engine
                 if resident.waiting:
                     # they came while the model was on its way

@@ -62,7 +62,7 @@ def make_engine(
     engine.speed = resident.home.speeds.setdefault(model.name, Speed())
     engine.prefill_tokens_per_s = resident.home.speed_tokens_per_s(model)
     if isinstance(engine, ControlledEngine):
-        engine.begin(terms.load, _sm_share(resident, terms.target))
+        engine.configure(terms.load, _sm_share(resident, terms.target))
     return engine
 
 

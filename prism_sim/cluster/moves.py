@@ -26,7 +26,7 @@ from prism_sim.core.setup import ClusterSetup, ModelSetup
 from prism_sim.core.workload import NO_SLO
 from prism_sim.engine.compute import Compute
 from prism_sim.engine.engine import SimEngine
-from prism_sim.engine.kv import clear, idle_bytes
+from prism_sim.engine.kv import drop_until_free, idle_bytes
 from prism_sim.engine.memory import Account
 
 
@@ -163,7 +163,7 @@ class SimActuator:
         self._queued.remove((model, resident))
         now_s = self._kernel.time_s
         for device in devices:
-            clear(device.site, resident.need_bytes(device))
+            drop_until_free(device.site, resident.need_bytes(device))
         load_s = resident.ready_s - resident.since_s + max(0.0, resident.weights_s - now_s)
         resident.load_s = load_s
         resident.stage, resident.ready_s = Stage.LOADING, now_s + load_s
@@ -212,7 +212,7 @@ class SimActuator:
     def _send_on(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """What runs at the source goes on at the target, or is divided among the other copies."""
         if source.engine is not None and source.running:
-            source.engine.leave(partial(self._copy_kv, model, source, target))
+            source.engine.stop(partial(self._copy_kv, model, source, target))
 
     def _copy_kv(self, model: SimModel, source: Resident, target: Resident | None) -> None:
         """Requests stand still while their KV is on its way: over the source's link, for as long
@@ -253,7 +253,7 @@ class SimActuator:
                 request.forget_kv()
                 slo_s = self._records.work.slo_tpot_s[request.index]
                 slo_s = model.setup.slo_tpot_s if slo_s == NO_SLO else slo_s
-                request.goes_on(self._kernel.time_s, slo_s)
+                request.requeue(self._kernel.time_s, slo_s)
                 model.unplaced[request.index] = request
             self._hooks.route(model)
         else:

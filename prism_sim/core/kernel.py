@@ -1,7 +1,7 @@
-"""The event kernel: callbacks in order of (time, sequence), so that a run depends on nothing else.
+"""Deterministic event kernel.
 
-Plain functions instead of processes: an event is (time_s, callback, arguments). The sequence number
-breaks ties in the order of scheduling.
+An event is (time_s, callback, arguments). Events run in order of (time, sequence number): ties are
+broken by the order of scheduling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ YOUNG_OBJECTS = 100_000
 
 
 class Kernel:
-    """A clock that jumps from event to event. Single-threaded; a `Clock` of the ports."""
+    """Clock that jumps from event to event. Single-threaded; implements the port `Clock`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self.time_s = start_s
@@ -30,20 +30,20 @@ class Kernel:
         return self.time_s
 
     def at(self, time_s: float, callback: Callback, *args: Any) -> None:
-        """Call `callback(*args)` at `time_s`. REQUIRES: time_s is not before now."""
+        """Schedules `callback(*args)` at `time_s`. REQUIRES: time_s is not before now."""
         if time_s < self.time_s:
             raise AssertionError(f"an event at {time_s!r} s, before now ({self.time_s!r} s)")
         self._sequence += 1
         heapq.heappush(self._heap, (time_s, self._sequence, callback, args))
 
     def after(self, seconds: float, callback: Callback, *args: Any) -> None:
-        """Call `callback(*args)` in `seconds` >= 0."""
+        """Schedules `callback(*args)` in `seconds` >= 0."""
         self.at(self.time_s + seconds, callback, *args)
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Process events until none is left or the next one is later than `until_s`."""
+        """Processes events until none is left or the next one is later than `until_s`."""
         heap, pop = self._heap, heapq.heappop
-        with _few_collections():
+        with _rare_collections():
             while heap and heap[0][0] <= until_s:
                 self.time_s, _, callback, args = pop(heap)
                 self.events += 1
@@ -51,9 +51,9 @@ class Kernel:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
-    """Requests in flight are no garbage in cycles: Python need not look at all of them each few
-    hundred events."""
+def _rare_collections() -> Iterator[None]:
+    """Collects garbage less often: requests in flight are not cyclic garbage, and Python would scan
+    all of them every few hundred events."""
     young, *others = gc.get_threshold()
     gc.set_threshold(max(young, YOUNG_OBJECTS) if young else 0, *others)
     try:
@@ -63,21 +63,21 @@ def _few_collections() -> Iterator[None]:
 
 
 class Alarm:
-    """Calls `ring` at the earliest of the moments that were asked for since it last did."""
+    """Timer that fires once, at the earliest of the times requested since it last fired."""
 
-    def __init__(self, kernel: Kernel, ring: Callable[[], None]) -> None:
+    def __init__(self, kernel: Kernel, fire: Callable[[], None]) -> None:
         self._kernel = kernel
-        self._ring = ring
+        self._fire = fire
         self._due_s = inf
 
     def after(self, seconds: float) -> None:
-        """Ring in `seconds` >= 0 at the latest; infinity: as was asked for before."""
+        """Fires in `seconds` >= 0 at the latest. Infinity changes nothing."""
         due_s = self._kernel.time_s + seconds
         if due_s < self._due_s:
             self._due_s = due_s
-            self._kernel.at(due_s, self._came)
+            self._kernel.at(due_s, self._on_due)
 
-    def _came(self) -> None:
-        if self._kernel.time_s == self._due_s:  # else an earlier one took its place
+    def _on_due(self) -> None:
+        if self._kernel.time_s == self._due_s:  # else an earlier time replaced this one
             self._due_s = inf
-            self._ring()
+            self._fire()

@@ -1,8 +1,8 @@
-"""Prompt prefixes that an engine keeps for later requests (Mooncake's block hashes).
+"""Prefix cache of an engine (Mooncake's block hashes).
 
-A trace names each 512-token block of a prompt by an id; equal ids mean equal tokens. A block is
-known by its id and the block before it, so that a prompt shares what its beginning has in common
-with others. Only whole blocks are kept: the last, partly filled one is always computed.
+A trace identifies each 512-token block of a prompt by an id; equal ids mean equal tokens. The key
+of a block is its id and the block before it, so prompts share their common prefix. Only whole
+blocks are cached: a partly filled last block is always computed.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ HASH_TOKENS = 512
 
 
 class Block:
-    """One block of prompt. users: requests in the engine whose prompt it is part of."""
+    """One block of a prompt."""
 
     __slots__ = ("key", "number", "users")
 
     def __init__(self, key: tuple[int, int], number: int) -> None:
+        # (number of the block before it, id).
         self.key = key
         self.number = number
+        # Number of requests in the engine whose prompt contains the block.
         self.users = 0
 
 
 class SimPrefixCache:
-    """Which blocks an engine has. kv_blocks: KV blocks that one of them fills.
+    """Cached blocks of one engine.
 
-    A request uses a block together with all blocks before it, and leaves the last one first. So the
-    unused blocks, in the order in which they were left, have later parts of a prompt before its
-    beginning: dropping the oldest never leaves a block that cannot be reached.
+    A request uses a block together with all blocks before it, and releases the last one first. The
+    unused blocks, in order of release, therefore have the end of a prompt before its beginning:
+    dropping the oldest block never makes another one unreachable.
     """
 
     def __init__(self, kv_blocks: int) -> None:
+        # Number of KV blocks that one prompt block fills.
         self.kv_blocks = kv_blocks
         self._known: dict[tuple[int, int], Block] = {}
         self._idle: dict[Block, float] = {}
@@ -42,17 +45,17 @@ class SimPrefixCache:
 
     @property
     def idle_blocks(self) -> int:
-        """KV blocks of the unused blocks."""
+        """Number of KV blocks of the unused blocks."""
         return len(self._idle) * self.kv_blocks
 
     @property
     def oldest_s(self) -> float:
-        """When the longest unused block was left; infinite without one."""
+        """Time at which the least recently used block was released; infinite without one."""
         return next(iter(self._idle.values()), float("inf"))
 
     def use(self, hashes: Sequence[int], most: int) -> list[Block]:
-        """The longest beginning of a prompt that is there, at most `most` blocks; they stay until
-        `leave`."""
+        """Returns the longest cached prefix of a prompt, of at most `most` blocks. The blocks stay
+        cached until `leave`."""
         chain: list[Block] = []
         before = 0
         for found in hashes[:most]:
@@ -65,9 +68,9 @@ class SimPrefixCache:
         return chain
 
     def extend(self, chain: list[Block], hashes: Sequence[int]) -> int:
-        """The whole prompt is computed: the rest of its blocks are used through `chain` as well.
-        Returns how many of them others had brought meanwhile."""
-        twice = 0
+        """Adds the remaining blocks of a computed prompt to the cache and to `chain`. Returns the
+        number of blocks that another request had added in the meantime."""
+        duplicates = 0
         before = chain[-1].number if chain else 0
         for found in hashes[len(chain) :]:
             key = (before, found)
@@ -76,14 +79,14 @@ class SimPrefixCache:
                 self._made += 1
                 block = self._known[key] = Block(key, self._made)
             else:
-                twice += 1
+                duplicates += 1
             self._hold(block)
             chain.append(block)
             before = block.number
-        return twice
+        return duplicates
 
     def leave(self, chain: list[Block], now_s: float) -> None:
-        """The user of `chain` is gone."""
+        """Releases the blocks of `chain` and empties it."""
         for block in reversed(chain):
             block.users -= 1
             if block.users == 0:
@@ -91,7 +94,7 @@ class SimPrefixCache:
         chain.clear()
 
     def drop(self) -> None:
-        """Drop the longest unused block. REQUIRES: there is one."""
+        """Drops the least recently used block. REQUIRES: one is unused."""
         block = next(iter(self._idle))
         del self._idle[block], self._known[block.key]
 

@@ -1,5 +1,7 @@
-"""What a trace asks of each model: rates, lengths, execution times. Policies that search placements
-or control steps are given these, as profiled in advance."""
+"""Load of each model in a trace: rates, lengths, execution times.
+
+Policies that search placements or control steps get these as if they were profiled in advance.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ PROFILED_REQUESTS = 500
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Of one model: means over its requests. The defaults are those of a model without any."""
+    """Means over the requests of one model. The defaults are for a model without requests."""
 
     requests: int = 0
     rate_rps: float = 0.0
     prompt_tokens: float = 1.0
     output_tokens: float = 1.0
-    # Of a request alone on the model's own GPUs.
+    # Time of a request that runs alone on the model's own GPUs.
     execution_s: float = 1.0
     execution_std_s: float = 0.0
-    # End to end.
+    # End-to-end SLO.
     slo_s: float = NO_SLO
 
 
 def loads(setup: ClusterSetup, work: Workload, until_s: float | None = None) -> list[ModelLoad]:
-    """Per model. until_s: the length of the workload, default its last arrival."""
+    """Returns the load of each model. until_s: length of the workload, default its last arrival."""
     seconds = max(work.end_s if until_s is None else until_s, 1.0)
     by_model: list[list[int]] = [[] for _ in setup.models]
     for index, model in enumerate(work.model):
@@ -63,5 +65,5 @@ def _load(
 
 
 def execution_s(cost: CostModel, prompt: int, output: int, chunk_tokens: int) -> float:
-    """A request alone."""
+    """Returns the time of a request that runs alone."""
     return prompt_s(cost, prompt, chunk_tokens) + cost.decode_run_s(1, prompt, output - 1)

@@ -1,4 +1,4 @@
-"""What became of each request, in columns; and the log of decisions."""
+"""Outcome of each request, in columns, and the log of decisions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEVER = -1.0
 
 
 class Decision(NamedTuple):
-    """An action of the cluster scheduler, or its end."""
+    """Action of the cluster scheduler, or its completion."""
 
     time_s: float
     # activate, evict, migrate, refuse, active, evicted, migrated or failed
@@ -28,9 +28,9 @@ class ClusterSample(NamedTuple):
     """State of the cluster at one time."""
 
     time_s: float
-    # Model index -> KV memory over all devices.
+    # Model index -> KV memory, summed over all devices.
     kv_bytes: dict[int, int]
-    # Over all devices.
+    # Reserved memory, summed over all devices.
     reserved_bytes: int
     waiting: int
     running: int
@@ -38,8 +38,11 @@ class ClusterSample(NamedTuple):
 
 @dataclass(slots=True)
 class Records:
-    """Per request, by its index; times are NEVER where that did not happen. A request without an
-    error and with an end_s has given all its tokens."""
+    """Columns of request outcomes, by request index.
+
+    A time is NEVER if it did not happen. A request with an end_s and without an error got all its
+    tokens.
+    """
 
     work: Workload
     started_s: array[float] = field(init=False)
@@ -48,15 +51,15 @@ class Records:
     # Number of the device where it started last, -1 before.
     device: array[int] = field(init=False)
     output_tokens: array[int] = field(init=False)
-    # Of its prompt, found in a cache.
+    # Prompt tokens found in a prefix cache.
     cached_tokens: array[int] = field(init=False)
-    # Request index -> code.
+    # Request index -> error code.
     errors: dict[int, str] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
     samples: list[ClusterSample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     ended: int = 0
-    # When the last request ended: alarms may be set for later.
+    # Time at which the last request ended. The kernel's time may be later, because of timers.
     end_time_s: float = 0.0
     events: int = 0
 
@@ -70,7 +73,7 @@ class Records:
         self.cached_tokens = array("i", [0]) * size
 
     def finish(self, request: SimRequest, time_s: float, error: str | None = None) -> None:
-        """The request ends now. REQUIRES: it has not ended before."""
+        """Records the end of a request. REQUIRES: it has not ended before."""
         index = request.index
         assert self.end_s[index] == NEVER, f"request {index} ends twice"
         self.started_s[index] = request.started_s

@@ -1,4 +1,4 @@
-"""What a simulation runs on, fully resolved: plain frozen data in bytes, tokens and seconds."""
+"""Resolved input of a simulation: plain frozen data in bytes, tokens and seconds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ UNBOUNDED_STEPS = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How engines run."""
+    """Settings of all engines."""
 
     max_running: int = 256
-    # Prompt tokens of one step.
+    # Maximum number of prompt tokens in one step.
     prefill_chunk_tokens: int = 8192
-    # A step holds prompt chunks and decodes (Sarathi) instead of one of the two.
+    # True if a step may combine prompt chunks and decodes (Sarathi).
     mixed_chunk: bool = False
-    # Output tokens that must fit besides before a retracted request comes back.
+    # Output tokens that must fit in addition before a retracted request is readmitted.
     headroom_tokens: int = 64
-    # Decode steps advanced at once.
+    # Maximum number of decode steps in one event.
     run_steps: int = UNBOUNDED_STEPS
-    # Blocks of prompts are kept for later requests that begin with them.
+    # True if engines cache prompt prefixes.
     prefix_reuse: bool = False
 
 
@@ -36,36 +36,37 @@ class DeviceSetup:
     """One GPU."""
 
     name: str
-    # Devices of one node have fast links among themselves.
+    # Devices of one node have fast links between them.
     node: str
     capacity_bytes: int
     page_bytes: int
-    # How many models it may hold at a time.
+    # Maximum number of models at a time.
     engines: int
-    # Devices with the same one compute on it together, as host devices do on their machine's cores.
-    # Empty: it has its own.
+    # Name of a processor shared by several devices, such as the cores of a machine for its host
+    # devices. Empty: the device has its own.
     processor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DegreeSetup:
-    """A model at one tensor-parallel degree."""
+    """Model at one tensor-parallel degree."""
 
     cost: CostModel
-    # The KV of so many blocks takes quantum_bytes on each of its devices.
+    # Number of KV blocks in one quantum.
     quantum_blocks: int
+    # Size of one quantum on each device.
     quantum_bytes: int
-    # Of one device's part, for pools of KV blocks.
+    # KV shape on one device, for shared pools of KV blocks.
     shape: KvShape
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model. Sizes are of the whole model, one part in `tp` on each of its devices."""
+    """Model. Sizes are of the whole model; each of its devices holds 1/tp."""
 
     index: int
     name: str
-    # The degree it runs at unless a placement says otherwise.
+    # Tensor-parallel degree, unless a placement sets another one.
     tp: int
     weight_bytes: int
     token_bytes: int
@@ -73,73 +74,73 @@ class ModelSetup:
     block_tokens: int
     slo_ttft_s: float
     slo_tpot_s: float
-    # Degree -> what depends on it; `tp` is in it.
+    # Supported tensor-parallel degrees, including `tp`.
     parts: Mapping[int, DegreeSetup]
     prefill_tokens_per_s: float
-    # What its engine holds besides on each device, at any degree.
+    # Memory of its engine on each device in addition to weights and KV, at any degree.
     share_bytes: int = 0
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None
-    # How many copies it may have.
+    # Bounds of the number of copies.
     replicas_min: int = 1
     replicas_max: int = 1
-    # As measured, in place of what `ActivationSettings` would give.
+    # Measured activation time; replaces the one computed from `ActivationSettings`.
     activation_s: float | None = None
-    # Of the first plan's activation, where that is known.
+    # Measured time of the first plan's activation, if known.
     first_activation_s: float | None = None
-    # From a request's arrival to its device's queue.
+    # Time from a request's arrival to its device's queue.
     request_s: float = 0.0
-    # From its dispatch until its engine may start it.
+    # Time from a request's dispatch until its engine may start it.
     submit_s: float = 0.0
-    # Of prefills, as admission reckons with it until a device has measured it. Default: that of
+    # Prefill speed that admission assumes until a device has measured it. Default: the speed of
     # whole chunks.
     speed_tokens_per_s: float | None = None
 
     def held_bytes(self, tp: int) -> int:
-        """Weights and engines' shares on `tp` devices together."""
+        """Returns the weights and the engine's share, summed over `tp` devices."""
         return self.weight_bytes + self.share_bytes * tp
 
     def static_bytes(self, tp: int) -> int:
-        """Weights and the engine's share on one of `tp` devices."""
+        """Returns the weights and the engine's share on one of `tp` devices."""
         return -(-self.weight_bytes // tp) + self.share_bytes
 
     def floor_bytes(self, tp: int) -> int:
-        """KV floor on one of `tp` devices."""
+        """Returns the KV floor on one of `tp` devices."""
         return -(-self.kv_floor_bytes // tp)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationSettings:
-    """How long a model takes to come up (Prism §5.2, Figure 9)."""
+    """Times and rates of model activation (Prism §5.2, Figure 9)."""
 
-    # Laying out the virtual space in a pooled engine.
+    # Time to lay out the virtual space in a pooled engine.
     layout_s: float = 0.03
-    # A new engine process, for policies that restart engines.
+    # Start of a new engine process, for policies that restart engines.
     restart_s: float = 15.0
-    # One GPU's share of a parallel load from host memory.
+    # Rate of one GPU in a parallel load from host memory.
     load_bytes_s: float = 23e9
-    # All GPUs of a node together.
+    # Rate of all GPUs of a node together.
     node_load_bytes_s: float = 95e9
-    # The load of a restarted engine.
+    # Load rate of a restarted engine.
     plain_load_bytes_s: float = 4e9
-    # Weights from another GPU of the node.
+    # Rate between two GPUs of a node.
     peer_bytes_s: float = 400e9
-    # Between nodes.
+    # Rate between nodes.
     network_bytes_s: float = 12.5e9
-    # Weights that each node keeps in host memory, and reads from its disk. None: the disk has no
-    # part in it.
+    # Host memory for weights on each node; other weights are read from the node's disk. None: host
+    # memory is unlimited and the disk is not used.
     host_store_bytes: int | None = None
     disk_bytes_s: float = 2e9
-    # Every node holds all weights in host memory. False: each model's lie on one node.
+    # True if every node has all weights in host memory; otherwise each model is stored on one node.
     weights_everywhere: bool = True
-    # Until the memory of an evicted model is free.
+    # Time until the memory of an evicted model is free.
     unload_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSetup:
-    """The whole cluster and how it is run."""
+    """Cluster and its settings."""
 
     devices: tuple[DeviceSetup, ...]
     models: tuple[ModelSetup, ...]
@@ -148,25 +149,25 @@ class ClusterSetup:
     limits: Limits = field(default_factory=Limits)
     engine: EngineSettings = field(default_factory=EngineSettings)
     activation: ActivationSettings = field(default_factory=ActivationSettings)
-    # Of the cluster scheduler.
+    # Interval of the cluster scheduler.
     interval_s: float = 5.0
-    # It looks at least as often while requests wait for a model that is placed nowhere.
+    # Interval of the cluster scheduler while requests wait for a model without a copy.
     retry_s: float = 0.5
     rate_window_s: float = 60.0
-    # All that the first plan activates is up at once.
+    # True if activations of the first plan take no time.
     warm: bool = True
-    # An activation that finds no memory for so long fails.
+    # An activation that gets no memory within this time fails.
     activation_timeout_s: float = 60.0
-    # The device of a failed activation is not tried again for so long.
+    # Time for which the device of a failed activation is not tried again.
     bar_s: float = 5.0
-    # On how many requests a placement is tried: the tuning budget of every policy that has a
+    # Number of requests on which a placement is tried: the tuning budget of every policy with a
     # simulator inside.
     search_requests: int = 600
-    # See `search.expected`.
+    # Rates for placement search; see `search.expected`.
     search_rates: str = "mean"
-    # Of single policies.
+    # Settings of single policies.
     knobs: Knobs = field(default_factory=Knobs)
-    # Requests that still wait so long after the last arrival are given up.
+    # Requests that still wait this long after the last arrival fail with `unserved`.
     patience_s: float = 600.0
-    # Until a policy whose placement is searched anew does so first.
+    # Time until the first new placement, for policies that search again.
     replacement_interval_s: float = 300.0

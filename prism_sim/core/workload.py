@@ -1,4 +1,4 @@
-"""A trace in columns: what the simulator reads of each request, in a few bytes each."""
+"""Compact columns of a trace, with the fields that the simulator reads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Workload:
 
     models: tuple[str, ...]
     arrival_s: array[float]
-    # Indices of `models`.
+    # Index in `models`.
     model: array[int]
     prompt_tokens: array[int]
     output_tokens: array[int]
-    # SLOs are NO_SLO where the request has none; scheduling then takes its model's TTFT.
+    # SLOs are NO_SLO if the request has none; scheduling then uses the TTFT SLO of its model.
     slo_ttft_s: array[float]
     slo_tpot_s: array[float]
     slo_e2e_s: array[float]
-    # Those of a higher one start first.
+    # Requests with a higher priority start first.
     priority: array[int]
-    # Ids of the prompts' whole blocks (`prefix.HASH_TOKENS`); empty where the trace has none.
+    # Ids of the whole blocks of each prompt (`prefix.HASH_TOKENS`); empty if the trace has none.
     hashes: Sequence[tuple[int, ...]] = ()
 
     def __len__(self) -> int:
@@ -37,11 +37,11 @@ class Workload:
 
     @property
     def end_s(self) -> float:
-        """The last arrival."""
+        """Time of the last arrival."""
         return self.arrival_s[-1]
 
     def longest_tokens(self) -> list[int]:
-        """Per model: the most KV tokens that one of its requests holds; 0 without requests."""
+        """Returns for each model the KV tokens of its longest request; 0 without requests."""
         longest = [0] * len(self.models)
         for model, prompt, output in zip(
             self.model, self.prompt_tokens, self.output_tokens, strict=True
@@ -51,7 +51,7 @@ class Workload:
 
 
 def window(work: Workload, first: int, until: int) -> Workload:
-    """The requests [first, until), from time 0."""
+    """Returns the requests [first, until), shifted to start at time 0."""
     columns = {name: getattr(work, name)[first:until] for name in Workload.__slots__[1:]}
     start_s = work.arrival_s[first]
     columns["arrival_s"] = array("d", (time_s - start_s for time_s in columns["arrival_s"]))
@@ -59,8 +59,15 @@ def window(work: Workload, first: int, until: int) -> Workload:
 
 
 def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: str) -> Workload:
-    """Columns of `trace` for the models of a simulation (name -> index). `where` names the trace
-    in errors. Raises TraceError that names the request (counted from 1) and the key."""
+    """Returns the columns of `trace`. Raises TraceError that names the request (counted from 1) and
+    the key.
+
+    Args:
+        trace: Requests in order of arrival.
+        models: Name -> index of the simulated models.
+        slo_scale: Factor on the SLOs of the requests.
+        where: Name of the trace in errors.
+    """
     if not trace:
         raise TraceError(f"{where}: the trace is empty")
     found = Workload(
@@ -86,7 +93,7 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
             )
         if request.model not in models:
             raise TraceError(
-                f"{where}: request {number}: model: {request.model!r} is not under models: of the"
+                f"{where}: request {number}: model: {request.model!r} is not in models: of the"
                 " configuration; add it there"
             )
         last_s = request.arrival_s

@@ -1,7 +1,7 @@
-"""The requests that an engine decodes together, advanced many steps at once.
+"""Decode batch of an engine, advanced many steps at once.
 
-Every member gets one token per step, so nothing is kept per step: a member remembers the step at
-which it ends, and which of its KV blocks are full follows from the step's number.
+Every member gets one token per step, so no state is kept per step: a member stores the step at
+which it ends, and the step number determines when it needs a new KV block.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ from prism_sim.engine.compute import Job
 
 @dataclass(slots=True)
 class Flight:
-    """What a job in flight does: a prefill step, or a run of decode steps."""
+    """Job in flight: a prefill step, or a run of decode steps."""
 
     job: Job
-    # Requests and how many tokens of their prompts are computed.
+    # Requests with the number of prompt tokens that the step computes.
     chunks: list[tuple[SimRequest, int]]
-    # Decode steps of the run, and how many it began with.
+    # Number of decode steps in the run.
     steps: int = 0
     context_tokens: int = 0
+    # Number of decode steps planned at the start of the run.
     run_steps: int = 0
-    # KV of run_steps.
+    # KV blocks that run_steps take.
     blocks: int = 0
-    # Steps whose KV is taken, and how much that is.
+    # Number of steps whose KV is allocated.
     allocated: int = 0
+    # KV blocks of these steps.
     allocated_blocks: int = 0
-    # Steps that are over at seen_s.
+    # Number of steps completed at seen_s.
     done: int = 0
     seen_s: float = -1.0
 
 
 class Batch:
-    """`step`: decode steps so far. context_tokens: KV tokens of all members before the next step.
-    A member's KV grows by one token at the start of each step."""
+    """Requests that decode together. A member's KV grows by one token at the start of each step."""
 
     __slots__ = ("_ends", "_fills", "_serial", "block_tokens", "context_tokens", "members", "step")
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
+        # Number of decode steps so far.
         self.step = 0
+        # KV tokens of all members before the next step.
         self.context_tokens = 0
         self.members: dict[int, SimRequest] = {}
-        # block_tokens phases: members that need a new block when step % block_tokens is the index
+        # Index: step % block_tokens. Value: number of members that need a new block at that step.
         self._fills = [0] * block_tokens
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._serial = 0
@@ -54,7 +57,7 @@ class Batch:
         return len(self.members)
 
     def join(self, request: SimRequest) -> None:
-        """REQUIRES: at least one token of it is left to decode."""
+        """Adds a request. REQUIRES: at least one of its tokens is left to decode."""
         request.join_step = self.step
         request.end_step = self.step + request.output_tokens - request.generated
         self.members[request.index] = request
@@ -64,7 +67,7 @@ class Batch:
         heapq.heappush(self._ends, (request.end_step, self._serial, request))
 
     def leave(self, request: SimRequest) -> None:
-        """Its counts are what they are after the steps so far; it may join again."""
+        """Removes a request and updates its counts to the steps so far. It may join again."""
         del self.members[request.index]
         self._settle(request)
         self.context_tokens -= request.kv_tokens
@@ -72,11 +75,11 @@ class Batch:
         request.end_step = -1
 
     def newest(self) -> SimRequest:
-        """Who joined last: the one to retract first."""
+        """Returns the member that joined last, which is retracted first."""
         return next(reversed(self.members.values()))
 
     def steps_to_end(self) -> int:
-        """Steps until the first member ends. REQUIRES: not empty."""
+        """Returns the number of steps until the first member ends. REQUIRES: not empty."""
         while True:
             end_step, _, request = self._ends[0]
             if request.end_step == end_step and request.index in self.members:
@@ -84,7 +87,7 @@ class Batch:
             heapq.heappop(self._ends)
 
     def new_blocks(self, steps: int) -> int:
-        """KV blocks that the next `steps` steps take."""
+        """Returns the number of KV blocks that the next `steps` steps take."""
         size, fills = self.block_tokens, self._fills
         first = self.step % size
         if steps == 1:
@@ -94,7 +97,7 @@ class Batch:
         return found + sum(fills[: first + rest - size]) if first + rest > size else found
 
     def steps_within(self, blocks: int, steps: int) -> int:
-        """The most of `steps` that take no more than `blocks`; at least 1."""
+        """Returns the largest part of `steps` that takes at most `blocks`; at least 1."""
         low, high = 1, steps
         while low < high:
             middle = (low + high + 1) // 2
@@ -105,8 +108,8 @@ class Batch:
         return low
 
     def advance(self, steps: int) -> list[SimRequest]:
-        """`steps` steps are over; returns who ends with the last, in the order of joining.
-        REQUIRES: steps <= steps_to_end()."""
+        """Completes `steps` steps. Returns the members that end with the last step, in the order of
+        joining. REQUIRES: steps <= steps_to_end()."""
         self.step += steps
         self.context_tokens += steps * len(self.members)
         ended = []
@@ -117,6 +120,7 @@ class Batch:
         return ended
 
     def _settle(self, request: SimRequest) -> None:
+        """Updates the request's counts to the present step."""
         steps = self.step - request.join_step
         request.generated += steps
         request.kv_tokens += steps

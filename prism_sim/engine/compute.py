@@ -2,9 +2,10 @@
 
 A job is a step, or a run of steps, of one engine on the GPUs of its tensor-parallel group. It uses
 a part of each GPU's compute and of its memory bandwidth. Jobs run at full speed while neither is
-overcommitted; beyond that all jobs of a GPU slow down by the same factor, so that the scarcer
-resource is just used up: a prefill (compute-bound) beside a decode (bandwidth-bound) hardly costs
-either, two prefills take turns. A tensor-parallel job goes at the speed of its slowest GPU.
+overcommitted. Otherwise all jobs of a GPU slow down by the same factor, so that the scarcer
+resource is fully used: a prefill (compute-bound) and a decode (bandwidth-bound) hardly slow each
+other down, two prefills each run at half speed. A tensor-parallel job runs at the speed of its
+slowest GPU.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from prism_sim.costs.model import GpuUsage, slowdown
 
 
 class Gpu:
-    """One GPU's compute."""
+    """Compute of one GPU."""
 
     __slots__ = ("busy_s", "jobs", "name", "since_s", "speed")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.jobs: list[Job] = []
-        # Of the jobs that run there, 1 while nothing is overcommitted.
+        # Relative speed of its jobs; 1 while no resource is overcommitted.
         self.speed = 1.0
         self.busy_s = 0.0
         self.since_s = 0.0
 
     def busy_by(self, now_s: float) -> float:
-        """Seconds for which some job ran, up to now; busy_s knows only stretches that ended."""
+        """Returns the seconds up to now in which a job ran. busy_s lacks the present busy time."""
         return self.busy_s + (now_s - self.since_s if self.jobs else 0.0)
 
     def sm_held(self) -> float:
@@ -37,12 +38,16 @@ class Gpu:
 
 
 class Job:
-    """work_s: seconds that it takes alone. usage: asked for only when it matters: beside another
-    job, or with an SM share."""
+    """Step, or run of steps, of one engine.
+
+    Args:
+        work_s: Seconds that the job takes alone.
+        usage: Called only when needed: next to another job, or with an SM share.
+    """
 
     __slots__ = (
-        "_asked",
         "_usage",
+        "_usage_of_step",
         "done_s",
         "gpus",
         "on_end",
@@ -64,32 +69,33 @@ class Job:
     ) -> None:
         self.gpus = gpus
         self.sm_share = sm_share
-        self._asked = usage
+        self._usage_of_step = usage
         self._usage: GpuUsage | None = None
+        # Factor on work_s due to the SM share.
         self.stretch = slowdown(usage(), sm_share) if sm_share < 1.0 else 1.0
         self.work_s = work_s * self.stretch
         self.on_end = on_end
         self.speed = 0.0
-        # Seconds of work_s that are done at since_s.
+        # Seconds of work_s completed at since_s.
         self.done_s = 0.0
         self.since_s = 0.0
         self.version = 0
 
     @property
     def usage(self) -> GpuUsage:
-        """Parts of the GPU's compute and bandwidth that it keeps busy at full speed."""
+        """Parts of the GPU's compute and bandwidth that the job uses at full speed."""
         if self._usage is None:
-            found = self._asked()
+            found = self._usage_of_step()
             self._usage = GpuUsage(found.compute / self.stretch, found.bandwidth / self.stretch)
         return self._usage
 
     def done_at(self, now_s: float) -> float:
-        """Seconds of unstretched work done by `now_s`."""
+        """Returns the seconds of unstretched work completed by `now_s`."""
         return (self.done_s + (now_s - self.since_s) * self.speed) / self.stretch
 
 
 class Compute:
-    """Starts jobs and calls their `on_end`. Cost per change: the jobs of the GPUs concerned."""
+    """Starts jobs and calls their `on_end`. A change costs O(jobs of the affected GPUs)."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -109,7 +115,7 @@ class Compute:
         self._adapt(job.gpus, job)
 
     def resize(self, job: Job, work_s: float) -> None:
-        """The job takes `work_s` alone instead of what it was started with."""
+        """Changes the job's work to `work_s` seconds alone."""
         job.work_s = work_s * job.stretch
         self._settle(job)
         self._schedule(job)
@@ -124,12 +130,12 @@ class Compute:
             if not gpu.jobs:
                 gpu.busy_s += now_s - gpu.since_s
         first = job.gpus[0]
-        if len(job.gpus) > 1 or first.jobs or first.speed != 1.0:  # else nobody's speed changes
+        if len(job.gpus) > 1 or first.jobs or first.speed != 1.0:  # else no speed changes
             self._adapt(job.gpus, None)
         job.on_end()
 
     def _adapt(self, gpus: Sequence[Gpu], started: Job | None) -> None:
-        """Speeds of `gpus` and of their jobs, after a job came or went."""
+        """Updates the speeds of `gpus` and of their jobs after a job started or ended."""
         for gpu in gpus:
             speed = _speed(gpu.jobs)
             if speed != gpu.speed:

@@ -1,7 +1,7 @@
-"""An externally stepped engine and its controller: step control (MuxServe §3.3, SeaLLM §4.2,
+"""Engine whose steps a policy controls, and the controller of a device (MuxServe §3.3, SeaLLM §4.2,
 AlpaServe's temporal sharing).
 
-Admission is part of the control here: requests wait in the engine until a prefill names them.
+The control includes admission: requests wait in the engine until it selects them for a prefill.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ CHOICES_MAX = 64
 
 
 class ControlledEngine(SimEngine):
-    """Prefill and decode may run side by side. While a request is in the batch, its executed_s
-    lacks the engine's clock, which runs for all members; it is added when the request leaves."""
+    """Engine that starts steps only on request. Prefill and decode may run concurrently.
 
-    def begin(self, load: ModelLoad, sm_share: float) -> None:
-        """What the control is told of the model; call once."""
+    The engine's clock counts decode time for all members of the batch. A member's executed_s has
+    the clock subtracted when it joins; the clock is added back when it leaves.
+    """
+
+    def configure(self, load: ModelLoad, sm_share: float) -> None:
+        """Sets the data that the control gets about the model. REQUIRES: called once, first."""
         self.load = load
         self.decode_sm_share = sm_share
         self.waiting: dict[int, SimRequest] = {}
         # Requests with KV that the last decode step left out.
         self.parked: dict[int, SimRequest] = {}
         self.kv_peak_bytes = 0
-        # A prefill found no memory: waiting requests are not shown until something changes. A
-        # control reckons in tokens, the ledger grants quanta.
-        self.short = False
+        # True after a prefill found no memory. Waiting requests are then hidden from the control
+        # until something changes, since it counts tokens while the ledger grants quanta.
+        self.lacks_memory = False
         self._clock_s = 0.0
         self._decode_since_s = 0.0
         self._seen: set[int] = set()
@@ -60,7 +63,7 @@ class ControlledEngine(SimEngine):
         self.end_run()
 
     def readmit(self) -> None:
-        """Retracted requests wait for their turn before all others."""
+        """Moves retracted requests to the front of the waiting ones."""
         back = {request.index: request for request in self.retracted}
         self.retracted.clear()
         self.kv.sites[0].starved.discard(self)
@@ -68,10 +71,10 @@ class ControlledEngine(SimEngine):
             request.last_s = self._kernel.time_s
         self.waiting = {**back, **self.waiting}
 
-    def turn(self) -> None:
-        """Nothing starts by itself."""
-        if self.leaving and not self.busy:
-            self._rest()
+    def start_next(self) -> None:
+        """Reports idleness if the engine is stopping. Steps start only on request."""
+        if self.stopping and not self.busy:
+            self._report_idle()
 
     def release(self) -> list[SimRequest]:
         for request in self.batch.members.values():
@@ -85,7 +88,7 @@ class ControlledEngine(SimEngine):
         return [*super().release(), *parked, *waiting]
 
     def take_over(self, requests: Iterable[SimRequest]) -> None:
-        """Those with KV stand where decodes that were left out stand; the others wait."""
+        """Takes requests of another engine. Those with KV are parked, the others wait."""
         moved: dict[int, SimRequest] = {}
         for request in requests:
             self.running += 1
@@ -102,8 +105,8 @@ class ControlledEngine(SimEngine):
     # --- jobs -------------------------------------------------------------------------------
 
     def prefill_now(self, ids: Sequence[str], sm_share: float) -> bool:
-        """One step of the whole prompts named, those whose KV fits. False: none did."""
-        assert not self.leaving
+        """Starts one step of the named whole prompts whose KV fits. Returns False if none fits."""
+        assert not self.stopping
         chunks: list[tuple[SimRequest, int]] = []
         for key in ids:
             request = self.waiting.get(int(key))
@@ -121,8 +124,9 @@ class ControlledEngine(SimEngine):
         return bool(chunks)
 
     def decode_now(self, ids: Sequence[str], sm_share: float, steps_max: int) -> bool:
-        """Decode steps of those named; the others are parked. False: nothing could start."""
-        assert not self.leaving
+        """Starts decode steps of the named requests and parks the others. Returns False if no step
+        could start."""
+        assert not self.stopping
         chosen = {int(key) for key in ids}
         for request in [r for i, r in self.batch.members.items() if i not in chosen]:
             self._leave(request)
@@ -154,9 +158,9 @@ class ControlledEngine(SimEngine):
         if not ends:
             self._listener.freed()
 
-    def _token_came(self, request: SimRequest) -> None:
+    def _emit_token(self, request: SimRequest) -> None:
         joins = self._decode is None and request.generated + 1 < request.output_tokens
-        super()._token_came(request)
+        super()._emit_token(request)
         if joins:
             request.executed_s -= self._clock_s
 
@@ -165,7 +169,7 @@ class ControlledEngine(SimEngine):
         self._note_peak()
 
     def _note_peak(self) -> None:
-        """Between two views a run may grow and end."""
+        """Updates the peak, since a run may grow and end between two views."""
         self.kv_peak_bytes = max(self.kv_peak_bytes, self.kv.kv_bytes)
 
     def _leave(self, request: SimRequest) -> None:
@@ -190,7 +194,7 @@ class ControlledEngine(SimEngine):
         token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
         return EngineStepView(
             model,
-            () if self.short else self._shown(self.waiting.values()),
+            () if self.lacks_memory else self._views(self.waiting.values()),
             decodes,
             busy,
             token_bytes,
@@ -204,7 +208,7 @@ class ControlledEngine(SimEngine):
             self.running - len(self.waiting) - len(decodes),
         )
 
-    def _shown(self, requests: Iterable[SimRequest], tokens: int = 0) -> tuple[StepRequest, ...]:
+    def _views(self, requests: Iterable[SimRequest], tokens: int = 0) -> tuple[StepRequest, ...]:
         now_s = self._kernel.time_s
         return tuple(
             [
@@ -221,8 +225,9 @@ class ControlledEngine(SimEngine):
         )
 
     def _decodes(self, stepping: bool) -> tuple[StepRequest, ...]:
-        """Oldest first. In the batch, tokens and times are less by what its clocks show."""
-        parked = self._shown(self.parked.values(), 1)
+        """Returns the decoding requests, oldest first. Members of the batch have stale tokens and
+        times, so the batch's step and the engine's clock are added."""
+        parked = self._views(self.parked.values(), 1)
         if stepping:
             return parked
         now_s, step, clock_s = self._kernel.time_s, self.batch.step + 1, self._clock_s
@@ -247,10 +252,12 @@ def _by_arrival(request: StepRequest) -> tuple[float, str]:
 
 
 class StepController:
-    """Asks a policy's step control for one device and starts the jobs that it chooses. Decode steps
-    go on for `holds_s` of a choice without another question. They end with the present step when a
-    request is admitted, ends or is retracted on the device, and when a choice that does not hold
-    starts something: step by step the control would be asked anew then."""
+    """Consults a policy's step control for one device and starts the jobs that it chooses.
+
+    Decode runs continue for `holds_s` of a choice without consulting the control again. A run ends
+    with the present step when a request is admitted, ends or is retracted on the device, and when a
+    choice with `holds_s` = 0 starts a job: step by step, the control would then be consulted again.
+    """
 
     def __init__(
         self,
@@ -273,12 +280,13 @@ class StepController:
         self._again = False
 
     def consult(self, engines: Mapping[str, ControlledEngine], changed: bool) -> None:
-        """changed: a request came or ended, so that runs in flight are to be asked for anew."""
+        """Consults the control if no consultation is under way. changed: a request arrived or
+        ended, so runs in flight end with their present step."""
         self._again = True
         if changed or tuple(sorted(engines)) != self._names:
             self._end_runs(engines)
             for engine in engines.values():
-                engine.short = False
+                engine.lacks_memory = False
         if self._asking or not engines:
             return
         self._asking = True
@@ -310,12 +318,12 @@ class StepController:
     def _start(self, job: StepJob, engine: ControlledEngine, choice: StepChoice) -> bool:
         if job.phase is Phase.PREFILL:
             started = engine.prefill_now(job.requests, job.sm_share)
-            engine.short = not started
+            engine.lacks_memory = not started
             self._again = self._again or not started
             return started
         steps_max = UNBOUNDED_STEPS if choice.holds_s > 0 else 1
         started = engine.decode_now(job.requests, job.sm_share, steps_max)
-        # all requests may have been retracted, and wait again
+        # If all requests were retracted, they wait again.
         self._again = self._again or not started
         return started
 
@@ -328,7 +336,7 @@ class StepController:
             self._expired()
 
     def _note_quotas(self, engines: Mapping[str, ControlledEngine]) -> None:
-        """Peaks are counted anew when quotas were adapted."""
+        """Resets the peaks when the control has changed its quotas."""
         quotas = self._control.kv_quotas(self._state)
         if quotas is not self._quotas:
             self._quotas = quotas

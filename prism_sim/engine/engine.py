@@ -1,9 +1,9 @@
-"""A simulated engine: continuous batching, chunked prefill, paged KV, retraction when memory ends.
+"""Simulated engine: continuous batching, chunked prefill, paged KV, retraction on lack of memory.
 
-It behaves like the live engines: whole prompts are given KV when they are admitted, prefill goes
-before decode, a request that lacks memory for its next token sends the newest member of the batch
-back (retract and recompute). Runs of equal decode steps are one event: `run_steps` says how many
-at most, and 1 is the step-by-step mode, which gives the same results to rounding.
+As in the live engines, a prompt gets its whole KV on admission and prefill has priority over
+decode. If memory is too short for the batch's next step, its newest member is retracted and later
+recomputed. A run of consecutive decode steps is one event of at most `run_steps` steps. With
+`run_steps` = 1 every step is an event, with the same results up to rounding.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ from prism_sim.engine.kv import KvSpace
 
 
 class SimEngine:
-    """One active model on one GPU or tensor-parallel group.
-
-    `prefills`: admitted requests without their next token, oldest first. `retracted`: requests that
-    wait for memory to come back. running: all requests that it holds. slower: factor on the time of
-    every step. submit_s: from an admission until the engine knows of it.
-    """
+    """One active model on one GPU or tensor-parallel group."""
 
     def __init__(
         self,
@@ -49,18 +44,26 @@ class SimEngine:
         self.max_running = settings.max_running
         self._listener = listener
         self.batch = Batch(kv.block_tokens)
+        # Admitted requests whose prompt is not computed, oldest first.
         self.prefills: deque[SimRequest] = deque()
+        # Requests that wait for memory.
         self.retracted: deque[SimRequest] = deque()
+        # Requests that join the batch after the step in flight.
         self._joining: list[SimRequest] = []
         self._prefill_since_s = 0.0
         self._prefill: Flight | None = None
         self._decode: Flight | None = None
-        self.leaving = False
-        self._rested: Callable[[], None] | None = None
+        # True after `stop`.
+        self.stopping = False
+        self._on_idle: Callable[[], None] | None = None
+        # Batch size and context tokens for the usage of decode jobs.
         self._usage_of = (0, 0)
         self._usage_changed = True
+        # Number of requests that the engine holds.
         self.running = 0
+        # Factor on the time of every step.
         self.slower = 1.0
+        # Time from an admission until the engine may start the request.
         self.submit_s = 0.0
         self.speed = Speed()
         self.prompt_tokens_total = 0
@@ -70,7 +73,7 @@ class SimEngine:
         )
         kv.runner = self
 
-    # --- what others see --------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------
 
     @property
     def busy(self) -> frozenset[Phase]:
@@ -79,38 +82,39 @@ class SimEngine:
         return frozenset(phase for phase, step in found if step is not None)
 
     def pending_prefill_s(self) -> float:
-        """Of the prompts that it has admitted, by the speed measured so far. One that is half done
-        counts whole, as in the live system, where an agent hears of it with its first token."""
+        """Returns the prefill time of the admitted prompts at the speed measured so far. A partly
+        computed prompt counts whole, as in the live system, where the agent learns of a prompt's
+        progress with its first token."""
         return sum([request.kv_tokens for request in self.prefills]) / self.prefill_tokens_per_s
 
     def sync(self) -> None:
-        """Bring the ledgers up to the steps that have begun by now. A run that ends within the
-        quanta that it holds changes nothing there."""
+        """Updates the ledgers to the steps begun by now. A run that ends within the held quanta
+        needs no update."""
         step = self._decode
         if step is not None and not self.kv.holds(step.blocks - step.allocated_blocks):
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Bring KV memory up to the steps that have begun by now, block by block."""
+        """Updates KV memory to the steps begun by now, block by block."""
         step = self._decode
         if step is not None and step.allocated < step.steps:
-            self._allocate(step, self._begun(step))
+            self._allocate(step, self._steps_begun(step))
 
     def output_tokens(self) -> int:
-        """Tokens given out since the start."""
+        """Returns the number of tokens generated since the start."""
         done = self._steps_done(self._decode) if self._decode is not None else 0
         return self.output_tokens_total + done * len(self.batch.members)
 
     def requests(self) -> list[SimRequest]:
-        """All that it holds."""
+        """Returns all requests that the engine holds."""
         return [*self.batch.members.values(), *self._joining, *self.prefills, *self.retracted]
 
-    # --- orders -----------------------------------------------------------------------------
+    # --- commands ---------------------------------------------------------------------------
 
     def admit(self, requests: Iterable[SimRequest]) -> None:
-        """Take requests whose KV fits; `turn` starts them. One that does not fit after all waits
-        for memory like a retracted one."""
-        # what the run in flight has begun is taken before others take its claim
+        """Admits requests; `start_next` starts them. A request whose KV does not fit waits for
+        memory like a retracted one."""
+        # The steps begun so far allocate their KV before the new requests take the run's claim.
         if self.submit_s > 0:
             self.catch_up()
         else:
@@ -118,7 +122,7 @@ class SimEngine:
         for request in requests:
             self.running += 1
             request.ready_s = self._kernel.time_s + self.submit_s
-            if request.started_s < 0:  # else it comes from a copy that is gone
+            if request.started_s < 0:  # else it comes from a removed copy
                 request.started_s = self._kernel.time_s
                 self.prompt_tokens_total += request.prompt_tokens
             if self.kv.hold(request, self._kernel.time_s):
@@ -126,29 +130,29 @@ class SimEngine:
             else:
                 self._starve(request)
         if self.submit_s > 0:
-            self._kernel.after(self.submit_s, self._came)
+            self._kernel.after(self.submit_s, self._on_submitted)
 
-    def turn(self) -> None:
-        """Start what is to run next, if nothing runs. Called after every change."""
+    def start_next(self) -> None:
+        """Starts the next step or run if none is in flight. Called after every change."""
         if self._prefill is not None or self._decode is not None:
             return
-        if self.leaving:
-            self._rest()
+        if self.stopping:
+            self._report_idle()
         elif self.prefills and self.prefills[0].ready_s <= self._kernel.time_s:
             self.start_prefill()
         elif self.batch.members:
             self.start_decode()
 
-    def _came(self) -> None:
+    def _on_submitted(self) -> None:
         self.end_run()
-        self.turn()
+        self.start_next()
 
     def end_run(self) -> None:
-        """The decode run in flight ends with its present step; its claim on memory lapses."""
+        """Ends the decode run in flight with its present step and releases its claim on memory."""
         step = self._decode
         if step is None or step.steps == 1:
             return
-        begun = self._begun(step)
+        begun = self._steps_begun(step)
         self._allocate(step, begun)
         if begun < step.steps:
             step.steps = begun
@@ -157,10 +161,10 @@ class SimEngine:
         self.kv.unclaim()
 
     def readmit(self) -> None:
-        """Retracted requests come back while there is room, oldest first."""
+        """Readmits retracted requests whose KV fits, oldest first."""
         self.catch_up()
-        came = False
-        while self.retracted and not self.leaving:
+        readmitted = False
+        while self.retracted and not self.stopping:
             request = self.retracted[0]
             left = request.output_tokens - request.generated
             headroom = min(left, self._settings.headroom_tokens) if self.running > 1 else 1
@@ -169,14 +173,14 @@ class SimEngine:
             if not self.kv.hold(request, self._kernel.time_s, spare):
                 break
             self.prefills.append(self.retracted.popleft())
-            came = True
+            readmitted = True
         if not self.retracted:
             self.kv.sites[0].starved.discard(self)
-        if came:
+        if readmitted:
             self.end_run()
 
     def _recompute(self, request: SimRequest) -> None:
-        """Its KV is gone: it waits for memory to compute all of it again."""
+        """Lets a request whose KV is gone wait for memory to compute all of it again."""
         request.forget_kv()
         self._starve(request)
 
@@ -186,20 +190,20 @@ class SimEngine:
 
     # --- moving -----------------------------------------------------------------------------
 
-    def leave(self, rested: Callable[[], None]) -> None:
-        """Start nothing more; `rested` is called once nothing is in flight. Then `release`."""
-        self.leaving, self._rested = True, rested
+    def stop(self, on_idle: Callable[[], None]) -> None:
+        """Starts no more steps and calls `on_idle` once none is in flight; `release` follows."""
+        self.stopping, self._on_idle = True, on_idle
         self.end_run()
-        self.turn()
+        self.start_next()
 
-    def _rest(self) -> None:
-        if self._rested is not None:
-            self._kernel.after(0.0, self._rested)
-            self._rested = None
+    def _report_idle(self) -> None:
+        if self._on_idle is not None:
+            self._kernel.after(0.0, self._on_idle)
+            self._on_idle = None
 
     def release(self) -> list[SimRequest]:
-        """All requests leave, with the KV computed so far, and their memory is free. REQUIRES:
-        nothing is in flight."""
+        """Frees the memory of all requests and returns them, with their progress. REQUIRES: nothing
+        is in flight."""
         held = [*self.batch.members.values(), *self.prefills]
         for request in held:
             if request.index in self.batch.members:
@@ -213,8 +217,8 @@ class SimEngine:
         return left
 
     def take_over(self, requests: Iterable[SimRequest]) -> None:
-        """Of another engine, with their KV where there is memory for it; else they are computed
-        again when there is. `turn` starts them."""
+        """Takes requests of another engine with their KV. A request whose KV does not fit waits for
+        memory and is recomputed. `start_next` starts them."""
         self.end_run()
         prefills: list[SimRequest] = []
         for request in requests:
@@ -225,18 +229,18 @@ class SimEngine:
             elif request.todo_tokens:
                 prefills.append(request)
             else:
-                self._continue(request)
+                self._join_batch(request)
         self.prefills.extendleft(reversed(prefills))
 
-    def _continue(self, request: SimRequest) -> None:
-        """Its prompt is computed: the next step of the batch is its next as well."""
+    def _join_batch(self, request: SimRequest) -> None:
+        """Adds a request with a computed prompt to the batch, after the step in flight if any."""
         if self._decode is None and (self._prefill is None or not self._prefill.steps):
             self.batch.join(request)
         else:
             self._joining.append(request)
             self.end_run()
 
-    def _let_join(self) -> None:
+    def _join_deferred(self) -> None:
         for request in self._joining:
             self.batch.join(request)
         self._joining.clear()
@@ -244,7 +248,8 @@ class SimEngine:
     # --- prefill ----------------------------------------------------------------------------
 
     def start_prefill(self) -> None:
-        """One step of the oldest prompts. REQUIRES: the first may start, and nothing in flight."""
+        """Starts one step of the oldest prompts. REQUIRES: the first may start, and nothing is in
+        flight."""
         left = self._settings.prefill_chunk_tokens
         chunks: list[tuple[SimRequest, int]] = []
         for request in self.prefills:
@@ -278,26 +283,26 @@ class SimEngine:
         self._measure(sum([tokens for _, tokens in step.chunks]))
         if step.steps:
             self._advance(1)
-            self._let_join()
+            self._join_deferred()
         for request, tokens in step.chunks:
             request.todo_tokens -= tokens
             if request.todo_tokens == 0:
                 self.prefills.remove(request)
                 self.kv.keep_prompt(request)
-                self._token_came(request)
+                self._emit_token(request)
         self._usage_changed = True
         self._listener.freed()
-        self.turn()
+        self.start_next()
 
     def _measure(self, tokens: int) -> None:
-        """The prefill speed that admission reckons with, as the live engines report it: it includes
-        what neighbours on the GPU cost."""
+        """Updates the prefill speed that admission assumes. As in the reports of live engines, it
+        includes the slowdown by other engines on the GPU."""
         seconds = self._kernel.time_s - self._prefill_since_s
         if seconds > 0:
             self.speed.add(tokens, seconds)
             self.prefill_tokens_per_s = self.speed.tokens_per_s
 
-    def _token_came(self, request: SimRequest) -> None:
+    def _emit_token(self, request: SimRequest) -> None:
         request.generated += 1
         self.output_tokens_total += 1
         if request.first_s < 0:
@@ -305,16 +310,16 @@ class SimEngine:
         if request.generated >= request.output_tokens:
             self._end(request)
         else:
-            self._continue(request)
+            self._join_batch(request)
 
     # --- decode -----------------------------------------------------------------------------
 
     def start_decode(self, sm_share: float = 1.0, steps_max: int = UNBOUNDED_STEPS) -> bool:
-        """A run of decode steps of the whole batch: until a member ends, memory ends, `end_run`
-        is called, or `steps_max`. False: all requests had to be retracted.
-        REQUIRES: no decode in flight, a batch."""
+        """Starts a run of decode steps of the whole batch. Returns False if all requests had to be
+        retracted. The run ends when a member ends, when memory is exhausted, on `end_run`, or after
+        `steps_max` steps. REQUIRES: no decode in flight, a batch."""
         if not self._make_room():
-            self.turn()
+            self.start_next()
             return False
         batch = self.batch
         steps = min(batch.steps_to_end(), self._settings.run_steps, steps_max)
@@ -339,13 +344,13 @@ class SimEngine:
         self._decode = None
         self.kv.unclaim()
         ended = self._advance(step.steps)
-        self._let_join()
+        self._join_deferred()
         if ended:
             self._listener.freed()
-        self.turn()
+        self.start_next()
 
     def _advance(self, steps: int) -> bool:
-        """`steps` decode steps are over. True: a request ended."""
+        """Completes `steps` decode steps. Returns True if a request ended."""
         self.output_tokens_total += steps * len(self.batch.members)
         ended = self.batch.advance(steps)
         for request in ended:
@@ -353,7 +358,7 @@ class SimEngine:
         return bool(ended)
 
     def _make_room(self) -> bool:
-        """Retract until the next step of the batch fits. False: no member is left."""
+        """Retracts members until the next step of the batch fits. Returns False if none is left."""
         while self.batch.members:
             if self.kv.fits(self.batch.new_blocks(1)):
                 return True
@@ -369,12 +374,12 @@ class SimEngine:
         self._listener.retracted(victim)
 
     def _batch_usage(self) -> GpuUsage:
-        """Of the batch in flight, at the context it had when it last changed: the same whether its
-        steps are taken one by one or in runs."""
+        """Returns the GPU usage of the batch at the context that it had when it last changed. The
+        result is therefore the same for single steps and runs."""
         return self.cost.usage((), *self._usage_of)
 
-    def _begun(self, step: Flight) -> int:
-        """Decode steps that have begun by now, the present one included."""
+    def _steps_begun(self, step: Flight) -> int:
+        """Returns the number of decode steps begun by now, including the present one."""
         return min(step.steps, self._steps_done(step) + 1)
 
     def _steps_done(self, step: Flight) -> int:
@@ -385,7 +390,7 @@ class SimEngine:
         return step.done
 
     def _allocate(self, step: Flight, begun: int) -> None:
-        """KV for the steps up to `begun`, which were claimed, as far as it was not taken before."""
+        """Allocates the claimed KV of the steps up to `begun` that have none yet."""
         if begun <= step.allocated:
             return
         blocks = step.blocks if begun == step.run_steps else self.batch.new_blocks(begun)

@@ -1,56 +1,77 @@
 """KV memory of one engine: blocks in quanta on the ledgers of all its ranks.
 
-A tensor-parallel engine holds the same blocks on each of its devices and takes a quantum on all of
-them or on none. Blocks are packed as tightly as they could be (the live allocator fills the
-fullest page first), so `quanta` is the fewest that hold the live blocks.
+A tensor-parallel engine holds the same blocks on each of its devices, and takes a quantum on all of
+them or on none. Blocks are packed as tightly as possible (the live allocator fills the fullest page
+first), so `quanta` is the smallest number that holds the live blocks.
 
-Runs of decode steps take their KV step by step, which others see in the ledgers as it happens
-(`MemorySite.sync`). What a run may still take is its claim. No other run counts on claimed memory
-at its start; an engine that really needs the memory ends the run with its present step.
+Runs of decode steps take their KV step by step; `MemorySite.sync` updates the ledgers. The memory
+that a run may still take is its claim. A run that starts on another engine does not count on
+claimed memory. An engine that cannot proceed without that memory ends the run with its present
+step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
 from prism_sim.core.request import SimRequest
 from prism_sim.engine.batch import Batch
 from prism_sim.engine.memory import Account, Ledger
 
-if TYPE_CHECKING:
-    from prism_sim.engine.engine import SimEngine
+
+class KvRunner(Protocol):
+    """Engine whose runs of decode steps use a KV space."""
+
+    def sync(self) -> None:
+        """Updates the ledgers to the steps begun by now."""
+        ...
+
+    def catch_up(self) -> None:
+        """Updates the KV space to the steps begun by now, block by block."""
+        ...
+
+    def end_run(self) -> None:
+        """Ends the run in flight with its present step and releases its claim."""
+        ...
 
 
 class MemorySite:
-    """A device's ledger and the KV spaces on it. reuses: some of them have a prefix cache. starved:
-    engines with their rank 0 here that hold requests without memory."""
+    """Ledger of a device and the KV spaces on it."""
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name = name
         self.ledger = ledger
         self.spaces: list[KvSpace] = []
+        # True if a space has a prefix cache.
         self.reuses = False
-        self.starved: set[SimEngine] = set()
+        # Engines with rank 0 on this device that hold requests without memory.
+        self.starved: set[KvRunner] = set()
 
     def sync(self) -> None:
-        """Every engine's quanta as of now."""
+        """Updates the quanta of all engines to now."""
         for space in self.spaces:
             space.runner.sync()
 
     def end_runs(self) -> None:
-        """No run counts on memory beyond its present step."""
+        """Ends every run that may still grow with its present step."""
         for space in self.spaces:
             if space.target_quanta > space.quanta:
                 space.runner.end_run()
 
 
 class KvSpace:
-    """quantum_bytes: of one quantum on one device; quantum_blocks: the KV blocks in it.
-    target_quanta: what the run in flight will hold at its end, 0 without a claim. cache: prefixes
-    that are among the live blocks."""
+    """KV blocks of one engine on the ledgers of its devices.
+
+    Args:
+        sites: Devices of the engine, rank 0 first.
+        accounts: Its account on each of these.
+        block_tokens: Tokens of a KV block.
+        quantum_blocks: KV blocks in a quantum.
+        quantum_bytes: Size of a quantum on one device.
+    """
 
     def __init__(
         self,
@@ -66,32 +87,35 @@ class KvSpace:
         self.quantum_blocks = quantum_blocks
         self.quantum_bytes = quantum_bytes
         self.quantum_tokens = quantum_blocks * block_tokens
+        # Blocks of requests and of cached prefixes.
         self.live_blocks = 0
         self.quanta = 0
+        # Quanta at the end of the run in flight; 0 without a claim.
         self.target_quanta = 0
         self._target_blocks = 0
         self.cache: SimPrefixCache | None = None
-        self.runner: SimEngine
+        # Set by the engine.
+        self.runner: KvRunner
         self._ranks = [(s.ledger, a) for s, a in zip(sites, accounts, strict=True)]
 
     @property
     def kv_bytes(self) -> int:
-        """On one device."""
+        """KV memory on one device."""
         return self.quanta * self.quantum_bytes
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
     def bytes_of(self, blocks: int) -> int:
-        """Of as many quanta as hold `blocks`, on one device."""
+        """Returns the size of the quanta that hold `blocks`, on one device."""
         return -(-blocks // self.quantum_blocks) * self.quantum_bytes
 
     def holds(self, blocks: int) -> bool:
-        """Whether `blocks` more lie in the quanta that it has."""
+        """Returns whether `blocks` more fit in the held quanta."""
         return self.live_blocks + blocks <= self.quanta * self.quantum_blocks
 
     def fits(self, blocks: int) -> bool:
-        """Whether `blocks` more could be taken now; cached prefixes give way for them."""
+        """Returns whether `blocks` more can be taken now. Drops cached prefixes if needed."""
         need_bytes = self._growth_bytes(blocks)
         if need_bytes == 0 or need_bytes <= self._unclaimed_bytes():
             return True
@@ -100,7 +124,7 @@ class KvSpace:
         return self.has_room(blocks) or (self.cache is not None and make_room(self, blocks))
 
     def has_room(self, blocks: int) -> bool:
-        """Whether `blocks` more fit as the ledgers stand."""
+        """Returns whether `blocks` more fit by the present state of the ledgers."""
         need_bytes = self._growth_bytes(blocks)
         return all(need_bytes <= ledger.room_bytes(account) for ledger, account in self._ranks)
 
@@ -109,7 +133,8 @@ class KvSpace:
         return self._growth_bytes(blocks) <= ledger.room_bytes(account)
 
     def left_bytes(self) -> float:
-        """Below its limit, beside all that its guarantee and the run in flight may take."""
+        """Returns the memory below the limit that neither the minimum nor the run in flight may
+        take."""
         account = self.accounts[0]
         if account.limit_bytes is None:
             return math.inf
@@ -117,7 +142,7 @@ class KvSpace:
         return account.limit_bytes - max(account.min_bytes, quanta * self.quantum_bytes)
 
     def take(self, blocks: int) -> bool:
-        """All of `blocks`, or False."""
+        """Takes all of `blocks`, or takes none and returns False."""
         if not self.fits(blocks):
             return False
         self.take_claimed(blocks)
@@ -127,21 +152,22 @@ class KvSpace:
         return True
 
     def take_claimed(self, blocks: int) -> None:
-        """REQUIRES: they fit, by a claim or by `fits`."""
+        """Takes `blocks`. REQUIRES: they fit, by a claim or by `fits`."""
         self.live_blocks += blocks
         self._resize()
 
-    def give(self, blocks: int) -> None:
+    def free(self, blocks: int) -> None:
         self.live_blocks -= blocks
         self._resize()
 
     def hold(self, request: SimRequest, now_s: float, spare_blocks: int = 0) -> bool:
-        """KV for all of the request that is not cached, if `spare_blocks` fit as well."""
+        """Takes KV for the tokens of the request that are not cached. Returns False, and takes
+        none, unless they fit together with `spare_blocks`."""
         cache, need = self.cache, self.blocks(request.kv_tokens)
         if cache is None:
             return (not spare_blocks or self.fits(need + spare_blocks)) and self.take(need)
         if request.hashes:
-            # at least its last token is computed
+            # The last token is always computed.
             request.prefix = cache.use(request.hashes, (request.kv_tokens - 1) // HASH_TOKENS)
             need -= len(request.prefix) * cache.kv_blocks
         if (spare_blocks and not self.fits(need + spare_blocks)) or not self.take(need):
@@ -154,27 +180,30 @@ class KvSpace:
         return True
 
     def keep_prompt(self, request: SimRequest) -> None:
-        """The cache takes the prompt's blocks. A block that others computed at the same time is
-        freed."""
-        if self.cache is not None and (twice := self.cache.extend(request.prefix, request.hashes)):
-            self.give(twice * self.cache.kv_blocks)
+        """Adds the prompt's blocks to the cache, and frees those that another request has added in
+        the meantime."""
+        if self.cache is None:
+            return
+        duplicates = self.cache.extend(request.prefix, request.hashes)
+        if duplicates:
+            self.free(duplicates * self.cache.kv_blocks)
 
     def release(self, request: SimRequest, now_s: float) -> None:
-        """Free the request's own blocks; the cache keeps the rest."""
+        """Frees the request's own blocks; the cache keeps the others."""
         blocks, cache = self.blocks(request.kv_tokens), self.cache
         if cache is not None:
             blocks -= len(request.prefix) * cache.kv_blocks
             cache.leave(request.prefix, now_s)
-        self.give(blocks)
+        self.free(blocks)
 
     @property
     def idle_blocks(self) -> int:
-        """Of unused cached prefixes."""
+        """Number of KV blocks of unused cached prefixes."""
         return 0 if self.cache is None else self.cache.idle_blocks
 
     @property
     def used_bytes(self) -> int:
-        """Of requests, on one device."""
+        """KV memory of requests on one device."""
         return self.bytes_of(self.live_blocks - self.idle_blocks)
 
     @property
@@ -182,17 +211,17 @@ class KvSpace:
         return math.inf if self.cache is None else self.cache.oldest_s
 
     def drop_idle(self) -> None:
-        """The oldest cached block is gone. REQUIRES: one is idle, and the runner has caught up."""
+        """Drops the oldest cached block. REQUIRES: one is unused, and the runner has caught up."""
         assert self.cache is not None
         self.cache.drop()
         self.live_blocks -= self.cache.kv_blocks
         if self.target_quanta:
-            self._aim(self._target_blocks - self.cache.kv_blocks)
+            self._set_target(self._target_blocks - self.cache.kv_blocks)
         self._resize()
 
     def steps_that_fit(self, batch: Batch, steps: int) -> tuple[int, int]:
-        """The most of `steps` decode steps that no other run's claim stands against, at least 1,
-        and the blocks that they take. REQUIRES: one step `fits`."""
+        """Returns the largest part of `steps` decode steps that fits next to the claims of other
+        runs, at least 1, and the blocks that it takes. REQUIRES: one step `fits`."""
         most, blocks = self._unclaimed_blocks(), batch.new_blocks(steps)
         if blocks <= most:
             return steps, blocks
@@ -204,10 +233,10 @@ class KvSpace:
         return steps, batch.new_blocks(steps)
 
     def claim(self, blocks: int) -> None:
-        """The run that starts now will take `blocks`."""
-        self._aim(self.live_blocks + blocks)
+        """Claims `blocks` for the run that starts now."""
+        self._set_target(self.live_blocks + blocks)
 
-    def _aim(self, target_blocks: int) -> None:
+    def _set_target(self, target_blocks: int) -> None:
         self._target_blocks = target_blocks
         self.target_quanta = -(-target_blocks // self.quantum_blocks)
         self._note_claims()
@@ -250,20 +279,21 @@ class KvSpace:
         return quanta * self.quantum_blocks - self.live_blocks
 
 
-# --- cached prefixes give way ------------------------------------------------------------------
-# An engine gives up its own prefixes first, the oldest first, as in the live system. Then the
-# others give what lies above their own minimum.
+# --- dropping cached prefixes ------------------------------------------------------------------
+# An engine first drops its own prefixes, oldest first, as in the live system. Then the other
+# engines drop theirs down to their minimum.
 
 
 def idle_bytes(site: MemorySite, but: KvSpace | None = None) -> int:
-    """The memory that all unused prefixes would give back to the device's ledger."""
+    """Returns the memory that dropping all unused prefixes would free on the device."""
     if not site.reuses:
         return 0
     return sum(returnable_bytes(space, site) for space in site.spaces if space is not but)
 
 
 def make_room(space: KvSpace, blocks: int) -> bool:
-    """Drop no more than it takes for `blocks` to fit; nothing where all would not be enough."""
+    """Drops as few prefixes as needed for `blocks` to fit. Drops none and returns False if all of
+    them are not enough."""
     space.runner.catch_up()
     least_blocks = space.live_blocks - space.idle_blocks + blocks
     least_bytes = space.bytes_of(least_blocks)
@@ -282,19 +312,20 @@ def make_room(space: KvSpace, blocks: int) -> bool:
     return True
 
 
-def clear(site: MemorySite, need_bytes: int) -> None:
-    """Drop until `need_bytes` are free on the device. REQUIRES: they would be, with all dropped."""
+def drop_until_free(site: MemorySite, need_bytes: int) -> None:
+    """Drops prefixes until `need_bytes` are free on the device. REQUIRES: dropping all of them
+    frees that much."""
     while site.ledger.free_bytes < need_bytes:
         _drop_oldest(site)
 
 
 def _drop_oldest(site: MemorySite) -> None:
-    giving = [space for space in site.spaces if returnable_bytes(space, site)]
-    min(giving, key=lambda space: space.idle_since_s).drop_idle()
+    droppable = [space for space in site.spaces if returnable_bytes(space, site)]
+    min(droppable, key=lambda space: space.idle_since_s).drop_idle()
 
 
 def returnable_bytes(space: KvSpace, site: MemorySite) -> int:
-    """What the device's ledger would get back of one engine's."""
+    """Returns the memory that dropping one engine's unused prefixes would free on the device."""
     if not space.idle_blocks:
         return 0
     space.runner.catch_up()

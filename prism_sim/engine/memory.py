@@ -1,7 +1,7 @@
-"""GPU memory as the ledger keeps it: pages shared by weights and KV of all engines of a device.
+"""Simulated memory ledger of a device, shared by weights and KV of all its engines.
 
-The rules are those of `kvcached`'s ledger: every byte is reserved before it is used; a client's
-minimum counts as reserved whether it uses it or not; a client never exceeds its limit.
+The rules are those of `kvcached`'s ledger. Every byte is reserved before it is used. A client's
+minimum counts as reserved even if it is unused. A client never exceeds its limit.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Account:
-    """One engine on one device."""
+    """Memory of one engine on one device."""
 
     name: str
     static_bytes: int = 0
     kv_bytes: int = 0
     min_bytes: int = 0
     limit_bytes: int | None = None
-    # What its present run of decode steps may still take. It is not reserved, but no other run may
-    # count on it at its start.
+    # Memory that its present run of decode steps may still take. It is not reserved, but a run that
+    # starts on another engine must not count on it.
     claim_bytes: int = 0
 
     @property
@@ -29,7 +29,7 @@ class Account:
 
 @dataclass(slots=True)
 class Ledger:
-    """A device's memory. `limit` and `minimum` hold for KV, as in the live ledger."""
+    """Memory of one device. Minima and limits apply to KV, as in the live ledger."""
 
     capacity_bytes: int
     page_bytes: int
@@ -44,23 +44,23 @@ class Ledger:
 
     @property
     def spare_bytes(self) -> int:
-        """Neither reserved nor claimed."""
+        """Memory that is neither reserved nor claimed."""
         return self.capacity_bytes - self.reserved_bytes - self.claimed_bytes
 
     def open(self, account: Account) -> None:
-        """A new client. REQUIRES: `fits`."""
+        """Adds a client. REQUIRES: its reservation fits."""
         assert account.name not in self.accounts, f"{account.name} is a client already"
         self.accounts[account.name] = account
         self._reserve(account.reserved_bytes)
 
     def close(self, name: str) -> None:
-        """The client is gone with all it had."""
+        """Removes a client and frees its memory."""
         account = self.accounts.pop(name)
         self.reserved_bytes -= account.reserved_bytes
         self.claimed_bytes -= account.claim_bytes
 
     def set_kv(self, account: Account, kv_bytes: int) -> None:
-        """Its KV memory is `kv_bytes` now. REQUIRES: growth was within `room_bytes`."""
+        """Sets the client's KV memory. REQUIRES: growth is within `room_bytes`."""
         before, floor = account.kv_bytes, account.min_bytes
         account.kv_bytes = kv_bytes
         self._reserve(max(floor, kv_bytes) - max(floor, before))
@@ -70,14 +70,14 @@ class Ledger:
         account.claim_bytes = claim_bytes
 
     def room_bytes(self, account: Account) -> int:
-        """How much more KV it could take: its own guarantee and the common free memory."""
+        """Returns the KV that the client could add, from its minimum and the free memory."""
         room = max(0, account.min_bytes - account.kv_bytes) + self.free_bytes
         if account.limit_bytes is None:
             return room
         return min(room, account.limit_bytes - account.kv_bytes)
 
     def unclaimed_bytes(self, account: Account) -> int:
-        """`room_bytes` without what others' runs count on."""
+        """Returns `room_bytes` less the claims of other clients."""
         room = self.capacity_bytes - self.reserved_bytes - self.claimed_bytes + account.claim_bytes
         if account.min_bytes > account.kv_bytes:
             room += account.min_bytes - account.kv_bytes
@@ -86,7 +86,7 @@ class Ledger:
         return min(room, account.limit_bytes - account.kv_bytes)
 
     def aligned(self, size_bytes: int) -> int:
-        """In whole pages."""
+        """Returns the size rounded up to whole pages."""
         return -(-size_bytes // self.page_bytes) * self.page_bytes
 
     def _reserve(self, grown_bytes: int) -> None:
