@@ -1,4 +1,4 @@
-"""Simulations from Python, for notebooks: `simulate(setup, trace)` gives DataFrames."""
+"""Python API for notebooks: `simulate(setup, trace)` returns DataFrames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 
 from prism.config.reader import convert
 from prism.errors import ConfigError, TraceError
-from prism.policies import added, registry
+from prism.policies import registry
 from prism.policies.policy import Policy
 from prism_replay.results import ReplayResults, Summary
 from prism_replay.trace import TraceRequest
@@ -33,8 +33,11 @@ Progress = Callable[[int, int], None]
 
 
 class Results:
-    """What became of one simulation. The DataFrames are polars'; docs/prism-sim-results.md has
-    their columns. They are made when they are asked for, and need the package polars."""
+    """Results of one simulation.
+
+    The DataFrames are made on first use and need the package polars. docs/prism-sim-results.md
+    describes their columns.
+    """
 
     def __init__(self, found: SimResults, world: World, judge: Sequence[float]) -> None:
         self._run = TableSource(found, world.records, world.setup)
@@ -42,47 +45,47 @@ class Results:
 
     @property
     def config(self) -> SimYaml:
-        """The YAML as it was read, with the changes in it."""
+        """The parsed YAML with the changes applied."""
         return self._run.found.config
 
     @property
     def summary(self) -> Summary:
-        """Attainment and latencies, of all requests and by model."""
+        """Attainment and latencies of all requests and of each model."""
         return self._run.found.summary
 
     @property
     def found(self) -> SimResults:
-        """All that results.json has."""
+        """The content of results.json."""
         return self._run.found
 
     @cached_property
     def requests(self) -> pl.DataFrame:
-        """A row for each request."""
+        """One row per request."""
         return frame("requests", self._run)
 
     @cached_property
     def models(self) -> pl.DataFrame:
-        """A row for each model and SLO scale; `total` is last."""
+        """One row per model and SLO scale; `total` is last."""
         return frame("models", self._run)
 
     @cached_property
     def devices(self) -> pl.DataFrame:
-        """A row for each GPU."""
+        """One row per GPU."""
         return frame("devices", self._run)
 
     @cached_property
     def decisions(self) -> pl.DataFrame:
-        """A row for each action of the cluster scheduler, and for its end."""
+        """One row for each action of the cluster scheduler, and one for its completion."""
         return frame("decisions", self._run)
 
     @cached_property
     def replay(self) -> ReplayResults:
-        """The same run in prism-replay's form, of many requests a sample."""
+        """The run in prism-replay's format, with a sample of the requests if there are many."""
         return as_replay(self._run.found, self._run.records, self._judge)
 
     def write(self, folder: str | Path, *, requests: bool = True, timeline: bool = False) -> None:
-        """What `prism-sim run --out` writes: results.json, report.html and the tables, as CSV and,
-        where polars is installed, as Parquet."""
+        """Writes the files of `prism-sim run --out`: results.json, report.html and the tables as
+        CSV and, if polars is installed, as Parquet."""
         from prism_sim.output.report import write_report
 
         folder = Path(folder)
@@ -104,15 +107,17 @@ def simulate(
     judge: Sequence[float] = (1.0,),
     progress: Progress | None = None,
 ) -> Results:
-    """Simulate one cluster. Raises ConfigError, TraceError: one line with the key.
+    """Simulates one cluster. Raises ConfigError or TraceError: one line with the key.
 
-    setup: the YAML's path, or a mapping with its keys (relative paths then start here).
-    trace: in place of the setup's; a file that `source` of the setup describes (by default in
-      Prism's format), or its rows, with keys as in traces/README.md.
-    changes: dotted keys such as "gpus.count" -> value.
-    policy: in place of the setup's, without a package of its own.
-    judge: SLO scales at which attainment is counted.
-    progress: called with (requests ended, requests) now and then.
+    Args:
+        setup: Path of the YAML, or a mapping with its keys. Relative paths in a mapping start at
+            the working directory.
+        trace: Replaces the setup's trace. A file in the format that the setup's `source` names
+            (default: Prism's), or rows with the keys of traces/README.md.
+        changes: Dotted keys such as "gpus.count" -> value.
+        policy: Replaces the setup's policy; need not be in an installed package.
+        judge: SLO scales at which attainment is measured.
+        progress: Called periodically with (requests ended, requests).
     """
     path = Path(setup) if isinstance(setup, str | Path) else Path("setup")
     if isinstance(setup, Mapping):
@@ -138,15 +143,15 @@ def run_scenario(
     policy: Policy | None = None,
     progress: Progress | None = None,
 ) -> Results:
-    """Simulate what `scenario.load` has read."""
+    """Simulates a scenario from `scenario.load`."""
     world = World(scenario.setup, scenario.work, policy)
     world.progress = progress
     try:
         world.run()
     except Exception as error:
-        # whatever a policy of others raises: its traceback gets its name
+        # An external policy can raise anything: its name is added to the traceback.
         if world.policy.name not in registry.own_names():
-            error.add_note(f"the policy was {_whose(world.policy.name)}")
+            error.add_note(f"the policy was {_policy_and_package(world.policy.name)}")
         raise
     config = scenario.config
     if policy is not None:
@@ -154,8 +159,10 @@ def run_scenario(
     return Results(results_of(config, world, judge), world, judge)
 
 
-def _whose(policy: str) -> str:
-    package = f" of the package {added.package(policy)}" if policy in added.names() else ""
+def _policy_and_package(policy: str) -> str:
+    package = (
+        "" if policy in registry.own_names() else f" of the package {registry.package(policy)}"
+    )
     return f"{policy!r}{package}"
 
 
@@ -164,7 +171,7 @@ class _Rows(msgspec.Struct):
 
 
 def _rows(given: Rows) -> list[TraceRequest]:
-    """Raises TraceError that names row and key."""
+    """Returns the rows as requests. Raises TraceError that names row and key."""
     rows = list(given)
     if not all(isinstance(row, TraceRequest) for row in rows):
         rows = _converted(rows)  # type: ignore[assignment]

@@ -33,13 +33,13 @@ from prism.agent.requests import RequestTable
 from prism.agent.serving import Serving
 from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender, remove_files
 from prism.agent.state import AgentTiming, DeviceState
+from prism.config.adapters import adapter_named
 from prism.config.endpoints import local_name
 from prism.config.knobs import live_policy
 from prism.config.machines import is_gpu
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.engines.kv_file import remove_abandoned
-from prism.engines.process import load_adapter
 from prism.engines.weight_store import open_peers, open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
@@ -376,7 +376,7 @@ class Agent:
         return ForkServerClient.start(adapter, self._config_path, name, preloaded, python)
 
     def _weight_key(self, content: str, spec: ModelSpec, rank: int, ranks: int) -> WeightKey:
-        adapter = load_adapter(self._config.adapter_of(spec))
+        adapter = adapter_named(self._config.adapter_of(spec))
         key: WeightKey = adapter.weight_key(content, spec, rank, ranks, self._local_name)
         return key
 

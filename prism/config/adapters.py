@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import subprocess
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -21,9 +23,30 @@ from prism.messages.models import ModelSpec
 _PYTHON_S_MAX = 60.0
 
 
+@cache
+def _entry_points() -> Mapping[str, metadata.EntryPoint]:
+    """Returns the adapters of all installed packages by name. Prism's own have precedence."""
+    found = metadata.entry_points(group="prism.engines")
+    own = [point for point in found if point.module.startswith("prism.engines.")]
+    return {point.name: point for point in (*found, *own)}
+
+
+def adapter_names() -> tuple[str, ...]:
+    """Returns the names of the installed adapters, sorted. Imports none of them."""
+    return tuple(sorted(_entry_points()))
+
+
+def adapter_module(name: str) -> str:
+    """Returns the name of an adapter's package. Raises ConfigError if it is not installed."""
+    if name not in _entry_points():
+        known = ", ".join(adapter_names()) or "none; run scripts/install or pip install"
+        raise ConfigError(f"{name!r} is not an engine adapter; installed adapters: {known}")
+    return _entry_points()[name].module
+
+
 def adapter_named(name: str) -> ModuleType:
-    """Returns the package of the adapter `name`."""
-    return importlib.import_module(f"prism.engines.{name}")
+    """Returns an adapter's package. Raises ConfigError if it is not installed."""
+    return importlib.import_module(adapter_module(name))
 
 
 def with_engine_needs(
@@ -54,7 +77,8 @@ def _lacks(name: str, config: ClusterConfig, device: str) -> str:
     python = config.engine.python.get(name)
     if python is None:
         return str(adapter_named(name).lacks(device))
-    code = f"import prism, prism.engines.{name} as a; print(prism.__version__, a.lacks({device!r}))"
+    module = adapter_module(name)
+    code = f"import prism, {module} as a; print(prism.__version__, a.lacks({device!r}))"
     key = f"engine.python.{name}: {python}"
     try:
         done = subprocess.run(

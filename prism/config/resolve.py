@@ -14,6 +14,7 @@ import msgspec
 from prism.config.access import ApiKey, check_origins
 from prism.config.adapters import (
     adapter_named,
+    adapter_names,
     check_loadable,
     check_parsers,
     with_engine_needs,
@@ -31,7 +32,6 @@ from prism.config.names import check_model_names, check_names
 from prism.config.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
 from prism.config.reader import read_yaml
 from prism.config.schema import (
-    ADAPTERS,
     ATTENTION_BACKENDS,
     AUTO_STORE,
     CUDA_GRAPHS,
@@ -266,9 +266,9 @@ def _check_scheduler(data: SchedulerConfig) -> None:
 
 
 def _engine(data: EngineConfig, base_dir: Path) -> EngineConfig:
-    _one_of(data.adapter, ADAPTERS, "engine.adapter")
+    _one_of(data.adapter, adapter_names(), "engine.adapter")
     for name in data.python:
-        _one_of(name, ADAPTERS, "engine.python")
+        _one_of(name, adapter_names(), "engine.python")
     _one_of(data.weight_links, ("node", "own"), "engine.weight_links")
     _one_of(data.cuda_graphs, CUDA_GRAPHS, "engine.cuda_graphs")
     if data.attention_backend is not None:
@@ -350,6 +350,6 @@ def _check_model_values(data: ModelYaml, key: str) -> None:
         _at_least(data.context_length, 1, f"{key}.context_length")
     _at_least(data.tp, 1, f"{key}.tp")
     if data.adapter is not None:
-        _one_of(data.adapter, ADAPTERS, f"{key}.adapter")
+        _one_of(data.adapter, adapter_names(), f"{key}.adapter")
     if data.static_share is not None and not 0 < data.static_share <= 1:
         raise ConfigError(f"{key}.static_share: {data.static_share} is not in (0, 1]; write 0.5")

@@ -122,7 +122,6 @@ class FrontendConfig(
     traces: str = ""
 
 
-ADAPTERS = ("sglang", "vllm", "fake")
 CUDA_GRAPHS = ("lazy", "off")
 ATTENTION_BACKENDS = ("triton", "flashinfer", "fa3", "fa4", "trtllm_mha", "torch_native")
 MIGRATE_RUNNING = ("finish", "move")

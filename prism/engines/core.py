@@ -1,7 +1,8 @@
 """Interface between the worker loop and an engine adapter.
 
-An adapter is a package `prism.engines.<name>` with eight functions. `preload` does the heavy
-imports, `create` runs after them; the other six import nothing heavy.
+An adapter is a package with eight functions, which an entry point of the group `prism.engines`
+names. `preload` does the heavy imports, `create` runs after them; the other six import nothing
+heavy.
   lacks(device: str) -> str                  Returns the reason why the adapter cannot serve on the
                                              device, "" if it can.
   traits() -> EngineTraits                   Returns properties that all its engines share.

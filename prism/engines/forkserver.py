@@ -36,6 +36,7 @@ from typing import NoReturn
 
 import msgspec
 
+from prism.config.adapters import adapter_named
 from prism.config.resolved import read_resolved
 from prism.config.schema import ClusterConfig
 from prism.engines import cuda_facts, process
@@ -44,7 +45,6 @@ from prism.engines.preloaded import Preloaded
 from prism.engines.process import (
     SM_VARIABLE,
     THREAD_SETTINGS,
-    load_adapter,
     log_to_stderr,
     redirect_to_log,
 )
@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         die_with_parent()
     out_fd, forks = None if options.preloaded else take_stdout(), True
     try:
-        adapter = load_adapter(options.adapter)
+        adapter = adapter_named(options.adapter)
     except ConfigError as error:
         log.error("%s", error)
         return 2

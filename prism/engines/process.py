@@ -11,7 +11,6 @@ imports the adapter again and shares none of its memory with the others.
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import socket
@@ -19,14 +18,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
+from prism.config.adapters import adapter_named
 from prism.config.resolved import read_resolved
-from prism.config.schema import ADAPTERS
 from prism.engines.core import EngineContext
 from prism.engines.ranks.launch import RankLaunch, launch_ranks, run_follower
 from prism.engines.worker import run_engine
-from prism.errors import ConfigError, RankLostError
+from prism.errors import RankLostError
 from prism.messages.forkserver import ForkEngine
 from prism.process import (
     child_environment,
@@ -111,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lead(context: EngineContext, options: argparse.Namespace) -> int:
-    adapter = load_adapter(options.adapter)
+    adapter = adapter_named(options.adapter)
     starting = partial(start_rank, adapter=options.adapter, config_path=options.config)
     # The other ranks import while this one does.
     create = launch_ranks(context, adapter.create, options.peer, starting)
@@ -120,7 +118,7 @@ def _lead(context: EngineContext, options: argparse.Namespace) -> int:
 
 
 def _follow(context: EngineContext, options: argparse.Namespace) -> int:
-    adapter = load_adapter(options.adapter)
+    adapter = adapter_named(options.adapter)
     adapter.preload(context.device)
     devices = tuple(options.peer)
     own = EngineContext(context.engine_id, context.device, context.config, rank_devices=devices)
@@ -131,13 +129,6 @@ def _follow(context: EngineContext, options: argparse.Namespace) -> int:
 
 
 # --- shared with forked engines --------------------------------------------------------------
-
-
-def load_adapter(name: str) -> ModuleType:
-    """Returns the package `prism.engines.<name>`. Raises ConfigError for an unknown name."""
-    if name not in ADAPTERS:
-        raise ConfigError(f"{name!r} is not an engine adapter; use one of {', '.join(ADAPTERS)}")
-    return importlib.import_module(f"prism.engines.{name}")
 
 
 def redirect_to_log(path: Path) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
+from prism.config.adapters import adapter_module
 from prism.errors import RequestError
 from prism.frontend import calls
 from prism.frontend.errors import OverloadedError, UnavailableError, bad_request
@@ -221,7 +222,7 @@ class GrammarTrials:
 
     def __init__(self, adapter: str) -> None:
         self._adapter = adapter
-        self._module = f"prism.engines.{adapter}.try_grammar"
+        self._module = f"{adapter_module(adapter)}.try_grammar"
         self._can = importlib.util.find_spec(self._module) is not None
         # Grammar's digest -> its error ("" for none), and until when that is valid, s (monotonic).
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()

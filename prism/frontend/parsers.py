@@ -8,6 +8,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from prism.config.adapters import adapter_module
 from prism.frontend.chat_types import ChatBody, NamedTool
 from prism.frontend.errors import UnavailableError, bad_request
 from prism.frontend.grammars import checked
@@ -50,7 +51,7 @@ class AnswerParsers:
     one event loop."""
 
     def __init__(self, adapter: str) -> None:
-        self._name = f"prism.engines.{adapter}.parsers"
+        self._name = f"{adapter_module(adapter)}.parsers"
         self._can = importlib.util.find_spec(self._name) is not None
         self._found: dict[str, tuple[str, str]] = {}
 

@@ -97,3 +97,8 @@ class Policy:
     # For another package's policy: the type of its knobs, and the factory that takes them.
     knobs: type[PolicyKnobs] | None = None
     make: Callable[[Any], Policy] | None = None
+
+
+def always_balanced(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
+    """Returns True: the policy's plan never depends on load."""
+    return True

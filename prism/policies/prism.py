@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from prism.policies import drain, kvpr, replicas
+from prism.policies import drain, kvpr, moore_hodgson, replicas
 from prism.policies.balance import (
     find_target,
     migrate,
@@ -38,6 +38,8 @@ from prism.policies.data import (
     Settings,
     contending,
 )
+from prism.policies.next_plan import next_plan_in_s
+from prism.policies.policy import ADMISSION_ORDER, ELASTIC_MEMORY, Policy
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
@@ -407,3 +409,14 @@ def _fits_after(
     for b in home:
         bins[b.name].put(mover)
     return kvpr.choose_devices(model, bins, kvpr.by_rank, 0.0) is not None
+
+
+POLICY = Policy(
+    "prism",
+    plan,
+    frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
+    order=moore_hodgson.order,
+    is_balanced=is_balanced,
+    next_plan_in_s=next_plan_in_s,
+    drains=True,
+)

@@ -1,182 +1,161 @@
-"""Registry of cluster policies by name.
+"""Registry of cluster policies by name: entry points of the group `prism.policies`.
+
+The name of an entry point is that of the policy. It refers to a `Policy`, or to a function that
+returns one and whose only parameter is a `PolicyKnobs` of the package. A policy is imported when it
+is asked for. Other packages add policies as Prism's own distribution does; one that fails to load,
+or takes the name of another, affects only its own policy.
 
 The live system rejects a policy if its engines lack a needed feature (`missing`). The simulator's
-engines have all features. Installed packages add policies (`added.py`).
+engines have all features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from prism.errors import ConfigError
-from prism.policies import added, moore_hodgson, prism, static, target
-from prism.policies.baselines import (
-    adbs,
-    aegaeon,
-    alpaserve,
-    dedicated,
-    doubling_budget,
-    mux_placement,
-    qlm,
-    seallm,
-    serverlessllm,
-    temporal,
-)
-from prism.policies.data import DeviceLoad, Settings
-from prism.policies.kv_blocks import KvBlocks
-from prism.policies.next_plan import next_plan_in_s
-from prism.policies.policy import (
-    ADMISSION_ORDER,
-    ELASTIC_MEMORY,
-    KV_LIMIT,
-    LIVE_ENGINES,
-    PLACEMENT_SEARCH,
-    SM_SHARES,
-    STEP_CONTROL,
-    TOKEN_TURNS,
-    UNIFIED_KV,
-    VIRTUAL_QUEUES,
-    Policy,
-    PolicyKnobs,
-)
+from prism.policies.policy import FEATURES, LIVE_ENGINES, Policy, PolicyKnobs
+
+GROUP = "prism.policies"
+DISTRIBUTION = "prism-serving"
 
 
-def _always(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
-    """Returns True: the policy's plan never depends on load."""
-    return True
+@cache
+def entry_points() -> tuple[metadata.EntryPoint, ...]:
+    """Returns the entry points of all installed packages, cached. Imports none of them.
 
-
-_POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy(
-            "prism",
-            prism.plan,
-            frozenset({ADMISSION_ORDER, ELASTIC_MEMORY}),
-            order=moore_hodgson.order,
-            is_balanced=prism.is_balanced,
-            next_plan_in_s=next_plan_in_s,
-            drains=True,
-        ),
-        Policy(
-            "static",
-            static.plan,
-            frozenset({ADMISSION_ORDER, KV_LIMIT}),
-            evicts=False,
-            is_balanced=_always,
-        ),
-        Policy(
-            "muxserve++",  # Prism §7.2: MuxServe's placement, KV memory on demand, no eviction
-            target.plan,
-            frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH}),
-            evicts=False,
-            is_balanced=_always,
-            search=mux_placement.search,
-        ),
-        Policy(
-            "muxserve",
-            target.plan,
-            frozenset({ADMISSION_ORDER, STEP_CONTROL, SM_SHARES, UNIFIED_KV, PLACEMENT_SEARCH}),
-            evicts=False,
-            is_balanced=_always,
-            search=mux_placement.search,
-            steps=adbs.control(),
-            kv_blocks=KvBlocks.HEADWISE,
-        ),
-        Policy(
-            "dedicated",
-            dedicated.plan,
-            frozenset({ADMISSION_ORDER}),
-            evicts=False,
-            is_balanced=_always,
-            search=dedicated.search,
-        ),
-        Policy(
-            "alpaserve",
-            target.plan,
-            frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
-            evicts=False,
-            is_balanced=_always,
-            search=alpaserve.search,
-            steps=temporal.FCFS,
-        ),
-        Policy(
-            "qlm",
-            qlm.plan,
-            frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
-            search=qlm.search,
-            assign=qlm.assign,
-            restarts_engine=True,
-        ),
-        Policy(
-            "qlm-aware",  # instances by QLM's own estimate instead of Prism §7.5's first idle one
-            qlm.plan,
-            frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
-            search=qlm.search,
-            assign=partial(qlm.assign, settings=qlm.QlmSettings(swap_aware=True)),
-            restarts_engine=True,
-        ),
-        Policy(
-            "seallm",
-            target.plan,
-            frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
-            evicts=False,
-            is_balanced=_always,
-            search=seallm.search,
-            next_interval=seallm.next_interval,
-            steps=doubling_budget.control(),
-            kv_blocks=KvBlocks.MERGED,
-        ),
-        Policy(
-            "serverlessllm", serverlessllm.plan, frozenset({ADMISSION_ORDER}), asks_startup=True
-        ),
-        Policy(
-            "aegaeon",
-            aegaeon.plan,
-            frozenset({TOKEN_TURNS}),
-            is_balanced=_always,
-            turns=aegaeon.turns(),
-        ),
-    )
-}
+    Raises ConfigError if Prism itself is not installed.
+    """
+    found = tuple(metadata.entry_points(group=GROUP))
+    if not any(_is_own(point) for point in found):
+        raise ConfigError(
+            f"policy: {DISTRIBUTION} is not installed, or an older version; run scripts/install in "
+            "a checkout, or pip install"
+        )
+    return found
 
 
 def own_names() -> tuple[str, ...]:
     """Returns the names of Prism's own policies, sorted."""
-    return tuple(sorted(_POLICIES))
+    return tuple(sorted(point.name for point in entry_points() if _is_own(point)))
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all policies, sorted, including other packages'. Imports nothing."""
-    return tuple(sorted({*_POLICIES, *added.names()}))
+    """Returns the names of all policies, sorted. Some of other packages may fail to load."""
+    return tuple(sorted({point.name for point in entry_points()}))
 
 
 def refused() -> tuple[str, ...]:
     """Returns a message for each entry point that has the name of one of Prism's policies."""
-    return added.refused(_POLICIES)
+    own = own_names()
+    return tuple(
+        f"{_where(point)}: ignored, since Prism has a policy of that name; rename the entry point"
+        for point in entry_points()
+        if point.name in own and not _is_own(point)
+    )
 
 
+@cache
 def get(name: str) -> Policy:
     """Returns a policy by name.
 
     Raises ConfigError with the known names, or with the package whose policy fails to load.
     """
-    if name in _POLICIES:
-        return _POLICIES[name]
-    if name in added.names():
-        return added.get(name)
-    raise ConfigError(f"policy: {name!r} is not a policy; choose one of {', '.join(names())}")
+    point = _point(name)
+    where = _where(point)
+    try:
+        found = point.load()
+        policy = found if isinstance(found, Policy) else _made(found, where)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A package may raise anything while it is imported; the message adds its name.
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    unknown = sorted(policy.needs - FEATURES)
+    if unknown:
+        raise ConfigError(f"{where}: needs {unknown[0]!r}; the features are {sorted(FEATURES)}")
+    if policy.name != name:
+        raise ConfigError(f"{where}: its Policy has the name {policy.name!r}; use the same name")
+    return policy
+
+
+def _point(name: str) -> metadata.EntryPoint:
+    """Returns the entry point of a policy. Raises ConfigError unless there is exactly one."""
+    found: Sequence[metadata.EntryPoint] = [each for each in entry_points() if each.name == name]
+    if not found:
+        raise ConfigError(f"policy: {name!r} is not a policy; choose one of {', '.join(names())}")
+    found = [each for each in found if _is_own(each)] or found
+    if len(found) > 1:
+        packages = ", ".join(map(_package, found))
+        raise ConfigError(f"policy: {name!r} is in several packages: {packages}; uninstall one")
+    return found[0]
+
+
+def _made(make: object, where: str) -> Policy:
+    """Calls a policy's factory with default knobs. Raises ConfigError."""
+    hints = typing.get_type_hints(make) if callable(make) else {}
+    hints.pop("return", None)
+    kinds = [kind for kind in hints.values() if _is_knobs(kind)]
+    if not callable(make) or len(hints) != 1 or not kinds:
+        raise ConfigError(f"{where}: is neither a Policy nor a function of one PolicyKnobs")
+    policy = make(kinds[0]())
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"{where}: returns {type(policy).__name__}, not a Policy")
+    return replace(policy, knobs=kinds[0], make=make)
+
+
+def _is_knobs(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, PolicyKnobs)
+
+
+def package(name: str) -> str:
+    """Returns the name of the package that a policy comes from. REQUIRES: it is in `names()`."""
+    return ", ".join(_package(point) for point in entry_points() if point.name == name)
+
+
+def _package(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _is_own(point: metadata.EntryPoint) -> bool:
+    return _package(point) == DISTRIBUTION
+
+
+def _where(point: metadata.EntryPoint) -> str:
+    return f"policy: {point.name!r} of the package {_package(point)} ({point.value})"
 
 
 def sources(name: str) -> tuple[Path, ...]:
-    """Returns the files of another package's policy; empty for Prism's own.
+    """Returns the files of the distribution of another package's policy; empty for Prism's own.
 
-    Raises ConfigError as `get` does.
+    If they are unknown (editable installs), returns the Python files of the module's package or of
+    the module's folder. Raises ConfigError as `get` does.
     """
     get(name)
-    return () if name in _POLICIES else added.sources(name)
+    point = _point(name)
+    if _is_own(point):
+        return ()
+    parts = point.module.split(".")
+    modules = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    # A namespace package has no file; the modules in it have.
+    path = next(Path(file) for name in modules if (file := sys.modules[name].__file__)).resolve()
+    listed = _files(point.dist) if point.dist is not None else set()
+    if path in listed:
+        return tuple(sorted(listed))
+    package = path.name == "__init__.py"
+    return tuple(sorted(path.parent.rglob("*.py") if package else path.parent.glob("*.py")))
+
+
+def _files(package: metadata.Distribution) -> set[Path]:
+    """Returns the listed files that exist, without compiled ones."""
+    found = (Path(str(file.locate())) for file in package.files or () if file.suffix != ".pyc")
+    return {path.resolve() for path in found if path.is_file()}
 
 
 def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:

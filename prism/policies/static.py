@@ -15,6 +15,7 @@ from msgspec import structs
 from prism.policies import kvpr
 from prism.policies.bins import Bin, asked_for, empty_bins, part, shortfall, size_text
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
+from prism.policies.policy import ADMISSION_ORDER, KV_LIMIT, Policy, always_balanced
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +127,12 @@ def _problem(model: ModelView, b: Bin, given: float, limit_bytes: int) -> str:
             "device's capacity or lower context_length"
         )
     return ""
+
+
+POLICY = Policy(
+    "static",
+    plan,
+    frozenset({ADMISSION_ORDER, KV_LIMIT}),
+    evicts=False,
+    is_balanced=always_balanced,
+)

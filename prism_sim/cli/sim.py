@@ -12,7 +12,7 @@ from rich.console import Console
 from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
 from prism.errors import ConfigError
-from prism.policies import added, registry
+from prism.policies import registry
 from prism_replay.cli import trace as trace_cli
 from prism_replay.cli.replay import parse_scales
 from prism_sim.api import run_scenario
@@ -95,7 +95,7 @@ def policies() -> None:
         if problem is not None:
             typer.echo(f"warning: {problem}", err=True)
             continue
-        whose = f" (package {added.package(name)})" if name not in registry.own_names() else ""
+        whose = f" (package {registry.package(name)})" if name not in registry.own_names() else ""
         typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}{whose}")
 
 

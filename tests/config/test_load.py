@@ -264,15 +264,15 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("engine", "adapter", value="vlm"),
-        "engine.adapter: unknown value 'vlm'; choose one of sglang, vllm, fake",
+        "engine.adapter: unknown value 'vlm'; choose one of fake, sglang, vllm",
     ),
     (
         put("models", 1, "adapter", value="vlm"),
-        "models[1].adapter: unknown value 'vlm'; choose one of sglang, vllm, fake",
+        "models[1].adapter: unknown value 'vlm'; choose one of fake, sglang, vllm",
     ),
     (
         put("engine", "python", value={"vlm": "/bin/python3"}),
-        "engine.python: unknown value 'vlm'; choose one of sglang, vllm, fake",
+        "engine.python: unknown value 'vlm'; choose one of fake, sglang, vllm",
     ),
     (
         put("engine", "python", value={"fake": "none/python"}),

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import IO, NoReturn
 
+from prism.config.adapters import adapter_named
 from prism.engines import forkserver
-from prism.engines.process import THREAD_SETTINGS, load_adapter
+from prism.engines.process import THREAD_SETTINGS
 
 MESSAGE_BYTES = 1 << 20
 
@@ -89,7 +90,7 @@ def importer() -> socket.socket:
 def main(control: socket.socket) -> None:
     gc.disable()  # until `forkserver.main` has it again
     before = set(os.environ)
-    load_adapter("sglang").preload("host:0")
+    adapter_named("sglang").preload("host:0")
     imports_set = {name: os.environ[name] for name in set(os.environ) - before}
     gc.collect()
     gc.freeze()

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from prism.config.adapters import adapter_names
+from prism.policies import registry
+
 from .environment import Environment
 
 pytestmark = pytest.mark.timeout(900)  # it compiles, perhaps beside other work
@@ -98,7 +101,9 @@ def test_entry_points_and_requirements(
     wheel: Path, serving: Path, studies: dict[str, Path]
 ) -> None:
     assert entry_points(wheel) == ["kvcached"] * 3 + ["kvctl"]  # SGLang's two, vLLM's
-    assert entry_points(serving) == ["prism-models", "prism-serve", "prism_cpu", "prism_cuda"]
+    added = {*registry.own_names(), *adapter_names()}
+    commands = ["prism-models", "prism-serve", "prism_cpu", "prism_cuda"]
+    assert sorted(set(entry_points(serving)) - added) == commands
     assert [entry_points(made) for made in studies.values()] == [["prism-replay"], ["prism-sim"]]
     assert required(wheel) == ["numpy>=1.26"]
     version = wheel.name.split("-")[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.policies import added
+from prism.policies import registry
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "least_loaded"
 
@@ -51,5 +51,5 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 def _forget() -> None:
-    added.entry_points.cache_clear()
-    added.get.cache_clear()
+    registry.entry_points.cache_clear()
+    registry.get.cache_clear()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from prism.policies.data import Action, ClusterView, Settings
+from prism.policies.policy import TOKEN_TURNS, Policy, always_balanced
 from prism.policies.turns import PrefillQueue, TurnBatch, TurnPolicy
 
 ALPHA_MIN = 0.5
@@ -89,3 +90,12 @@ def quotas_s(batches: Sequence[TurnBatch], quota_max_s: float = 4.0) -> tuple[fl
     busy = sum(1 / n for n in ahead)
     alpha = max(switches_s / most_s + busy, ALPHA_MIN)
     return tuple(switches_s / (n * (alpha - busy)) for n in ahead)
+
+
+POLICY = Policy(
+    "aegaeon",
+    plan,
+    frozenset({TOKEN_TURNS}),
+    is_balanced=always_balanced,
+    turns=turns(),
+)

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from prism.policies.baselines import groups
+from prism.policies import target
+from prism.policies.baselines import groups, temporal
 from prism.policies.baselines.groups import Group, Step
 from prism.policies.baselines.mux_placement import computation
 from prism.policies.placement import (
@@ -24,6 +25,14 @@ from prism.policies.placement import (
     Placement,
     PlacementOutcome,
     Problem,
+)
+from prism.policies.policy import (
+    ADMISSION_ORDER,
+    PLACEMENT_SEARCH,
+    STEP_CONTROL,
+    UNIFIED_KV,
+    Policy,
+    always_balanced,
 )
 
 SIZE_RATIO_MAX = 4.0
@@ -164,3 +173,14 @@ def _shares(buckets: Sequence[Sequence[ModelSpecView]], spare: int) -> list[int]
     for i in by_rest[: spare - sum(whole)]:
         whole[i] += 1
     return whole
+
+
+POLICY = Policy(
+    "alpaserve",
+    target.plan,
+    frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
+    evicts=False,
+    is_balanced=always_balanced,
+    search=search,
+    steps=temporal.FCFS,
+)

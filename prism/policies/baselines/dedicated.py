@@ -20,6 +20,7 @@ from prism.policies.placement import (
     Unit,
     by_node,
 )
+from prism.policies.policy import ADMISSION_ORDER, Policy, always_balanced
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
@@ -116,3 +117,13 @@ def pack(
         packed[name] = tuple(node[:size])
         del node[:size]
     return packed
+
+
+POLICY = Policy(
+    "dedicated",
+    plan,
+    frozenset({ADMISSION_ORDER}),
+    evicts=False,
+    is_balanced=always_balanced,
+    search=search,
+)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from prism.policies.baselines import dedicated
 from prism.policies.baselines.mux_placement import computation
@@ -26,6 +27,7 @@ from prism.policies.data import (
     Settings,
 )
 from prism.policies.placement import Hosted, ModelSpecView, Placement, Problem, Unit
+from prism.policies.policy import ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES, Policy
 from prism.policies.queues import (
     QueueDevice,
     QueuedRequest,
@@ -365,3 +367,17 @@ def _instances(
     packed = dedicated.pack(sizes, problem.devices)
     assert packed is not None
     return sorted(packed.values())
+
+
+POLICY = Policy(
+    "qlm",
+    plan,
+    frozenset({ADMISSION_ORDER, PLACEMENT_SEARCH, VIRTUAL_QUEUES}),
+    search=search,
+    assign=assign,
+    restarts_engine=True,
+)
+# Instances by QLM's own estimate instead of Prism §7.5's first idle one.
+AWARE = replace(
+    POLICY, name="qlm-aware", assign=partial(assign, settings=QlmSettings(swap_aware=True))
+)

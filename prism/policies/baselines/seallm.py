@@ -6,15 +6,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from prism.policies.baselines import groups
+from prism.policies import target
+from prism.policies.baselines import doubling_budget, groups
 from prism.policies.baselines.groups import Group, Step
 from prism.policies.baselines.mux_placement import Mesh
+from prism.policies.kv_blocks import KvBlocks
 from prism.policies.placement import (
     ModelSpecView,
     Placement,
     PlacementOutcome,
     Problem,
     StepTimes,
+)
+from prism.policies.policy import (
+    ADMISSION_ORDER,
+    PLACEMENT_SEARCH,
+    STEP_CONTROL,
+    UNIFIED_KV,
+    Policy,
+    always_balanced,
 )
 
 BATCH = 8
@@ -157,3 +167,16 @@ def next_interval(last_s: float, real: float, estimated: float, beta: float = 0.
     if error == beta * abs(estimated) and estimated != 0:
         return last_s
     return last_s * (1 - beta if error > beta * abs(estimated) else 1 + beta)
+
+
+POLICY = Policy(
+    "seallm",
+    target.plan,
+    frozenset({ADMISSION_ORDER, STEP_CONTROL, UNIFIED_KV, PLACEMENT_SEARCH}),
+    evicts=False,
+    is_balanced=always_balanced,
+    search=search,
+    next_interval=next_interval,
+    steps=doubling_budget.control(),
+    kv_blocks=KvBlocks.MERGED,
+)

@@ -24,6 +24,7 @@ from prism.policies.data import (
     Refuse,
     Settings,
 )
+from prism.policies.policy import ADMISSION_ORDER, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +181,6 @@ def _why_not(draft: StartPlan, model: ModelView) -> str:
     if not any(True for _ in _groups(draft, model)):
         return f"no device that answers has {size_text(need_bytes(model))} for it"
     return "every device serves a model that is busy or has not been idle for its keep-alive"
+
+
+POLICY = Policy("serverlessllm", plan, frozenset({ADMISSION_ORDER}), asks_startup=True)
