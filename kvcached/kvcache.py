@@ -135,7 +135,7 @@ class KVCache:
         to another process (`offer_kv`) count as live until the offer ends.
         """
         try:
-            if self._offers is not None and self._offers.standing:
+            if self._offers is not None and self._offers.active:
                 ids = self._not_offered(self._offers, ids)
             self._core.free(ids)
         except TypeError as error:

@@ -1,1 +1,1 @@
-"""KV of one process's blocks in another's: offered by `KVCache.offer_kv`, taken by `fetch_kv`."""
+"""Hand-over of KV blocks between processes: `KVCache.offer_kv` offers, `fetch_kv` fetches."""

@@ -1,4 +1,4 @@
-"""The target's end: pages of another process, read into blocks of this one."""
+"""Fetching end: copies pages of another process into blocks of this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Runs = list[tuple[int, int, int]]
 
 
 def fetch(target: LocalCache, address: str, ids: Ids, skip: int, timeout_s: float) -> None:
-    """Raises HandoverError; the blocks hold anything then."""
+    """Fills the blocks `ids`. Raises HandoverError; their contents are undefined then."""
     until_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         key = _connect(link, address, until_s)
@@ -35,19 +35,22 @@ def fetch(target: LocalCache, address: str, ids: Ids, skip: int, timeout_s: floa
                 _fetch_pages(link, target, runs, (first, count), until_s)
         wire.send(link, wire.pack_pairs([(0, 0)]), until_s)
         if wire.unpack_pairs(wire.receive(link, until_s)[0]) != [(0, 0)]:
-            raise HandoverError("the other end does not stand by what it offered")
+            raise HandoverError("the offer ended while its pages were read")
 
 
 def _connect(link: socket.socket, address: str, until_s: float) -> str:
-    """Connects; returns the offer's key. Any process can listen at a free name: check its user."""
-    wire.hurry(link, until_s)
+    """Connects and returns the offer's key.
+
+    Any process can listen at a free name, so the other end's user is checked.
+    """
+    wire.set_deadline(link, until_s)
     try:
         name, key = address.rsplit("/", 1)
         link.connect(f"\0{name}")
     except (OSError, ValueError) as error:
-        raise HandoverError(f"nobody offers {address}: {error}") from error
+        raise HandoverError(f"no process serves {address}: {error}") from error
     if not wire.is_same_user(link):
-        raise HandoverError(f"another user offers {address}")
+        raise HandoverError(f"{address} is served by another user")
     return key
 
 
@@ -61,10 +64,10 @@ def _agree(
         raise HandoverError(terms.refusal)
     payload, _ = wire.receive(link, until_s)
     if terms.layout != repr(target.layout) or not target.shape.matches(terms.shape):
-        raise HandoverError(f"the blocks are of another layout: {terms.layout}")
+        raise HandoverError(f"the offered blocks have another layout: {terms.layout}")
     ids = _ids_of(payload, terms.shape)
     if len(ids) < count:
-        raise HandoverError(f"{len(ids)} blocks are offered, {count} are wanted")
+        raise HandoverError(f"{len(ids)} blocks are offered, but {count} are needed")
     return terms.shape, ids
 
 
@@ -72,10 +75,10 @@ def _ids_of(payload: bytes, shape: Shape) -> Ids:
     import numpy as np
 
     if len(payload) % 8 or shape.size_bytes >= 1 << 63:
-        raise HandoverError("the other end sent no ids of blocks")
+        raise HandoverError("the other end did not send block ids")
     ids = np.frombuffer(payload, dtype=np.int64)
     if len(ids) and not 0 <= ids.min() <= ids.max() < shape.blocks_per_slab * shape.slabs:
-        raise HandoverError("the other end sent ids of blocks that it cannot have")
+        raise HandoverError("the other end sent block ids that are out of range")
     return ids
 
 
@@ -87,11 +90,11 @@ def _fetch_pages(
     try:
         places = wire.unpack_pairs(payload)
         if len(places) != pages[1] or not files:
-            raise HandoverError(f"{pages[1]} pages were asked for, {len(places)} came")
+            raise HandoverError(f"{pages[1]} pages were requested, but {len(places)} arrived")
     except HandoverError:
         wire.close_all(files)
         raise
-    # The owner's lease stays until the window over its memory is gone, even if it dies now.
+    # The owner's lease stays until the window over its memory is closed, even if the owner dies.
     *files, lease = files
     try:
         window = _core.open_window(target.client, files, places)

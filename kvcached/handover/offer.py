@@ -1,4 +1,4 @@
-"""What `KVCache.offer_kv` returns. Serving it is elsewhere: that imports sockets and threads."""
+"""Result of `KVCache.offer_kv`, in a module without the sockets and threads that serve it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class Offer:
-    """Blocks that wait to be fetched, made by `KVCache.offer_kv`.
+    """Blocks that another process may fetch, made by `KVCache.offer_kv`.
 
-    `address` is what the other process gives to `KVCache.fetch_kv`: any string transport will do.
-    Until the offer is over its blocks stay as they are, freed by their owner or not.
+    The other process passes `address` to `KVCache.fetch_kv`; any transport of strings will do.
+    Until the offer ends its blocks keep their contents, even if their owner frees them.
     """
 
     def __init__(self, address: str, is_open: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -18,9 +18,12 @@ class Offer:
         self._end = end
 
     def is_open(self) -> bool:
-        """Whether the offer stands: not fetched, not withdrawn, in time, and its fetcher lives."""
+        """Returns whether the offer can still be fetched.
+
+        False once it is fetched, withdrawn or expired, or its fetcher has died.
+        """
         return self._is_open()
 
     def withdraw(self) -> None:
-        """Ends the offer; a fetch under way fails. Does nothing if the offer is over."""
+        """Ends the offer; a running fetch fails. Does nothing if the offer has ended."""
         self._end()

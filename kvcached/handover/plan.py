@@ -1,7 +1,7 @@
-"""Which pages hold a set of blocks, and which bytes of them go where: arithmetic alone.
+"""Arithmetic of a hand-over: the pages that hold a set of blocks, and where their bytes go.
 
-Both ends of a hand-over compute the same list of pages from the source's block ids, so that only
-positions in it are ever sent.
+Both ends compute the same list of pages from the source's block ids, so only positions in that list
+are sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A KV cache as far as it matters here, all by buffer: pages of a slab; `slabs` of each."""
+    """Geometry of a KV cache. Each buffer has `slabs` slabs of `slab_pages` pages."""
 
     page_bytes: int
     slab_pages: tuple[int, ...]
@@ -33,7 +33,7 @@ class Shape:
         return self.slab_pages[buffer] * self.page_bytes // self.blocks_per_slab
 
     def first_page(self, buffer: int) -> int:
-        """Of the buffer, in the cache's region."""
+        """Returns the buffer's first page in the cache's region."""
         return sum(self.slab_pages[:buffer]) * self.slabs
 
     @property
@@ -45,14 +45,14 @@ class Shape:
         return range(len(self.slab_pages))
 
     def matches(self, other: Shape) -> bool:
-        """Whether blocks of the two hold the same bytes: any number of slabs will do."""
+        """Returns whether blocks of both hold the same bytes. The number of slabs may differ."""
         mine = (self.page_bytes, self.slab_pages, self.blocks_per_slab)
         return mine == (other.page_bytes, other.slab_pages, other.blocks_per_slab)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCache:
-    """A KV cache of this process, and its client: what is offered from, or fetched into."""
+    """KV cache of this process and its client: the source of an offer, or the target of a fetch."""
 
     client: _core.Client
     cache: _core.KvCache
@@ -62,17 +62,20 @@ class LocalCache:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Parts of blocks that lie on one page each: a page of the list, from where on in it, to where
-    in the target's region, how many bytes."""
+    """Parts of blocks within one page each: columns of equal length."""
 
     page: Numbers
+    """Position in the list of pages."""
     offset: Numbers
+    """Offset in the page."""
     target: Numbers
+    """Offset in the target's region."""
     size: Numbers
+    """Bytes."""
 
 
 def pages_of(shape: Shape, ids: Numbers) -> Numbers:
-    """The pages of the region that hold these blocks, each once, buffer by buffer."""
+    """Returns the pages of the region that hold these blocks, each once, buffer by buffer."""
     import numpy as np
 
     parts = [_pages_in(shape, buffer, ids) + shape.first_page(buffer) for buffer in shape.buffers]
@@ -82,8 +85,10 @@ def pages_of(shape: Shape, ids: Numbers) -> Numbers:
 def pieces_of(
     source: Shape, source_ids: Numbers, target: Shape, ids: Numbers, skip: int = 0
 ) -> Pieces:
-    """How the blocks `source_ids`, but for the first `skip`, come into the blocks `ids`, as many as
-    there are of these, in their order."""
+    """Returns the copies that bring `source_ids`, without the first `skip`, into the blocks `ids`.
+
+    As many as there are `ids`, in their order.
+    """
     import numpy as np
 
     found: list[tuple[Numbers, ...]] = []
@@ -102,8 +107,10 @@ def pieces_of(
 
 
 def runs_in(pieces: Pieces, first: int, end: int, page_bytes: int) -> list[tuple[int, int, int]]:
-    """(offset in a window over the pages from `first` up to `end`, target, bytes), those that
-    follow one another at both ends as one."""
+    """Returns (offset in a window over the pages from `first` to `end`, target, bytes).
+
+    Copies that are adjacent at both ends are merged.
+    """
     import numpy as np
 
     low, high = np.searchsorted(pieces.page, [first, end])
@@ -111,8 +118,8 @@ def runs_in(pieces: Pieces, first: int, end: int, page_bytes: int) -> list[tuple
         return []
     source = (pieces.page[low:high] - first) * page_bytes + pieces.offset[low:high]
     target, size = pieces.target[low:high], pieces.size[low:high]
-    goes_on = (source[1:] == source[:-1] + size[:-1]) & (target[1:] == target[:-1] + size[:-1])
-    starts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    adjacent = (source[1:] == source[:-1] + size[:-1]) & (target[1:] == target[:-1] + size[:-1])
+    starts = np.flatnonzero(np.concatenate(([True], ~adjacent)))
     sizes = np.add.reduceat(size, starts)
     columns = (source[starts], target[starts], sizes)
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -126,7 +133,7 @@ def _pages_in(shape: Shape, buffer: int, ids: Numbers) -> Numbers:
 
 
 def _cut(shape: Shape, buffer: int, ids: Numbers, places: Numbers) -> Iterator[tuple[Numbers, ...]]:
-    """The blocks cut at the edges of pages: page of the buffer, offset in it, place, bytes."""
+    """Yields the blocks cut at page edges: page of the buffer, offset in it, place, bytes."""
     import numpy as np
 
     width, page_bytes = shape.block_bytes(buffer), shape.page_bytes

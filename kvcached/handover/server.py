@@ -1,4 +1,4 @@
-"""The thread that serves a process's offers, one frame of one connection at a time."""
+"""Thread that serves a process's offers, one frame of one connection at a time."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FRAME_S = 1.0
-"""How long another process may take to send a question, and to take the answer."""
+"""Time for another process to send a request, and to receive the answer."""
 PAUSE_S = 0.05
-"""How long to wait before accepting again when this process has no descriptor left."""
+"""Wait before the next accept when this process has no descriptor left."""
 _malformed = [0]
 _counting = threading.Lock()
 
 
 def malformed_total() -> int:
-    """Connections to this process's offers that were hung up on: of another user, or with a frame
-    that is none."""
+    """Returns the number of connections that were closed for another user or a malformed frame."""
     return _malformed[0]
 
 
@@ -36,11 +35,11 @@ def _count_malformed() -> None:
         _malformed[0] += 1
 
 
-class Shelf(Protocol):
-    """What is served; see `Offers`."""
+class OfferSource(Protocol):
+    """Offers to serve; see `Offers`."""
 
-    def leave(self) -> bool: ...
-    def give_up(self) -> None: ...
+    def end_if_unused(self) -> bool: ...
+    def abandon(self) -> None: ...
     def expire(self) -> float: ...
     def end(self, key: str) -> None: ...
     def terms(
@@ -51,15 +50,14 @@ class Shelf(Protocol):
 
 
 class OfferServer:
-    """Listens at an abstract address, which goes with the process and serves this user alone. Lives
-    as long as there are offers.
+    """Server at an abstract address, which ends with the process and serves this user alone.
 
-    An offer whose fetcher hangs up is over.
+    Lives as long as there are offers. An offer ends when its fetcher disconnects.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, source: OfferSource) -> None:
         self.name = f"kvcached-{os.getpid()}-{os.urandom(8).hex()}"
-        self._shelf = shelf
+        self._source = source
         self._keys: dict[socket.socket, str] = {}
         with contextlib.ExitStack() as opened:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -76,11 +74,11 @@ class OfferServer:
                 self._selector.register(each, selectors.EVENT_READ, each)
             self._thread = threading.Thread(target=self._run, name="kvcached-offers", daemon=True)
             self._thread.start()
-            self._opened = opened.pop_all()  # the thread's from here on
+            self._opened = opened.pop_all()  # owned by the thread from now on
 
     def wake(self) -> None:
-        """Something changed. Any thread."""
-        with contextlib.suppress(OSError):  # it has not seen the last one yet, or has ended
+        """Makes the thread look at the offers again. Any thread."""
+        with contextlib.suppress(OSError):  # a wake-up is pending, or the thread has ended
             self._waker.send(b"!")
 
     def join(self) -> None:
@@ -90,18 +88,18 @@ class OfferServer:
 
     def _run(self) -> None:
         try:
-            while not self._shelf.leave():
-                for key, _ in self._selector.select(self._shelf.expire()):
-                    self._look_at(key.data)
-        except BaseException:  # offers must not wait for a dead thread
-            self._shelf.give_up()
+            while not self._source.end_if_unused():
+                for key, _ in self._selector.select(self._source.expire()):
+                    self._handle(key.data)
+        except BaseException:  # without the thread the offers would stay open
+            self._source.abandon()
             raise
         finally:
             for link in self._keys:
                 link.close()
             self._opened.close()
 
-    def _look_at(self, link: socket.socket) -> None:
+    def _handle(self, link: socket.socket) -> None:
         if link is self._woken:
             link.recv(4096)
         elif link is self._listener:
@@ -130,38 +128,38 @@ class OfferServer:
         except KvcachedError as error:
             if isinstance(error, wire.MalformedFrameError):
                 _count_malformed()
-            self._hang_up(link)
+            self._disconnect(link)
 
     def _answer(self, link: socket.socket, payload: bytes, until_s: float) -> None:
         key = self._keys[link]
         if not key:
-            self._introduce(link, wire.decode_hello(payload), until_s)
+            self._send_terms(link, wire.decode_hello(payload), until_s)
             return
         (first, count), *_ = wire.unpack_pairs(payload) or [(0, 0)]
         if count == 0:
-            if self._shelf.fetched(key, link):
+            if self._source.fetched(key, link):
                 wire.send(link, wire.pack_pairs([(0, 0)]), until_s)
-            self._hang_up(link)
+            self._disconnect(link)
             return
-        places, files = self._shelf.export(key, first, count)
+        places, files = self._source.export(key, first, count)
         try:
             wire.send(link, places, until_s, files)
         finally:
             wire.close_all(files)
 
-    def _introduce(self, link: socket.socket, hello: wire.Hello, until_s: float) -> None:
-        terms, ids = self._shelf.terms(hello, link)
+    def _send_terms(self, link: socket.socket, hello: wire.Hello, until_s: float) -> None:
+        terms, ids = self._source.terms(hello, link)
         if ids is not None:
             self._keys[link] = hello.key
         wire.send(link, wire.encode(terms), until_s)
         if ids is None:
-            self._hang_up(link)
+            self._disconnect(link)
         else:
             wire.send(link, ids.tobytes(), until_s)
 
-    def _hang_up(self, link: socket.socket) -> None:
+    def _disconnect(self, link: socket.socket) -> None:
         key = self._keys.pop(link)
         self._selector.unregister(link)
         link.close()
         if key:
-            self._shelf.end(key)
+            self._source.end(key)

@@ -1,12 +1,12 @@
-"""What the two ends of a hand-over say to each other, over a Unix socket of the machine.
+"""Protocol of a hand-over, over a Unix socket of the machine.
 
-A frame is its length and its payload; descriptors travel with its first byte. The end that fetches
-speaks first:
-  Hello   (JSON)             -> OfferTerms (JSON), or a refusal; and the ids of the blocks (int64)
+A frame is its length and its payload; descriptors travel with its first byte. The fetching end
+sends the first frame:
+  Hello   (JSON)             -> OfferTerms (JSON), or a refusal; then the block ids (int64)
   first, count (int64 x 2)   -> file and offset of each page (int64 x 2 each), with the files and,
                                 as the last descriptor, the lock that keeps the owner's lease
-  0, 0                       -> 0, 0: everything that was read was what the owner had offered
-A closed connection is an end of it at any point. Nothing is pickled.
+  0, 0                       -> 0, 0: the offer was open until all of it was read
+Either end may close the connection at any point, which ends the offer. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvcached.errors import HandoverError
 from kvcached.handover.plan import Shape
 
 VERSION = 1
-# Descriptors of one message: the kernel's bound is 253, a process's often 1024.
+# Descriptors of one message. The kernel's limit is 253, a process's is often 1024.
 BATCH_PAGES = 128
 _LENGTH = struct.Struct("<Q")
 ASK_BYTES_MAX = 1 << 10
-"""A Hello or a pair: all that the end that offers is ever sent."""
+"""Limit of a frame to the offering end: a Hello or a pair."""
 _FRAME_BYTES_MAX = 1 << 28
 _ORDINALS = 1 << 16
 _PAIR_BYTES = 16
 
 
 class MalformedFrameError(HandoverError):
-    """What came is no frame of these."""
+    """A received frame is not valid in this protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What is fetched, and the device that will read it."""
+    """Key of the offer, and the device that will read it."""
 
     key: str
     on_gpu: bool
@@ -50,7 +50,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class OfferTerms:
-    """What is offered. refusal: why it is not, "" if it is."""
+    """Geometry of the offered blocks. `refusal` is the reason for a refusal, or ""."""
 
     refusal: str = ""
     layout: str = ""
@@ -79,7 +79,7 @@ def decode_terms(payload: bytes) -> OfferTerms:
     found = _object(payload)
     slab_pages = found.get("slab_pages")
     if not isinstance(slab_pages, list):
-        raise MalformedFrameError("the other end sent no slab_pages")
+        raise MalformedFrameError("the other end did not send slab_pages")
     return OfferTerms(
         _text(found, "refusal"),
         _text(found, "layout"),
@@ -94,47 +94,53 @@ def _object(payload: bytes) -> dict[str, object]:
     try:
         found = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise MalformedFrameError(f"the other end sent no JSON: {error}") from error
+        raise MalformedFrameError(f"the other end did not send JSON: {error}") from error
     if not isinstance(found, dict):
-        raise MalformedFrameError("the other end sent something else than an object")
+        raise MalformedFrameError("the other end did not send a JSON object")
     return found
 
 
 def _text(found: dict[str, object], name: str) -> str:
     if not isinstance(value := found.get(name), str):
-        raise MalformedFrameError(f"the other end sent no {name}")
+        raise MalformedFrameError(f"the other end did not send a valid {name}")
     return value
 
 
 def _number(found: dict[str, object], name: str, end: int = 1 << 40) -> int:
     if not isinstance(value := found.get(name), int) or not 0 <= value < end:
-        raise MalformedFrameError(f"the other end sent no {name}")
+        raise MalformedFrameError(f"the other end did not send a valid {name}")
     return int(value)
 
 
 def is_same_user(link: socket.socket) -> bool:
-    """Whether the other end runs as this user, who may read this memory anyway."""
+    """Returns whether the other end runs as this user, which can read this memory in any case."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
-def hurry(link: socket.socket, until_s: float) -> None:
-    """Bounds the link's next call, on the monotonic clock. HandoverError if it is too late."""
+def set_deadline(link: socket.socket, until_s: float) -> None:
+    """Sets the timeout of the link's next call. Raises HandoverError after the deadline.
+
+    `until_s` is a time of the monotonic clock.
+    """
     left_s = until_s - time.monotonic()
     if left_s <= 0:
-        raise HandoverError("the time for it is over")
+        raise HandoverError("the hand-over timed out")
     link.settimeout(left_s)
 
 
 def send(link: socket.socket, payload: bytes, until_s: float, files: Sequence[int] = ()) -> None:
-    """Raises HandoverError when the other end is gone, or has not taken it all by `until_s`."""
+    """Sends a frame.
+
+    Raises HandoverError if the other end is gone, or has not received all of it by `until_s`.
+    """
     frame = _LENGTH.pack(len(payload)) + payload
-    hurry(link, until_s)
+    set_deadline(link, until_s)
     try:
         sent = socket.send_fds(link, [frame], files) if files else 0
         if sent < len(frame):
-            hurry(link, until_s)
-            link.sendall(frame[sent:])  # its time is that of the whole
+            set_deadline(link, until_s)
+            link.sendall(frame[sent:])  # the timeout covers the whole call
     except OSError as error:
         raise HandoverError(f"the other end is gone: {error}") from error
 
@@ -142,8 +148,11 @@ def send(link: socket.socket, payload: bytes, until_s: float, files: Sequence[in
 def receive(
     link: socket.socket, until_s: float, files_max: int = 0, bytes_max: int = _FRAME_BYTES_MAX
 ) -> tuple[bytes, list[int]]:
-    """The next frame and its descriptors, which are the caller's to close. Raises HandoverError
-    when the other end is gone, or has not sent it all by `until_s`, or sends more than that."""
+    """Returns the next frame and its descriptors, which the caller closes.
+
+    Raises HandoverError if the other end is gone, has not sent all of it by `until_s`, or sends
+    more than the limits.
+    """
     files: list[int] = []
     try:
         start = _read_start(link, until_s, files_max, files)
@@ -163,24 +172,27 @@ def receive(
 
 
 def _read_start(link: socket.socket, until_s: float, files_max: int, files: list[int]) -> bytes:
-    """Not `socket.recv_fds`, whose descriptors every program that is started would inherit."""
+    """Reads the first bytes of a frame and its descriptors.
+
+    Not `socket.recv_fds`, whose descriptors are inherited by every program that is started.
+    """
     numbers = array("i")
     space = socket.CMSG_LEN(files_max * numbers.itemsize) if files_max else 0
-    hurry(link, until_s)
+    set_deadline(link, until_s)
     start, messages, flags, _ = link.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
     files += numbers
     if files_max and flags & socket.MSG_CTRUNC:
-        raise HandoverError("descriptors were lost on the way: too many are open here")
+        raise HandoverError("descriptors were lost: this process has too many open files")
     return start
 
 
 def _read(link: socket.socket, size: int, until_s: float) -> bytes:
     data = bytearray()
     while len(data) < size:
-        hurry(link, until_s)
+        set_deadline(link, until_s)
         part = link.recv(min(size - len(data), 1 << 20))
         if not part:
             raise HandoverError("the other end closed the connection")
@@ -199,7 +211,7 @@ def pack_pairs(pairs: Sequence[tuple[int, int]]) -> bytes:
 
 def unpack_pairs(payload: bytes) -> list[tuple[int, int]]:
     if len(payload) % _PAIR_BYTES:
-        raise MalformedFrameError(f"the other end sent {len(payload)} bytes for pairs of numbers")
+        raise MalformedFrameError(f"{len(payload)} bytes from the other end are not number pairs")
     pairs: list[tuple[int, int]] = list(struct.iter_unpack("<qq", payload))
     if any(min(pair) < 0 for pair in pairs):
         raise MalformedFrameError("the other end sent a negative number")

@@ -1,8 +1,8 @@
-"""How a model's KV cache lies in memory: what a layer keeps, in which order, how it grows.
+"""Layouts of a model's KV cache in memory: the parts of a token, their order, and how it grows.
 
-`base` holds the arithmetic, `attention` what models keep, `hybrid` groups of layers whose blocks
-live and die apart, `choice` the rule that picks an arrangement, `model_config` the way from a
-config.json. Plain data: nothing here touches a device.
+`base` has the arithmetic, `attention` the parts that models keep, `hybrid` groups of layers whose
+blocks are freed separately, `choice` the rule that picks an arrangement, `model_config` the reading
+of a config.json. Plain data: nothing here uses a device.
 """
 
 from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout

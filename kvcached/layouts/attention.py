@@ -1,4 +1,4 @@
-"""What the attention of a model keeps: K and V heads, a latent, or another thing in each layer."""
+"""Parts that attention keeps per token: K and V heads, a latent, or a mixture by layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Heads:
             positive("v_head_dim", self.v_head_dim)
 
     def parts(self, layer: int) -> tuple[TokenPart, ...]:
-        """K, then V."""
+        """Returns K, then V."""
         return (
             TokenPart(layer, "k", self.num_kv_heads, self.head_dim),
             TokenPart(layer, "v", self.num_kv_heads, self.v_head_dim or self.head_dim),
@@ -39,7 +39,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The compressed K and V of MLA (DeepSeek-V2, §2.1), and beside it the rotary part of K."""
+    """Compressed K and V of MLA (DeepSeek-V2, §2.1), followed by the rotary part of K."""
 
     kv_lora_rank: int
     rope_dim: int
@@ -49,13 +49,13 @@ class Latent:
         positive("rope_dim", self.rope_dim)
 
     def parts(self, layer: int) -> tuple[TokenPart, ...]:
-        """One row for all heads: kv_lora_rank numbers, then rope_dim."""
+        """Returns one row for all heads: kv_lora_rank numbers, then rope_dim."""
         return (TokenPart(layer, "latent", 1, self.kv_lora_rank + self.rope_dim),)
 
 
 @dataclass(frozen=True)
 class _UniformLayout(KVLayout):
-    """All layers keep the same."""
+    """Layout whose layers all keep the same parts."""
 
     num_layers: int
 
@@ -66,7 +66,7 @@ class _UniformLayout(KVLayout):
 
     @property
     def parts(self) -> tuple[TokenPart, ...]:
-        """Those of layer 0, then those of layer 1, ..."""
+        """Parts of layer 0, then of layer 1, ..."""
         return _parts([self._layer()] * self.num_layers)
 
     def _of_layers(self, layers: Sequence[int]) -> Self:
@@ -80,7 +80,7 @@ class _UniformLayout(KVLayout):
 class Layout(_UniformLayout):
     """MHA, GQA and MQA with the same K and V heads in every layer: parts "k" and "v".
 
-    `num_kv_heads` 1 is MQA. V may have its own `v_head_dim` (None: the same).
+    `num_kv_heads` 1 is MQA. V may have a different `v_head_dim` (None: the same).
     """
 
     num_kv_heads: int
@@ -103,9 +103,9 @@ class Layout(_UniformLayout):
 
 @dataclass(frozen=True)
 class MLALayout(_UniformLayout):
-    """Multi-head latent attention: part "latent", (1, kv_lora_rank + rope_dim) a layer and token.
+    """Multi-head latent attention: part "latent", (1, kv_lora_rank + rope_dim) per layer and token.
 
-    There is no V: kernels read it from the first kv_lora_rank numbers.
+    V is not a separate part: kernels read it from the first kv_lora_rank numbers.
     """
 
     kv_lora_rank: int
@@ -117,10 +117,10 @@ class MLALayout(_UniformLayout):
 
 @dataclass(frozen=True)
 class MixedLayout(KVLayout):
-    """Layers that differ in heads or dimensions, or in kind; all keep every token.
+    """Layers that differ in heads, dimensions or kind. All layers keep every token.
 
-    Per layer, a slab holds the least number of tokens that fills whole pages in *every* buffer:
-    odd mixtures of widths make it large, and interleaving does not.
+    Per layer, a slab holds the smallest number of tokens that fills whole pages in *every* buffer.
+    Unusual mixtures of widths make it large; interleaving avoids that.
     """
 
     layers: tuple[Heads | Latent, ...]
@@ -129,12 +129,12 @@ class MixedLayout(KVLayout):
         if not isinstance(self.layers, tuple) or not self.layers:
             raise InvalidArgumentError("layers must be a tuple of Heads and Latent, not empty")
         if not all(isinstance(layer, Heads | Latent) for layer in self.layers):
-            raise InvalidArgumentError("layers must hold nothing but Heads and Latent")
+            raise InvalidArgumentError("layers must contain only Heads and Latent")
         super().__post_init__()
 
     @property
     def parts(self) -> tuple[TokenPart, ...]:
-        """Those of layer 0, then those of layer 1, ..."""
+        """Parts of layer 0, then of layer 1, ..."""
         return _parts(self.layers)
 
     def _of_layers(self, layers: Sequence[int]) -> Self:

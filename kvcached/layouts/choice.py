@@ -1,9 +1,9 @@
-"""Which arrangement a model gets: the quantum rule.
+"""Choice of an arrangement: the quantum rule.
 
-Per layer is what every kernel knows and what runs fastest, but one growth is pages in every buffer:
-with 2 MiB pages and 32 layers 128 MiB, for a single token as well. Each model on the device leaves
-about half a quantum unused, and its padding block takes a whole one. Where that is more than a few
-percent of the device, an interleaved arrangement is the better one.
+The per-layer arrangement is supported by every kernel and is the fastest, but one growth takes
+pages in every buffer: with 2 MiB pages and 32 layers 128 MiB, even for a single token. Each model
+on the device leaves about half a quantum unused, and its padding block takes a whole one. If that
+is more than a few percent of the device, an interleaved arrangement is better.
 """
 
 from __future__ import annotations
@@ -15,26 +15,21 @@ from kvcached.checks import checked, each, instance_of, positive, text
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout
 
-# Of the device, for the quanta of all its models.
-QUANTA_SHARE_MAX = 0.03
-# Of a token, for the gap behind it.
-PADDING_MAX = 0.125
-# Where a token starts: what vector loads of kernels want.
-ALIGNMENT_BYTES = 16
+QUANTA_SHARE_MAX = 0.03  # of the device, for the quanta of all its models
+PADDING_MAX = 0.125  # of a token's size
+ALIGNMENT_BYTES = 16  # of a token, for the vector loads of kernels
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout, what it costs, and why it was chosen.
-
-    `quanta_share`: quantum x co-resident models / device. `padding_share`: of the memory of a
-    token, what is gap.
-    """
+    """A layout, its cost, and the reason for choosing it."""
 
     layout: KVLayout
     quantum_bytes: int
     quanta_share: float
+    """Quantum x co-resident models / device."""
     padding_share: float
+    """Part of a token's memory that is padding."""
     reason: str
 
 
@@ -53,12 +48,13 @@ def choose_layout(
     models: int = 1,
     accepted: Collection[Arrangement] = ARRANGEMENTS,
 ) -> LayoutChoice:
-    """The arrangement of `layout` (its own is ignored) for one of `models` on a device.
+    """Returns the best arrangement of `layout` for one of `models` on a device.
 
-    `accepted` are those that the engine's kernels take. A choice is good while the quanta of all
-    models, each taken to be as large, are at most QUANTA_SHARE_MAX of the device. The first good
-    one is taken: per layer, by blocks, by tokens, those two with no more padding than it needs (at
-    most PADDING_MAX of a token). If none is good, the one with the least quantum.
+    The arrangement of `layout` itself is ignored; `accepted` are those that the engine's kernels
+    support. A choice is good if the quanta of all models, assumed to be equal, are at most
+    QUANTA_SHARE_MAX of the device. The first good choice is taken in the order per layer, by
+    blocks, by tokens; the last two with the smallest padding that suffices (at most PADDING_MAX of
+    a token). If none is good, the one with the smallest quantum is taken.
     """
     choices = [
         _judge(candidate, page_bytes, device_bytes, models)
@@ -68,7 +64,7 @@ def choose_layout(
     ]
     if not choices:
         raise InvalidArgumentError(
-            f"accepted holds no arrangement; name some of {', '.join(ARRANGEMENTS)}"
+            f"accepted does not contain an arrangement; name some of {', '.join(ARRANGEMENTS)}"
         )
     good = [choice for choice in choices if choice.quanta_share <= QUANTA_SHARE_MAX]
     if good:
@@ -85,7 +81,7 @@ def _candidates(layout: KVLayout, arrangement: Arrangement) -> list[KVLayout]:
 
 
 def _paddings(token_bytes: int, element_bytes: int) -> list[int]:
-    """The token rounded up to powers of two, and to multiples of them, while the gap is small."""
+    """Returns the token's size rounded up to multiples of powers of two, while the gap is small."""
     unit = max(ALIGNMENT_BYTES, element_bytes)
     paddings: list[int] = []
     while (padded := -(-token_bytes // unit) * unit) <= token_bytes / (1 - PADDING_MAX):
@@ -106,6 +102,6 @@ def _judge(layout: KVLayout, page_bytes: int, device_bytes: int, models: int) ->
         padding_share=1 - layout.token_bytes / sum(layout.buffer_token_bytes),
         reason=(
             f"{layout.arrangement}: a quantum of {quantum} bytes, for {models} models {share:.2%} "
-            f"of the device, {verdict} the {QUANTA_SHARE_MAX:.0%} that quanta may take"
+            f"of the device, {verdict} the limit of {QUANTA_SHARE_MAX:.0%}"
         ),
     )

@@ -1,4 +1,4 @@
-"""Models whose layers keep different tokens: full attention beside sliding windows."""
+"""Models whose layers keep different tokens: full attention and sliding windows."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from kvcached.layouts.base import KVLayout
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose blocks live and die together, in a pool of their own.
-
-    `layers` are their numbers in the model, `layout` describes them alone. `window_tokens` bounds
-    how far back they look (None: to the start).
-    """
+    """Layers whose blocks are freed together, in a separate pool."""
 
     name: str
     layers: tuple[int, ...]
+    """Numbers of the layers in the model."""
     layout: KVLayout
+    """Layout of these layers alone."""
     window_tokens: int | None = None
+    """Tokens before its own that a token attends to (None: all)."""
 
     def __post_init__(self) -> None:
         if not text("name", self.name):
-            raise InvalidArgumentError("a group of layers needs a name")
+            raise InvalidArgumentError("the name of a group of layers must not be empty")
         instance_of(KVLayout)("layout", self.layout)
         each(not_negative)("layers", self.layers)
         if len(self.layers) != self.layout.layer_count:
             raise InvalidArgumentError(
-                f"group {self.name!r} names {len(self.layers)} layers, and its layout is of "
+                f"group {self.name!r} has {len(self.layers)} layers, but its layout has "
                 f"{self.layout.layer_count}; use layout.of_layers(layers)"
             )
         if self.window_tokens is not None:
             positive("window_tokens", self.window_tokens)
 
     def dead_blocks(self, num_tokens: int) -> int:
-        """Leading blocks of a sequence of `num_tokens` that no later token looks at.
+        """Returns the leading blocks of `num_tokens` tokens that no later token attends to.
 
-        The next token looks at itself and `window_tokens` before it; engines that count itself
-        into the window look at one less, for which this is safe too.
+        The next token attends to itself and `window_tokens` before it. Engines that count the token
+        itself into the window attend to one less, for which the result is safe too.
         """
         not_negative("num_tokens", num_tokens)
         if self.window_tokens is None:
@@ -48,9 +47,9 @@ class LayerGroup:
         return max(0, num_tokens - self.window_tokens) // self.layout.block_tokens
 
     def live_tokens_max(self, num_tokens: int, step_tokens: int = 1) -> int:
-        """Most tokens, in whole blocks, that a sequence on its way to `num_tokens` keeps.
+        """Returns the most tokens, in whole blocks, that a sequence of up to `num_tokens` keeps.
 
-        It grows by up to `step_tokens` at a time (a chunk of prefill; 1: decode) and drops its dead
+        It grows by up to `step_tokens` at a time (a chunk of prefill; 1: decode) and frees its dead
         blocks between steps.
         """
         positive("step_tokens", step_tokens)
@@ -58,14 +57,14 @@ class LayerGroup:
         whole = -(-not_negative("num_tokens", num_tokens) // block) * block
         if self.window_tokens is None:
             return whole
-        # A block is dropped whole: one of which a single token is in the window stays.
+        # A block is freed whole: it stays while one of its tokens is in the window.
         kept = -(-(self.window_tokens + block - 1 + step_tokens) // block) * block
         return min(whole, kept)
 
 
 @dataclass(frozen=True)
 class HybridLayout:
-    """Groups of layers, each a pool with its own block ids, on one client's budget.
+    """Groups of layers, each a pool with separate block ids, within one client's limits.
 
     Every layer of the model is in exactly one group.
     """
@@ -78,7 +77,7 @@ class HybridLayout:
             raise InvalidArgumentError("groups must be a tuple of LayerGroup, not empty")
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
-            raise InvalidArgumentError(f"groups need names of their own, not {', '.join(names)}")
+            raise InvalidArgumentError(f"group names must be unique, not {', '.join(names)}")
         layers = sorted(layer for group in self.groups for layer in group.layers)
         if layers != list(range(len(layers))):
             raise InvalidArgumentError(
@@ -90,7 +89,7 @@ class HybridLayout:
     def sliding(
         cls, layout: KVLayout, window_layers: Iterable[int], window_tokens: int
     ) -> HybridLayout:
-        """Groups "full" and "window" of a model whose layers are those of `layout`."""
+        """Returns groups "full" and "window" for a model with the layers of `layout`."""
         window = tuple(sorted(set(window_layers)))
         full = tuple(layer for layer in range(layout.layer_count) if layer not in window)
         if not window or not full or not 0 <= window[0] <= window[-1] < layout.layer_count:
@@ -106,29 +105,30 @@ class HybridLayout:
 
     @checked(name=text)
     def group(self, name: str) -> LayerGroup:
-        """The group of this name."""
+        """Returns the group of this name."""
         for group in self.groups:
             if group.name == name:
                 return group
         raise InvalidArgumentError(
-            f"no group is called {name!r}; there are {', '.join(g.name for g in self.groups)}"
+            f"{name!r} is not a group; groups: {', '.join(g.name for g in self.groups)}"
         )
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token leaves behind over all layers while it is in every window."""
+        """Bytes of one token over all layers while it is in every window."""
         return sum(group.layout.token_bytes for group in self.groups)
 
     @checked(page_bytes=positive)
     def quantum_bytes(self, page_bytes: int) -> int:
-        """Bytes of the largest step: one slab in every group."""
+        """Returns the bytes of the largest step: one slab in every group."""
         return sum(group.layout.quantum_bytes(page_bytes) for group in self.groups)
 
     @checked(num_tokens=not_negative, step_tokens=positive)
     def need_bytes(
         self, num_tokens: int, page_bytes: int, *, step_tokens: int = 1, reserved_blocks: int = 1
     ) -> int:
-        """Bytes of the slabs of one sequence on its way to `num_tokens`, which drops what is dead.
+        """Returns the bytes of the slabs for one sequence of up to `num_tokens`, without dead
+        blocks.
 
         `step_tokens`: see LayerGroup.live_tokens_max.
         """

@@ -1,4 +1,4 @@
-"""The layout that a model's own config.json implies (Hugging Face's keys)."""
+"""Layout for a model's config.json (Hugging Face's keys)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcached.layouts.attention import Heads, Layout, MixedLayout, MLALayout
 from kvcached.layouts.base import DTYPE_BYTES, KVLayout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
 
-# One layer in so many is full, the last of each group, where the file does not list the layers.
+# Model type -> length of a group of layers whose last layer is full, if the file lists no layers.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -20,11 +20,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def layout_of_config(
     config: Mapping[str, Any], dtype: str | None = None, block_tokens: int = 16
 ) -> KVLayout | HybridLayout:
-    """A layout per layer; `dtype` is that of the KV cache (None: the model's own).
+    """Returns a per-layer layout. `dtype` is the KV cache's (None: the model's own).
 
-    Knows MHA, GQA and MQA, heads that differ by layer, latent attention (`kv_lora_rank`) and
+    Supports MHA, GQA and MQA, heads that differ by layer, latent attention (`kv_lora_rank`) and
     sliding windows (`layer_types`, or `sliding_window` and its pattern). Raises
-    InvalidArgumentError, which names the key, for what is missing, and for layers that keep no KV.
+    InvalidArgumentError with the key for missing values and for layers without KV.
     """
     model = instance_of(Mapping)("text_config", config.get("text_config") or config)
     if dtype is None:
@@ -59,7 +59,7 @@ def _all_layers(model: Mapping[str, Any], dtype: str, block_tokens: int) -> KVLa
 
 
 def _kinds(model: Mapping[str, Any], layers: int) -> list[str]:
-    """What each layer looks at."""
+    """Returns the kind of attention of each layer."""
     listed = model.get("layer_types")
     if listed:
         unknown = set(each(text)("layer_types", listed)) - {_FULL, _SLIDING}
@@ -87,4 +87,4 @@ def _integer(model: Mapping[str, Any], *names: str) -> int:
         value = model.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    raise InvalidArgumentError(f"config.json lacks a positive {names[0]}; complete the file")
+    raise InvalidArgumentError(f"config.json lacks a positive {names[0]}; add it to the file")

@@ -1,4 +1,4 @@
-"""The commands of `kvctl`."""
+"""Commands of `kvctl`."""
 
 from __future__ import annotations
 
@@ -55,30 +55,30 @@ def main_command(
         ),
     ] = False,
 ) -> None:
-    """Show what each client holds of each device, and change it."""
+    """Shows what each client holds of each device, and changes it."""
 
 
 _UNBOUNDED_CELLS = 10_000
 
 
-def _say(as_json: bool, value: object, view: Callable[[], RenderableType]) -> None:
+def _print(as_json: bool, value: object, view: Callable[[], RenderableType]) -> None:
     if as_json:
         typer.echo(json.dumps(value))
         return
     console = Console()
-    if not console.is_terminal:  # nothing is cut off in a file or a pipe, however long the line
+    if not console.is_terminal:  # lines in a file or a pipe are never cut off
         console.width = _UNBOUNDED_CELLS
     console.print(view())
 
 
 @app.command("list")
 def list_command(namespace: Namespace = None, as_json: Json = False) -> None:
-    """List every segment in shared memory: who uses it, or why it is stale.
+    """Lists every segment in shared memory: its clients, or why it is stale.
 
     Examples: kvctl list · kvctl list --namespace demo · kvctl list --json
     """
     found = segments(namespace)
-    _say(as_json, [segment_record(s) for s in found], lambda: segment_table(found))
+    _print(as_json, [segment_record(s) for s in found], lambda: segment_table(found))
 
 
 @app.command()
@@ -87,7 +87,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="remove nothing")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the segments that no process has open.
+    """Removes the segments that no process has open.
 
     Examples: kvctl gc --dry-run · kvctl gc · kvctl gc --namespace demo --json
     """
@@ -95,7 +95,7 @@ def gc(
     done = "would remove" if dry_run else "removed"
     lines = [f"{done} {s.namespace}/{s.device}: {s.stale_reason}" for s in found]
     text = "\n".join(lines or ["nothing is stale"])
-    _say(as_json, [segment_record(s) for s in found], lambda: Text(text))
+    _print(as_json, [segment_record(s) for s in found], lambda: Text(text))
 
 
 @app.command()
@@ -106,11 +106,11 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="two reads, one print")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every device in use and its clients, again and again until Ctrl-C.
+    """Shows every device in use and its clients, refreshed until Ctrl-C.
 
-    In a bar, # is static memory, | are pages that exist, : is what is promised beyond them.
+    In a bar, # is static memory, | is existing pages, : is further reserved pages and minimums.
     --json prints one line for each read. A device whose ledger another process keeps locked is
-    named on stderr; with --once the exit code is then 2.
+    reported on stderr; with --once the exit code is then 2.
 
     Examples: kvctl top · kvctl top --device cuda:0 --interval 0.5 · kvctl top --once --json
     """
@@ -119,7 +119,7 @@ def top(
         if as_json or once or not Console().is_terminal:
             for snapshots, unread, rates in frames:
                 if snapshots or not unread:
-                    _say(
+                    _print(
                         as_json,
                         [device_record(s, rates) for s in snapshots],
                         lambda s=snapshots, r=rates: device_view(s, r),  # type: ignore[misc]
@@ -146,17 +146,17 @@ def layout(
     context: Annotated[int, typer.Option(help="tokens of one request", min=1)] = 4096,
     as_json: Json = False,
 ) -> None:
-    """Say how a model's KV cache may lie, what each way costs, and which one to take.
+    """Shows the possible layouts of a model's KV cache, their costs, and the one to take.
 
     QUANTUM is the smallest growth; QUANTA/DEVICE counts one for each model. Groups of layers (full
-    attention, sliding window) are judged each by itself. No device is needed.
+    attention, sliding window) are judged separately. No device is needed.
 
     Examples: kvctl layout models/llama --device-size 80GiB --models 8
     """
     place = Place(parse_size(page), parse_size(device_size), models, context)
     rows = rows_of(read_groups(config, dtype, block_tokens), place)
     records = [row_record(row, place.page_bytes) for row in rows]
-    _say(as_json, records, lambda: layout_table(rows, place))
+    _print(as_json, records, lambda: layout_table(rows, place))
 
 
 Frame = tuple[list[DeviceSnapshot], list[UnreadDevice], Rates]
@@ -165,7 +165,7 @@ Frame = tuple[list[DeviceSnapshot], list[UnreadDevice], Rates]
 def _frames(
     namespace: str | None, device: str | None, interval_s: float, once: bool
 ) -> Iterator[Frame]:
-    """Reads for ever, or the second read alone: a rate takes two."""
+    """Yields reads forever, or with `once` the second read alone: a rate needs two."""
     rates = Rates()
     first = True
     while True:
@@ -204,9 +204,9 @@ def limit(
     number: Number = None,
     as_json: Json = False,
 ) -> None:
-    """Bound a client's pages, or lift the bound. It governs the client's next reservation.
+    """Limits a client's pages, or lifts the limit. Applies from the client's next reservation.
 
-    Below what the client holds it stops growth, and the client is asked to shrink to it.
+    A limit below what the client holds stops growth, and the client is asked to shrink to it.
 
     Examples: kvctl limit engine-0 512MiB · kvctl limit engine-0 none · kvctl limit 4711 2GiB
     """
@@ -228,7 +228,7 @@ def min_command(
     number: Number = None,
     as_json: Json = False,
 ) -> None:
-    """Guarantee a client's pages: no other client can take them.
+    """Guarantees a client's pages: no other client can take them.
 
     Examples: kvctl min engine-0 64MiB · kvctl min engine-0 0 --device cuda:0 --namespace demo
     """
@@ -245,7 +245,7 @@ def trim(
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option("--bytes", help="such as 512MiB; all it can do without unless given"),
+        typer.Option("--bytes", help="such as 512MiB; all that it can give up unless given"),
     ] = None,
     *,
     wait_s: Annotated[float, typer.Option("--wait", min=0, help="seconds for the answers")] = 5.0,
@@ -255,7 +255,7 @@ def trim(
     number: Number = None,
     as_json: Json = False,
 ) -> None:
-    """Ask clients to shrink: spare pages first, then prefix cache. Says what each gave.
+    """Asks clients to shrink: spare pages first, then prefix cache. Prints what each gave.
 
     An engine answers between two steps, an idle one at once. Exit code 1 if one did not answer.
 
@@ -263,9 +263,9 @@ def trim(
     """
     size_bytes = None if size is None else parse_size(size)
     opened = _find_device(namespace, device)
-    who = None if client is None else _name_or_pid(client)
-    answers = opened.shrink(who, size_bytes, pid=pid, number=number, wait_s=wait_s)
-    _say(as_json, [asdict(answer) for answer in answers], lambda: answer_table(answers))
+    wanted = None if client is None else _name_or_pid(client)
+    answers = opened.shrink(wanted, size_bytes, pid=pid, number=number, wait_s=wait_s)
+    _print(as_json, [asdict(answer) for answer in answers], lambda: answer_table(answers))
     if any(answer.outcome == "no answer" for answer in answers):
         raise typer.Exit(1)
 
@@ -275,13 +275,13 @@ def _name_or_pid(client: str) -> str | int:
 
 
 def _find_device(namespace: str | None, device: str | None) -> Device:
-    """The only device in use that fits."""
+    """Returns the only device in use that matches."""
     found = used_segments(namespace, device)
     names = ", ".join(f"--namespace {s.namespace} --device {s.device}" for s in found)
     if not found:
         raise UnknownDeviceError("no such device is in use; see kvctl list")
     if len(found) > 1:
-        raise InvalidArgumentError(f"several devices are in use; give one of: {names}")
+        raise InvalidArgumentError(f"several devices are in use; pass one of: {names}")
     return found[0].open()
 
 

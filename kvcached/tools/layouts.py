@@ -1,4 +1,4 @@
-"""What `kvctl layout` says: each arrangement of a model's KV cache, and which to take."""
+"""Output of `kvctl layout`: each arrangement of a model's KV cache, and the one to take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where the model is to live, and beside how many."""
+    """Device for the model, and the number of models that share it."""
 
     page_bytes: int
     device_bytes: int
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """One arrangement of one group of layers. `request_bytes`: one request of the context."""
+    """One arrangement of one group of layers. `request_bytes` is for one full-context request."""
 
     group: str
     choice: LayoutChoice
@@ -50,14 +50,14 @@ class Row:
 
 
 def read_groups(path: Path, dtype: str | None, block_tokens: int) -> tuple[LayerGroup, ...]:
-    """The groups of layers that a config.json (or its directory) implies."""
+    """Returns the groups of layers of a config.json (or its directory)."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"cannot read {file}: {error}; give a config.json") from error
+        raise InvalidArgumentError(f"cannot read {file}: {error}; pass a config.json") from error
     if not isinstance(config, dict):
-        raise InvalidArgumentError(f"{file} is not a JSON object; give a config.json")
+        raise InvalidArgumentError(f"{file} is not a JSON object; pass a config.json")
     layout = layout_of_config(config, dtype, block_tokens)
     if isinstance(layout, HybridLayout):
         return layout.groups
@@ -65,7 +65,7 @@ def read_groups(path: Path, dtype: str | None, block_tokens: int) -> tuple[Layer
 
 
 def rows_of(groups: Sequence[LayerGroup], place: Place) -> list[Row]:
-    """Every arrangement of every group; `taken` marks the one that choose_layout takes."""
+    """Returns every arrangement of every group. `taken` marks the choice of choose_layout."""
     rows = []
     for group in groups:
         sizes: dict[str, Any] = {
@@ -83,7 +83,7 @@ def rows_of(groups: Sequence[LayerGroup], place: Place) -> list[Row]:
 
 
 def row_record(row: Row, page_bytes: int) -> dict[str, Any]:
-    """For --json."""
+    """Returns a row for --json."""
     layout = row.choice.layout
     return {
         "group": row.group,
@@ -100,7 +100,7 @@ def row_record(row: Row, page_bytes: int) -> dict[str, Any]:
 
 
 def layout_table(rows: Sequence[Row], place: Place) -> RenderableType:
-    """A line for each arrangement; an arrow at the one to take, and the reasons below."""
+    """Returns a table with a line per arrangement, an arrow at the one to take, and the reasons."""
     table = new_table(COLUMNS, ("", "GROUP", "ARRANGEMENT"))
     for row in rows:
         table.add_row(*(Text(cell) for cell in _cells(row, place.page_bytes)))

@@ -1,4 +1,4 @@
-"""How often clients map and unmap, from two reads of their counters."""
+"""Rates at which clients map and unmap, from two reads of their counters."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _count(snapshots: Iterable[DeviceSnapshot]) -> dict[Key, int]:
 
 @dataclass
 class Rates:
-    """Fed with one read after another. Clients of one name in one process count together."""
+    """Rates between consecutive reads. Clients of one name and process count together."""
 
     _at_s: float | None = None
     _counts: dict[Key, int] = field(default_factory=dict)
     _rates: dict[Key, float] = field(default_factory=dict)
 
     def update(self, now_s: float, snapshots: Iterable[DeviceSnapshot]) -> None:
-        """The next read, at `now_s` of a monotonic clock."""
+        """Adds the next read, at `now_s` of a monotonic clock."""
         counts = _count(snapshots)
         self._rates = {}
         if self._at_s is not None and now_s > self._at_s:
@@ -43,5 +43,5 @@ class Rates:
         self._at_s, self._counts = now_s, counts
 
     def maps_per_s(self, snapshot: DeviceSnapshot, client: ClientUsage) -> float | None:
-        """Runs of pages mapped or unmapped a second; None for a client seen once."""
+        """Returns the runs of pages mapped or unmapped a second, None for a client seen once."""
         return self._rates.get(_key(snapshot, client))

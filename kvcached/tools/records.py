@@ -1,4 +1,4 @@
-"""What `kvctl --json` prints: the same figures as the tables, in bytes."""
+"""Output of `kvctl --json`: the figures of the tables, in bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 def segment_record(segment: Segment) -> Record:
-    """A segment with its clients."""
+    """Returns a segment with its clients."""
     return {
         **asdict(segment),
         "path": str(segment.path),
@@ -23,7 +23,7 @@ def segment_record(segment: Segment) -> Record:
 
 
 def device_record(snapshot: DeviceSnapshot, rates: Rates | None = None) -> Record:
-    """A device with its clients; `maps_per_s` is null where two reads are wanting."""
+    """Returns a device with its clients. `maps_per_s` is null before a client's second read."""
     clients = [
         {
             **asdict(client),

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in the form that people write."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ for _power, _letter in enumerate("kmgt", 1):
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "512MiB", "1.5GiB", "2G" (binary too), "4MB" (decimal) or "4096".
+    """Returns the bytes of "512MiB", "1.5GiB", "2G" (binary too), "4MB" (decimal) or "4096".
 
-    Raises InvalidArgumentError, also where this is no whole number of bytes.
+    Raises InvalidArgumentError, also if this is not a whole number of bytes.
     """
     match = re.fullmatch(r"\s*(\d+)(?:\.(\d+))?\s*([a-z]*)\s*", text.lower())
     if match is None or match[3] not in _FACTORS:
         raise InvalidArgumentError(
-            f"size {text!r} is not understood; write 512MiB, 1.5GiB or a number of bytes"
+            f"size {text!r} is not valid; write 512MiB, 1.5GiB or a number of bytes"
         )
     decimals = match[2] or ""
     scale = int(10 ** len(decimals))
     size_bytes, rest = divmod(int(match[1] + decimals) * _FACTORS[match[3]], scale)
     if rest:
-        raise InvalidArgumentError(f"size {text!r} is no whole number of bytes")
+        raise InvalidArgumentError(f"size {text!r} is not a whole number of bytes")
     return size_bytes
 
 
 def format_size(size_bytes: int) -> str:
-    """In the largest unit that leaves at least 1: "512 MiB", "1.5 GiB"."""
+    """Returns a size in the largest unit that gives at least 1: "512 MiB", "1.5 GiB"."""
     power = min(max(size_bytes.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     value = f"{size_bytes / 1024**power:.1f}".removesuffix(".0")
     return f"{value} {_UNITS[power]}"

@@ -1,4 +1,4 @@
-"""The same figures for people: rich tables and bars."""
+"""Tables and bars of `kvctl` for terminals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLIENT_COLUMNS = ("used", "reserved", "can give", "limit", "min", "static", "res
 
 
 def new_table(columns: Iterable[str], left: Collection[str]) -> Table:
-    """Without a frame; numbers are to the right."""
+    """Returns a table without a frame. Numbers are right-aligned."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
@@ -27,7 +27,7 @@ def new_table(columns: Iterable[str], left: Collection[str]) -> Table:
 
 
 def segment_table(segments: Sequence[Segment]) -> RenderableType:
-    """A line for each segment."""
+    """Returns a table with a line for each segment."""
     if not segments:
         return Text("no segments")
     columns = ("NAMESPACE", "DEVICE", "VERSION", "CAPACITY", "ALIVE", "DEAD", "STATE")
@@ -48,7 +48,7 @@ def _state(segment: Segment) -> str:
 
 
 def device_view(snapshots: Sequence[DeviceSnapshot], rates: Rates) -> RenderableType:
-    """A bar for each device, with a line for each of its clients."""
+    """Returns a bar for each device, with a line for each of its clients."""
     if not snapshots:
         return Text("no devices in use")
     parts: list[RenderableType] = []
@@ -58,7 +58,7 @@ def device_view(snapshots: Sequence[DeviceSnapshot], rates: Rates) -> Renderable
 
 
 def _bar(snapshot: DeviceSnapshot) -> Text:
-    """Static memory, pages that exist, and what else is promised: reserved pages and minimums."""
+    """Returns a bar of static memory, existing pages, and further reserved pages and minimums."""
     usage = snapshot.usage
     promised_bytes = max(0, usage.reserved_bytes - usage.static_bytes - usage.committed_bytes)
     bar = Text(f"{snapshot.namespace}/{snapshot.device} [")
@@ -95,7 +95,7 @@ def _client_table(snapshot: DeviceSnapshot, rates: Rates) -> Table:
 
 
 def answer_table(answers: Sequence[ShrinkAnswer]) -> RenderableType:
-    """What each client that was asked to shrink gave."""
+    """Returns a table of what each client gave."""
     if not answers:
         return Text("no clients")
     columns = ("PID", "CLIENT", "GAVE", "EVICTED TOKENS", "OUTCOME")

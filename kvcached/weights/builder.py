@@ -1,4 +1,4 @@
-"""Makes one entry of the store: tensors are put one by one, and then it is sealed."""
+"""Builder of one entry of the store: tensors are put one by one, then it is sealed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvcached.weights.space import StoreSpace
 from kvcached.weights.spec import DTYPE_BYTES, TensorSpec
 from kvcached.weights.tensor_reader import TensorContent, TensorReader
 
-_GRANT_BYTES = 256 << 20  # room is asked for in such steps, since each counts what the store holds
-_PAGE_BYTES = 4096  # what a file takes at least
+_GRANT_BYTES = 256 << 20  # step of reservations, each of which counts the store's blobs
+_PAGE_BYTES = 4096  # smallest size of a file
 
 # DLPack's (type code, bits); float8 came with version 1.1.
 _NAMES = {(0, 8 * size): f"int{8 * size}" for size in (1, 2, 4, 8)}
@@ -30,11 +30,11 @@ _NAMES |= {(6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}
 
 
 class WeightBuilder:
-    """Handed to the producer of `WeightStore.get`. Thread rule: any thread puts."""
+    """Builder that the producer of `WeightStore.get` receives. Thread rule: any thread puts."""
 
     def __init__(self, paths: StorePaths, space: StoreSpace, key: WeightKey) -> None:
         self.key = key
-        self.shared_bytes = 0  # that the store had already
+        self.shared_bytes = 0  # of tensors that the store already had
         self._paths, self._space = paths, space
         self._folder = paths.new_partial()
         self._specs: dict[str, TensorSpec] = {}
@@ -49,13 +49,13 @@ class WeightBuilder:
 
     @checked(name=text, dtype=text)
     def put(self, name: str, array: Any, *, dtype: str | None = None) -> None:
-        """Stores a copy of a contiguous tensor: numpy, torch or any DLPack source, in memory of the
-        CPU or of a CUDA device.
+        """Stores a copy of a contiguous tensor: numpy, torch or any DLPack source, on a CPU or CUDA
+        device.
 
-        One on a GPU is read through pinned memory, after the work that its owner's current stream
-        was given (`TensorReader`); nothing else is waited for. `dtype` names the type where the
-        source cannot (bytes of a packed type, say); the element size stays. Raises StoreFullError,
-        InvalidArgumentError, SystemCallError if the driver refuses the copy.
+        A tensor on a GPU is read through pinned memory, after the work on its owner's current
+        stream (`TensorReader`); nothing else is waited for. `dtype` names a type that the source
+        cannot name (bytes of a packed type, for example); the element size stays. Raises
+        StoreFullError, InvalidArgumentError, SystemCallError if the driver refuses the copy.
         """
         with self._reader.open(array, f"tensor {name}") as content:
             self.put_bytes(name, _spec_of(name, content, dtype), content.pieces)
@@ -69,8 +69,10 @@ class WeightBuilder:
         *,
         sha256: str | None = None,
     ) -> None:
-        """Stores a tensor from pieces of its bytes, in order. Raises WeightFileError if their hash
-        is not `sha256`."""
+        """Stores a tensor from pieces of its bytes, in order.
+
+        Raises WeightFileError if their hash is not `sha256`.
+        """
         path = self._add(name, spec)
         try:
             self._store(name, spec, path, chunks, sha256)
@@ -105,9 +107,9 @@ class WeightBuilder:
     def _add(self, name: str, spec: TensorSpec) -> Path:
         with self._mutex:
             if self._lock.fd < 0:
-                raise ClosedError("the entry was sealed or given up")
+                raise ClosedError("the entry was sealed or abandoned")
             if name in self._specs:
-                raise InvalidArgumentError(f"tensor {name} was put before")
+                raise InvalidArgumentError(f"tensor {name} was already put")
             self._reserve(-(-spec.size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
             self._specs[name] = spec
             self._files[name] = self._folder / "t" / str(next(self._numbers))
@@ -135,12 +137,12 @@ class WeightBuilder:
             os.link(blob, path)
             self.shared_bytes += size_bytes
         else:
-            blob.unlink(missing_ok=True)  # damaged: entries that have it keep it
+            blob.unlink(missing_ok=True)  # damaged; entries that link it keep it
             os.link(path, blob)
         self._space.spend(self._folder, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
 
     def seal(self) -> StoredWeights:
-        """The entry, whole and in use by this process."""
+        """Completes the entry and returns it, in use by this process."""
         if not self._specs:
             raise InvalidArgumentError(f"nothing was put for {self.key}")
         self._reader.close()
@@ -148,7 +150,7 @@ class WeightBuilder:
         entry = self._paths.entries / self.key.digest
         write_whole(manifest, manifest_of(self.key, self._specs))
         in_use = FileLock.take(manifest, create=False, shared=True)
-        for index, path in enumerate(self._files.values()):  # those that failed left gaps
+        for index, path in enumerate(self._files.values()):  # failed tensors left gaps
             path.rename(self._folder / "t" / str(index))
         with FileLock.take(self._paths.mutex):
             for name in ("reserved", LOCK):
@@ -157,12 +159,12 @@ class WeightBuilder:
                 os.rename(self._folder, entry)
             except OSError as error:
                 in_use.release()
-                raise WeightFileError(f"{entry} is in the way: {error.strerror}") from error
+                raise WeightFileError(f"{entry} cannot be replaced: {error.strerror}") from error
             self._lock.release()
         return StoredWeights(entry, self.key, self._specs, in_use)
 
-    def give_up(self) -> None:
-        """Leaves nothing behind. After `seal`, or a second time, it does nothing."""
+    def abandon(self) -> None:
+        """Removes the unsealed entry. After `seal`, or a second time, it does nothing."""
         self._reader.close()
         if self._lock.fd < 0:
             return
@@ -179,7 +181,7 @@ def _spec_of(name: str, content: TensorContent, dtype: str | None) -> TensorSpec
             f"tensor {name} has elements of {content.bits} bits, not {dtype}"
         )
     if found is None and dtype is None:
-        raise InvalidArgumentError(f"tensor {name} has a type that needs a name: give dtype")
+        raise InvalidArgumentError(f"tensor {name} has an unnamed type; pass dtype")
     return TensorSpec(dtype or str(found), content.shape)
 
 

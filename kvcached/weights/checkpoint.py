@@ -1,4 +1,4 @@
-"""Safetensors files on disk: their headers, checked before a byte of a tensor is read.
+"""Safetensors files on disk: headers, checked before any tensor is read.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little endian; a
 JSON object of tensors with dtype, shape and offsets into the rest; the rest, without holes.
@@ -43,7 +43,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Where the bytes of a tensor are."""
+    """Position of a tensor's bytes."""
 
     name: str
     spec: TensorSpec
@@ -53,7 +53,7 @@ class CheckpointTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The safetensors files of a model and the tensors in them, by name."""
+    """Safetensors files of a model, and their tensors by name."""
 
     files: tuple[Path, ...]
     tensors: Mapping[str, CheckpointTensor]
@@ -63,10 +63,10 @@ class Checkpoint:
     def open(
         cls, path: str | Path, *, expected: Mapping[str, TensorSpec] | None = None
     ) -> Checkpoint:
-        """Reads the headers of one file, or of a directory's.
+        """Reads the headers of one file, or of a directory's files.
 
-        A directory's index says which files belong to the model; without one all *.safetensors do.
-        Raises WeightFileError, naming the file, if one is missing, cut short or damaged;
+        A directory's index lists the model's files; without an index all *.safetensors are used.
+        Raises WeightFileError with the file if one is missing, cut short or damaged,
         WeightMismatchError if the tensors are not `expected`.
         """
         try:
@@ -131,13 +131,13 @@ def _read_header(path: Path) -> Iterator[CheckpointTensor]:
     except OSError as error:
         raise WeightFileError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise _damaged(path, f"its header is no JSON: {error}") from error
+        raise _damaged(path, f"its header is not valid JSON: {error}") from error
     yield from _tensors(path, header, begin, size_bytes)
 
 
 def _tensors(path: Path, header: Any, begin: int, size_bytes: int) -> Iterator[CheckpointTensor]:
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no JSON object")
+        raise _damaged(path, "its header is not a JSON object")
     found = [
         _tensor(path, name, entry, begin) for name, entry in header.items() if name[:2] != "__"
     ]
@@ -147,7 +147,7 @@ def _tensors(path: Path, header: Any, begin: int, size_bytes: int) -> Iterator[C
             raise _damaged(path, f"tensor {tensor.name} does not begin where the last one ends")
         end += tensor.spec.size_bytes
     if end != size_bytes:
-        raise _damaged(path, f"it has {size_bytes} bytes, its header says {end}")
+        raise _damaged(path, f"it has {size_bytes} bytes, but its header describes {end}")
     yield from found
 
 
@@ -163,5 +163,5 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> CheckpointTensor:
     return tensor
 
 
-def _damaged(path: Path, why: str) -> WeightFileError:
-    return WeightFileError(f"{path} is damaged or not complete: {why}; download it again")
+def _damaged(path: Path, reason: str) -> WeightFileError:
+    return WeightFileError(f"{path} is damaged or not complete: {reason}; download it again")

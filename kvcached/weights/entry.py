@@ -1,4 +1,4 @@
-"""A sealed set of tensors in the store, in use by this process until it is closed."""
+"""Sealed set of tensors in the store, in use by this process until it is closed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from kvcached.weights.spec import TensorSpec, WeightLayout, check_specs
 
 @dataclass(frozen=True, slots=True)
 class WeightKey:
-    """What an entry holds: whose content, and in which form an engine wants it.
-
-    `content` is `WeightStore.content_of` the checkpoint. `engine` names everything that shapes the
-    tensors beside type and rank: the engine, its version, its kernels' packing.
-    """
+    """Key of an entry: the checkpoint's content, and the form in which an engine needs it."""
 
     content: str
+    """Result of `WeightStore.content_of`."""
     engine: str
+    """Everything that shapes the tensors besides dtype and rank: engine, version, packing."""
     dtype: str
     rank: int = 0
     ranks: int = 1
@@ -37,23 +35,23 @@ class WeightKey:
         for name in ("content", "engine", "dtype"):
             text(name, getattr(self, name))
         if not (self.content and self.engine and self.dtype):
-            raise InvalidArgumentError("content, engine and dtype of a weight key are not empty")
+            raise InvalidArgumentError("content, engine and dtype must not be empty")
         if not_negative("rank", self.rank) >= positive("ranks", self.ranks):
-            raise InvalidArgumentError(f"rank {self.rank} is not below ranks {self.ranks}")
+            raise InvalidArgumentError(f"rank {self.rank} must be below ranks, {self.ranks}")
 
     @property
     def digest(self) -> str:
-        """Names the entry's folder."""
+        """Name of the entry's folder."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:32]
 
 
 def checkpoint_key(content: str) -> WeightKey:
-    """Of a checkpoint's own tensors, as its files have them."""
+    """Returns the key of a checkpoint's own tensors, as its files have them."""
     return WeightKey(content, "checkpoint", "as-stored")
 
 
 def manifest_of(key: WeightKey, specs: Mapping[str, TensorSpec]) -> bytes:
-    """The tensors in the order of their files' numbers."""
+    """Returns a manifest with the tensors in the order of their files' numbers."""
     tensors = [[name, spec.dtype, list(spec.shape)] for name, spec in specs.items()]
     body = {"key": asdict(key), "tensors": tensors}
     return json.dumps({**body, "check": _check(body)}).encode()
@@ -64,10 +62,10 @@ def _check(body: dict[str, Any]) -> str:
 
 
 class StoredWeights:
-    """Tensors of the store that stay there for as long as this object is open.
+    """Tensors that stay in the store while this object is open.
 
-    Close it, or use it with `with`; the death of the process, however it dies, closes it too.
-    Thread rule: any thread reads; one closes, when no other reads.
+    Close it, or use it with `with`. The end of the process closes it too. Thread rule: any thread
+    reads; one closes, when no other reads.
     """
 
     def __init__(
@@ -85,7 +83,10 @@ class StoredWeights:
 
     @classmethod
     def open(cls, folder: Path) -> StoredWeights | None:
-        """None if there is no such entry. Raises WeightFileError, naming a file that is damaged."""
+        """Opens an entry, or returns None if it does not exist.
+
+        Raises WeightFileError with the name of a damaged file.
+        """
         manifest = folder / MANIFEST
         try:
             lock = FileLock.take(manifest, create=False, shared=True)
@@ -104,26 +105,26 @@ class StoredWeights:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors, also of those that other entries share."""
+        """Bytes of all tensors, including those that other entries share."""
         return sum(spec.size_bytes for spec in self.specs.values())
 
     def layout(self) -> WeightLayout:
-        """For an arena of these tensors in this order."""
+        """Returns a layout for an arena with these tensors in this order."""
         return WeightLayout.of(self.specs)
 
     @checked(name=text)
     def path(self, name: str) -> Path:
-        """The file that holds a tensor's bytes and nothing else. Never write to it."""
+        """Returns the file that contains a tensor's bytes alone. Never write to it."""
         if self._lock.fd < 0:
             raise ClosedError("these weights are closed; get them from the store again")
         if name not in self._index:
-            raise InvalidArgumentError(f"there is no tensor {name!r} among these weights")
+            raise InvalidArgumentError(f"tensor {name!r} is not among these weights")
         return self._folder / "t" / str(self._index[name])
 
     def buffer(self, name: str) -> mmap.mmap | bytearray:
-        """A tensor's bytes without copying, for `numpy.frombuffer` or `torch.frombuffer`.
+        """Returns a tensor's bytes without copying, for `numpy.frombuffer` or `torch.frombuffer`.
 
-        Writes go to private pages of this process. It may outlive this object.
+        Writes go to private pages of this process. The buffer may outlive this object.
         """
         path = self.path(name)
         if self.specs[name].size_bytes == 0:
@@ -132,7 +133,7 @@ class StoredWeights:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def will_need(self) -> None:
-        """Tells the system to have the tensors in memory soon; they are if the store is a tmpfs."""
+        """Asks the OS to load the tensors into memory soon. In a tmpfs store they always are."""
         for name in self.specs:
             path = self.path(name)
             with descriptor_needed(path), path.open("rb") as file:
@@ -144,14 +145,15 @@ class StoredWeights:
         check_specs(f"the weights stored as {self.key}", self.specs, specs)
 
     def close(self) -> None:
-        """From here on the store may evict it. A second call does nothing."""
+        """Lets the store evict the entry. A second call does nothing."""
         if self._lock.fd >= 0:
             self._touch()
         self._lock.release()
 
     def _touch(self) -> None:
-        now_ns = time.time_ns()  # the kernel's own stamp is the last tick's, the same for many
-        os.utime(self._lock.fd, ns=(now_ns, now_ns))  # the order of eviction
+        # Sets the order of eviction. The kernel's own time has the resolution of a tick.
+        now_ns = time.time_ns()
+        os.utime(self._lock.fd, ns=(now_ns, now_ns))
 
     def __enter__(self) -> StoredWeights:
         return self
@@ -164,7 +166,7 @@ def _read_manifest(manifest: Path) -> tuple[WeightKey, dict[str, TensorSpec]]:
     try:
         body = json.loads(manifest.read_bytes())
         if body.pop("check") != _check(body):
-            raise ValueError("its content was changed")
+            raise ValueError("the checksum does not match")
         tensors = body["tensors"]
         specs = {name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in tensors}
         return WeightKey(**body["key"]), specs

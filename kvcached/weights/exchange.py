@@ -1,8 +1,8 @@
-"""What the store of one machine tells that of another, so that weights go between them.
+"""Data that the stores of two machines exchange, so that weights move between them.
 
-Machines have the same model at the same path, each on its own disk. A *sketch* says whether the
-files are alike without reading them whole; then what one machine knows of them, their hashes, holds
-on the other as well, and entries of its store are those that the other one would make.
+Machines have the same model at the same path, each on its own disk. A *sketch* shows whether the
+files are equal without reading all of them. If so, the hashes that one machine has computed hold on
+the other as well, and so do the entries of its store.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """Of a checkpoint: names and sizes of its files, their headers, and the middle of each tensor.
+    """Hash of a checkpoint's file names and sizes, headers, and the middle of each tensor.
 
-    What another training made differs in nearly every element of a tensor, so it differs here.
+    Another training run changes nearly every element of a tensor, and so the sketch.
     """
 
     checkpoint: Checkpoint
@@ -54,7 +54,7 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """One entry: `blobs` has the hash of each tensor, in the order of `specs`."""
+    """One entry. `blobs` has the hash of each tensor, in the order of `specs`."""
 
     key: WeightKey
     specs: dict[str, TensorSpec]
@@ -67,45 +67,47 @@ class StoredForm:
 
 
 class Exchange:
-    """A store's end. Thread rule: any thread."""
+    """One store's end of an exchange. Thread rule: any thread."""
 
     def __init__(self, store: WeightStore) -> None:
         self.store = store
         self._paths = StorePaths.create(store.directory)
 
-    def turn(self, what: str) -> FileLock:
-        """For `with`: processes of this machine that would fetch the same wait for one another."""
+    def fetch_lock(self, what: str) -> FileLock:
+        """Returns a lock, for `with`: one process of this machine at a time fetches `what`."""
         name = hashlib.sha256(f"fetch {what}".encode()).hexdigest()[:32]
         return FileLock.take(self._paths.keys / name)
 
     # --- what both machines know ------------------------------------------------------------
 
     def known_hashes(self, checkpoint: Checkpoint) -> tuple[str, ...] | None:
-        """Of its files, as far as no file has to be read for them: all, or None."""
+        """Returns the hashes of the checkpoint's files, or None if a file would have to be read."""
         known = [known_hash(self._paths, identity(path)) for path in checkpoint.files]
         hashes = tuple(each for each in known if each is not None)
         return hashes if len(hashes) == len(known) else None
 
     def adopt(self, sketch: Sketch, hashes: Sequence[str]) -> None:
-        """Another machine, whose files have the same sketch, knows their hashes. Raises
-        WeightFileError for what are no hashes of them."""
+        """Stores the hashes that another machine has computed for files with the same sketch.
+
+        Raises WeightFileError if they are not valid hashes of these files.
+        """
         _check_hashes(hashes, len(sketch.identities))
         for of, sha256 in zip(sketch.identities, hashes, strict=True):
             keep_hash(self._paths, of, sha256)
 
     def content(self, checkpoint: Checkpoint, hashes: Sequence[str]) -> str:
-        """What `WeightStore.content_of` says. Raises WeightFileError as `adopt`."""
+        """Returns the result of `WeightStore.content_of`. Raises as `adopt` does."""
         _check_hashes(hashes, len(checkpoint.files))
         return content_from(checkpoint, hashes)
 
     # --- entries ----------------------------------------------------------------------------
 
     def has(self, key: WeightKey) -> bool:
-        """Whether there is such an entry, whole or not."""
+        """Returns whether there is such an entry, whole or damaged."""
         return (self._paths.entries / key.digest).exists()
 
     def form(self, key: WeightKey) -> StoredForm | None:
-        """The entry, which may go again at any time; None if it is not there whole."""
+        """Returns the entry, or None if it is missing or damaged. It may be evicted at any time."""
         try:
             found = StoredWeights.open(self._paths.entries / key.digest)
         except WeightFileError:
@@ -118,7 +120,9 @@ class Exchange:
         return StoredForm(found.key, dict(found.specs), tuple(blobs)) if all(blobs) else None
 
     def read(self, blob: str, offset_bytes: int, size_bytes: int) -> bytes:
-        """A part of a tensor, shorter at its end; empty if the store has it not (any more)."""
+        """Returns a part of a tensor, shorter at the tensor's end. Empty if the store does not have
+        it.
+        """
         if not _SHA256.fullmatch(blob):
             return b""
         try:
@@ -145,4 +149,4 @@ def _sample(tensor: CheckpointTensor) -> bytes:
 
 def _check_hashes(hashes: Sequence[str], count: int) -> None:
     if len(hashes) != count or not all(_SHA256.fullmatch(each) for each in hashes):
-        raise WeightFileError(f"{len(hashes)} hashes, not the SHA-256 of {count} files")
+        raise WeightFileError(f"the {len(hashes)} hashes are not the SHA-256 of {count} files")

@@ -17,7 +17,7 @@ Identity = list[str | int]
 
 
 def identity(path: Path) -> Identity:
-    """What changes when a file does."""
+    """Returns values that change when the file does."""
     try:
         info = path.stat()
     except OSError as error:
@@ -26,32 +26,32 @@ def identity(path: Path) -> Identity:
 
 
 def content_from(checkpoint: Checkpoint, hashes: Sequence[str]) -> str:
-    """The checkpoint's hash, from those of its files."""
+    """Returns the checkpoint's hash, computed from the hashes of its files."""
     named = zip(checkpoint.files, hashes, strict=True)
     lines = "".join(f"{path.name} {sha256}\n" for path, sha256 in named)
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def hash_of(paths: StorePaths, path: Path, count: Callable[[int], None]) -> str:
-    """As `sha256sum` prints it. `count` is told the bytes that are read from disk."""
+    """Returns the hash as `sha256sum` prints it. `count` receives the bytes read from disk."""
     before = identity(path)
     known = known_hash(paths, before)
     if known is not None:
         return known
     computed = _compute(path, count)
     if identity(path) != before:
-        raise WeightFileError(f"{path} changed while it was read; try again when it is whole")
+        raise WeightFileError(f"{path} changed while it was read; try again once it is complete")
     keep_hash(paths, before, computed)
     return computed
 
 
 def keep_hash(paths: StorePaths, of: Identity, sha256: str) -> None:
-    """From now on this is the hash of the file, for as long as it is the same."""
+    """Stores the hash of a file, valid while the file is unchanged."""
     write_whole(_kept(paths, of), json.dumps({"identity": of, "sha256": sha256}).encode())
 
 
 def known_hash(paths: StorePaths, wanted: Identity) -> str | None:
-    """None: the file would have to be read."""
+    """Returns the stored hash, or None if the file would have to be read."""
     try:
         content = json.loads(_kept(paths, wanted).read_bytes())
         return str(content["sha256"]) if content["identity"] == wanted else None

@@ -1,7 +1,7 @@
-"""Locks on files that the kernel drops with the process, whatever ends it (see csrc/liveness.h).
+"""File locks that the kernel releases when the process ends for any reason (csrc/liveness.h).
 
-A lock is of an open file, so two holders in one process exclude each other as well. A forked child
-shares its parent's open files: what is registered here is closed in the child at once.
+A lock belongs to an open file, so two holders in one process exclude each other as well. A forked
+child shares its parent's open files; the locks registered here are closed in the child at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _held: WeakSet[FileLock] = WeakSet()
 
 @contextlib.contextmanager
 def descriptor_needed(path: Path) -> Iterator[None]:
-    """Raises SystemCallError where the process, or the machine, has no descriptor left."""
+    """Raises SystemCallError if the process, or the machine, has no descriptor left."""
     try:
         yield
     except OSError as error:
@@ -33,7 +33,7 @@ def descriptor_needed(path: Path) -> Iterator[None]:
 
 
 class FileLock:
-    """An open file with a lock on it. Thread rule: one thread at a time."""
+    """Open file with a lock on it. Thread rule: one thread at a time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -41,7 +41,8 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path, *, create: bool = True, shared: bool = False) -> FileLock:
-        """Locks the file at `path`; waits for it. FileNotFoundError without `create`.
+        """Locks the file at `path`, and waits for the lock. Raises FileNotFoundError without
+        `create`.
 
         The file may have been renamed or removed before the lock was granted: see `is_at`.
         """
@@ -57,7 +58,7 @@ class FileLock:
 
     @classmethod
     def try_take(cls, path: Path) -> FileLock | None:
-        """Locks the file at `path` for itself alone; None if there is none, or it is locked."""
+        """Locks the file at `path` exclusively. Returns None if it is missing or locked."""
         try:
             with descriptor_needed(path):
                 lock = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -72,11 +73,11 @@ class FileLock:
 
     @property
     def fd(self) -> int:
-        """The open file; -1 once released."""
+        """Descriptor of the open file, -1 once released."""
         return self._fd
 
     def is_at(self, path: Path) -> bool:
-        """Whether the locked file is what is found at `path`."""
+        """Returns whether the locked file is the one at `path`."""
         try:
             found = os.stat(path)
         except FileNotFoundError:
@@ -85,7 +86,7 @@ class FileLock:
         return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
 
     def release(self) -> None:
-        """A second call does nothing."""
+        """Releases the lock. A second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

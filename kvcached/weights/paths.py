@@ -1,17 +1,18 @@
-"""The files of a store.
+"""Files of a store.
 
-    version                  the format; another one is refused
-    mutex                    locked while tensors are linked, entries appear or go
+    version                  the format; any other is refused
+    mutex                    locked while tensors are linked, or entries added or removed
     blobs/HASH               the bytes of a tensor, once, by their SHA-256
     entries/DIGEST/          a whole set of tensors: manifest.json, and in t/ a hard link to each
                              blob; its users share a lock on the manifest
-    partial/ID/              one that is being made, its maker holding `lock`; an entry on its way
-                             out as well. What is not locked here is removed
-    keys/DIGEST              locked by the one process that makes an entry, so that others wait
-    hashes/DIGEST.json       the hash of a file on disk, as long as its name, size and times agree
+    partial/ID/              an entry that is being made, its maker holding `lock`, or one that is
+                             being removed; unlocked folders here are removed
+    keys/DIGEST              locked by the one process that makes an entry, while others wait
+    hashes/DIGEST.json       the hash of a file on disk, valid while its name, size and times match
 
 A blob's link count is its reference count: 1 more than the entries that have it. The kernel keeps
-it, so no death can make it wrong. An entry appears by one rename and is whole from then on.
+it, so no process's death can make it wrong. An entry appears by one rename and is whole from then
+on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LOCK = "lock"
 
 
 class StorePaths:
-    """Names of a store's files; see the module."""
+    """Paths of a store's files; see the module."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,13 +45,16 @@ class StorePaths:
 
     @classmethod
     def create(cls, root: Path) -> StorePaths:
-        """Makes what is missing. Raises InvalidArgumentError if `root` is something else, or if
-        another user could change it: what lies there is served as the model."""
+        """Creates missing folders.
+
+        Raises InvalidArgumentError if `root` is not a store, or if another user could modify it,
+        since its files are served as the model.
+        """
         paths = cls(root.resolve())
         try:
             paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if why := untrusted_reason(paths.root):
-                raise InvalidArgumentError(f"{root} {why}; name another directory")
+            if reason := untrusted_reason(paths.root):
+                raise InvalidArgumentError(f"{root} {reason}; name another directory")
             with FileLock.take(paths.mutex):
                 paths._check_format()
                 for folder in (paths.blobs, paths.entries, paths.partial, paths.keys, paths.hashes):
@@ -68,7 +72,7 @@ class StorePaths:
             if foreign:
                 self.mutex.unlink()
                 raise InvalidArgumentError(
-                    f"{self.root} has other files in it, such as {foreign[0]}; name an empty one"
+                    f"{self.root} contains other files, such as {foreign[0]}; name an empty folder"
                 )
             version.write_text(FORMAT)
         if version.read_text() != FORMAT:
@@ -77,12 +81,15 @@ class StorePaths:
             )
 
     def new_partial(self) -> Path:
-        """A fresh name in `partial`."""
+        """Returns a fresh path in `partial`."""
         return self.partial / uuid4().hex
 
 
 def remove_tree(folder: Path) -> None:
-    """Removes a partial folder: `lock` last, so that it never looks abandoned before."""
+    """Removes a partial folder.
+
+    `lock` is removed last, so that the folder never looks abandoned before.
+    """
     for path in [*(folder / "t").glob("*"), *folder.glob("*")]:
         if path.name not in ("t", LOCK):
             path.unlink(missing_ok=True)
@@ -94,7 +101,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Puts a file there that is never seen half written."""
+    """Writes a file that other processes never see half written."""
     part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
     try:
         with part.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Work in the background that its owner can wait for or give up."""
+"""Background read that its owner can wait for or cancel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcached.checks import checked, duration
 
 
 class Prefetch:
-    """Made by `WeightStore.prefetch`. Thread rule: any thread."""
+    """Background read made by `WeightStore.prefetch`. Thread rule: any thread."""
 
     def __init__(self, read: Callable[[threading.Event], None]) -> None:
         self._read = read
@@ -20,7 +20,7 @@ class Prefetch:
 
     @checked(timeout_s=duration)
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it is through, after at most that long. Raises what ended it early."""
+        """Returns whether the read ended within `timeout_s`. Raises the error that ended it."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -30,15 +30,15 @@ class Prefetch:
 
     @property
     def done(self) -> bool:
-        """Whether it is through, well or not."""
+        """True once the read has ended, with or without success."""
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Ends it after the chunks that are under way; nothing half read stays in the store."""
+        """Stops after the chunks under way. No partly read entry stays in the store."""
         self._cancel.set()
 
     def _run(self) -> None:
         try:
             self._read(self._cancel)
-        except BaseException as error:  # noqa: BLE001 (`wait` raises it, the caller's own too)
+        except BaseException as error:  # noqa: BLE001 (`wait` raises it, the callers' errors too)
             self._error = error

@@ -1,4 +1,4 @@
-"""How much a store holds, and what goes when it needs room."""
+"""Size of a store, and evictions when it needs room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcached.errors import StoreFullError
 from kvcached.weights.locks import FileLock
 from kvcached.weights.paths import LOCK, MANIFEST, StorePaths, remove_tree
 
-_OS_BLOCK_BYTES = 512  # of st_blocks
+_OS_BLOCK_BYTES = 512  # unit of st_blocks
 _RESERVED = "reserved"
 
 
@@ -26,22 +26,22 @@ class StoreSpace:
         self.evicted_entries = 0
 
     def used_bytes(self) -> int:
-        """A tensor that entries share counts once."""
+        """Returns the bytes in use. A tensor that entries share counts once."""
         with os.scandir(self._paths.blobs) as blobs:
             stored = sum(blob.stat().st_blocks for blob in blobs) * _OS_BLOCK_BYTES
         return stored + sum(_reserved_bytes(folder) for folder in self._paths.partial.iterdir())
 
     def reserve(self, folder: Path, more_bytes: int, *, may_evict: bool) -> None:
-        """Sets bytes aside for the entry that is made in `folder`; evicts what it must.
+        """Reserves bytes for the entry that is made in `folder`, evicting others if needed.
 
-        Raises StoreFullError if all that is left is in use.
+        Raises StoreFullError if all remaining entries are in use.
         """
         self.clean()
         self.make_room(more_bytes, may_evict=may_evict)
         _write_reserved(folder, _reserved_bytes(folder) + more_bytes)
 
     def spend(self, folder: Path, size_bytes: int) -> None:
-        """What `folder` reserved is a blob by now, or was found to be one."""
+        """Releases a reservation of `folder` whose bytes are a blob now."""
         _write_reserved(folder, max(0, _reserved_bytes(folder) - size_bytes))
 
     def make_room(self, need_bytes: int, *, may_evict: bool = True) -> None:
@@ -55,13 +55,13 @@ class StoreSpace:
         if missing > 0:
             raise StoreFullError(
                 f"the weight store {self._paths.root} lacks {missing} of {need_bytes} bytes and "
-                "all that it holds is in use; raise its max_bytes, or free models",
+                "all of its entries are in use; raise its max_bytes, or free models",
                 need_bytes,
                 missing,
             )
 
     def evict(self, entry: Path) -> bool:
-        """Removes an entry that is not in use; its blobs go if no other entry has them."""
+        """Removes an entry that is not in use, and its blobs if no other entry has them."""
         lock = FileLock.try_take(entry / MANIFEST)
         if lock is None and (entry / MANIFEST).exists():
             return False
@@ -75,7 +75,7 @@ class StoreSpace:
         return True
 
     def clean(self) -> None:
-        """Removes what makers that died have left."""
+        """Removes the folders of makers that died."""
         for folder in self._paths.partial.iterdir():
             lock = FileLock.try_take(folder / LOCK)
             if lock is not None:

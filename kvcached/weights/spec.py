@@ -1,4 +1,4 @@
-"""What tensors are and where they lie in an arena: plain data."""
+"""Plain data: types and shapes of tensors, and their positions in an arena."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DTYPE_BYTES = {
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
 }
-ALIGNMENT_BYTES = 256  # what kernels' widest loads and torch's own allocator assume
+ALIGNMENT_BYTES = 256  # assumed by kernels' widest loads and torch's allocator
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Type and shape of a dense row-major tensor; an extent may be 0, a shape empty (a scalar)."""
+    """Type and shape of a dense row-major tensor. An extent may be 0; a scalar's shape is empty."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,13 +28,13 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if text("dtype", self.dtype) not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
-            raise InvalidArgumentError(f"dtype {self.dtype!r} is not known; use one of {known}")
+            raise InvalidArgumentError(f"dtype {self.dtype!r} is not supported; use one of {known}")
         object.__setattr__(self, "shape", tuple(each(not_negative)("shape", self.shape)))
         not_negative("the tensor's size", self.size_bytes)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the elements."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """Where each tensor of a model lies in its arena."""
+    """Position of each tensor of a model in its arena."""
 
     specs: Mapping[str, TensorSpec]
     offsets_bytes: Mapping[str, int]
@@ -54,9 +54,9 @@ class WeightLayout:
     def of(
         cls, specs: Mapping[str, TensorSpec], *, alignment_bytes: int = ALIGNMENT_BYTES
     ) -> WeightLayout:
-        """In the order of `specs`, each tensor at a multiple of `alignment_bytes`."""
+        """Lays out `specs` in their order, each tensor at a multiple of `alignment_bytes`."""
         if not specs:
-            raise InvalidArgumentError("a model without tensors needs no weights")
+            raise InvalidArgumentError("specs is empty; a weight layout has at least one tensor")
         offsets, end = {}, 0
         for name, spec in specs.items():
             offsets[name] = -(-end // alignment_bytes) * alignment_bytes
@@ -67,7 +67,7 @@ class WeightLayout:
 def check_specs(
     what: str, found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]
 ) -> None:
-    """Raises WeightMismatchError, naming `what` and the first few tensors that differ."""
+    """Raises WeightMismatchError with `what` and the first few tensors that differ."""
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{name} is not expected" for name in found if name not in expected]
     wrong += [

@@ -1,4 +1,4 @@
-"""Weights of models in host memory, once on each machine and shared by all its processes."""
+"""Weights of models in host memory, once per machine and shared by all its processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _READ_BYTES = 8 << 20
 
 
 def default_store(namespace: str) -> Path:
-    """Where the store of a namespace is unless a directory is named."""
+    """Returns the directory of a namespace's store, unless one is named."""
     return Path(f"/dev/shm/prism-weights.{namespace}")
 
 
@@ -49,21 +49,25 @@ def _model(name: str, value: str | Path | Checkpoint) -> Path | Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
-    """What this object did since it was opened."""
+    """Totals of one WeightStore object since it was opened."""
 
     disk_bytes: int = 0  # read from checkpoints, to hash them or to store their tensors
+    """Read from checkpoints, to hash them or to store their tensors."""
     stored_bytes: int = 0  # put into the store
+    """Put into the store."""
     shared_bytes: int = 0  # of those, what it had already: tensors of another model of one base
+    """Part of `stored_bytes` that the store already had: tensors of a model with the same base."""
     made_entries: int = 0
     found_entries: int = 0
 
 
 class WeightStore:
-    """Tensors in the form that an engine wants them, so that an activation is a copy (Prism §5.2).
+    """Tensors in the form that an engine needs, so that an activation is a copy (Prism §5.2).
 
-    All processes that open one directory share it. It is bound in size: the least recently used
-    entries go first, never one that a process has open. A process may die at any moment: what it
-    had in use is free, what it was making is removed. Thread rule: any thread.
+    All processes that open one directory share it. Its size is limited: the least recently used
+    entries are evicted first, but never one that a process has open. A process may die at any
+    moment: its entries are then not in use, and an entry that it was making is removed. Thread
+    rule: any thread.
     """
 
     def __init__(self, paths: StorePaths, max_bytes: int, threads: int) -> None:
@@ -88,11 +92,11 @@ class WeightStore:
         namespace: str = "default",
         threads: int = 4,
     ) -> WeightStore:
-        """Creates the store, or joins it.
+        """Creates the store, or opens an existing one.
 
         `directory` defaults to one of `namespace` in /dev/shm. For huge pages name one on a tmpfs
-        that is mounted with huge=within_size; for weights that outlive a reboot, one on a disk.
-        `max_bytes` defaults to 80 % of its file system. `threads` read and hash files.
+        mounted with huge=within_size; for weights that outlive a reboot, one on a disk. `max_bytes`
+        defaults to 80 % of its file system. `threads` read and hash files.
         """
         root = Path(directory) if directory else default_store(namespace)
         paths = StorePaths.create(root)
@@ -106,21 +110,21 @@ class WeightStore:
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """Folder of the store's files."""
         return self._paths.root
 
     @property
     def max_bytes(self) -> int:
-        """The bound that this object keeps."""
+        """Limit that this object keeps."""
         return self._space.max_bytes
 
     def used_bytes(self) -> int:
-        """Bytes of its tensors, each counted once, and of what is being made."""
+        """Returns the bytes of its tensors, each counted once, and of entries being made."""
         with FileLock.take(self._paths.mutex):
             return self._space.used_bytes()
 
     def counters(self) -> StoreCounters:
-        """What this object did so far."""
+        """Returns the totals of this object."""
         with self._mutex:
             return self._counters
 
@@ -128,7 +132,7 @@ class WeightStore:
 
     @checked(key=_key)
     def find(self, key: WeightKey) -> StoredWeights | None:
-        """The entry, in use from now on; None if it is not there.
+        """Opens an entry. Returns None if it does not exist.
 
         Raises WeightFileError if one of its files is missing or was cut: `discard` it.
         """
@@ -139,10 +143,10 @@ class WeightStore:
 
     @checked(key=_key, produce=function)
     def get(self, key: WeightKey, produce: Produce) -> StoredWeights:
-        """The entry, in use from now on; `produce` puts its tensors if it is not there.
+        """Opens an entry. If it does not exist, `produce` puts its tensors.
 
-        One process makes an entry while others wait for it; should it die, the next one does. A
-        damaged entry that is not in use is made anew. If `produce` raises, nothing stays.
+        One process makes an entry while others wait for it; if it dies, the next one does. A
+        damaged entry that is not in use is made again. If `produce` raises, nothing is stored.
         """
         found = self._find_whole(key)
         if found is not None:
@@ -152,7 +156,7 @@ class WeightStore:
 
     @checked(key=_key)
     def discard(self, key: WeightKey) -> bool:
-        """Removes an entry; False if it is not there or in use."""
+        """Removes an entry. Returns False if it does not exist or is in use."""
         with FileLock.take(self._paths.mutex):
             entry = self._entry(key)
             return entry.exists() and self._space.evict(entry)
@@ -174,7 +178,7 @@ class WeightStore:
             produce(builder)
             made = builder.seal()
         finally:
-            builder.give_up()
+            builder.abandon()
         self._count(stored_bytes=made.size_bytes, shared_bytes=builder.shared_bytes, made_entries=1)
         return made
 
@@ -182,9 +186,9 @@ class WeightStore:
 
     @checked(checkpoint=instance_of(Checkpoint))
     def content_of(self, checkpoint: Checkpoint) -> str:
-        """The checkpoint's hash: what `WeightKey.content` is.
+        """Returns the checkpoint's hash, which is `WeightKey.content`.
 
-        Files are read once; the hash is kept for as long as their size, times and inode agree.
+        Files are read once; the hash is kept while their size, times and inode match.
         """
         with ThreadPoolExecutor(self._threads) as pool:
             hashes = list(pool.map(self._hash_of, checkpoint.files))
@@ -198,11 +202,10 @@ class WeightStore:
         expected: Mapping[str, TensorSpec] | None = None,
         cancel: threading.Event | None = None,
     ) -> StoredWeights:
-        """A checkpoint's own tensors, as its files have them, read by parallel chunks.
+        """Opens a checkpoint's own tensors, as its files have them, read by parallel chunks.
 
-        Raises WeightFileError, naming the file that is missing, short or damaged;
-        WeightMismatchError if the tensors are not `expected`; LoadCancelledError once `cancel` is
-        set; StoreFullError.
+        Raises WeightFileError with the file that is missing, short or damaged, WeightMismatchError
+        if the tensors are not `expected`, LoadCancelledError once `cancel` is set, StoreFullError.
         """
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         key = checkpoint_key(self.content_of(checkpoint))
@@ -224,8 +227,9 @@ class WeightStore:
 
     @checked(content=text)
     def find_checkpoint(self, content: str) -> StoredWeights | None:
-        """A checkpoint's own tensors, if some process has read them or is reading them now: then
-        this waits for it. None otherwise. Raises as `find` does.
+        """Opens a checkpoint's own tensors if a process has read them. Returns None otherwise.
+
+        Waits for a process that is reading them now. Raises as `find` does.
         """
         key = checkpoint_key(content)
         with FileLock.take(self._paths.keys / key.digest):
@@ -239,11 +243,12 @@ class WeightStore:
         unless: Callable[[str], WeightKey] | None = None,
         first: Callable[[threading.Event], object] | None = None,
     ) -> Prefetch:
-        """`get_checkpoint` in the background, for a hint that the model will be needed.
+        """Starts `get_checkpoint` in the background, on a hint that the model will be needed.
 
-        `unless` names the engine's own form of a model by its content. If the store has that, it
-        counts as used now, its files are fetched from the store's disk, and nothing else is read.
-        `first` is called before anything is read, with what `cancel` sets: it may fill the store.
+        `unless` returns the key of the engine's own form of a model, given its content. If the
+        store has that entry, it counts as used now, its files are loaded from the store's disk, and
+        nothing else is read. `first` is called before anything is read, with the event that
+        `cancel` sets; it may fill the store.
         """
 
         def read(cancel: threading.Event) -> None:
@@ -273,7 +278,7 @@ class WeightStore:
             try:
                 list(pool.map(store, checkpoint.tensors.values()))
             except BaseException:
-                cancel.set()  # the other threads need not go on
+                cancel.set()  # stops the other threads
                 raise
 
     def _chunks(self, tensor: CheckpointTensor, cancel: threading.Event) -> Iterator[memoryview]:
@@ -294,7 +299,7 @@ class WeightStore:
         while target:
             got = os.preadv(fd, [target], at)
             if got == 0:
-                raise WeightFileError(f"{path} ends at byte {at}; it was cut while it was read")
+                raise WeightFileError(f"{path} ends at byte {at}; it was truncated during the read")
             self._count(disk_bytes=got)
             target, at = target[got:], at + got
 

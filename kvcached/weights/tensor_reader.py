@@ -1,4 +1,4 @@
-"""The bytes of tensors, wherever they are: CPU memory as it is, a GPU's in pieces."""
+"""Bytes of tensors on any device: CPU memory directly, a GPU's memory in pieces."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 import kvcached._core as _core
 from kvcached.errors import InvalidArgumentError
 
-PIECE_BYTES = 16 << 20  # of pinned memory, for each GPU that is read
+PIECE_BYTES = 16 << 20  # pinned memory per GPU
 _CUDA = 2  # DLPack's kDLCUDA
 _OTHER_DEVICES = {4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 14: "oneAPI"}
 
 
 @dataclass(frozen=True)
 class TensorContent:
-    """A tensor's DLPack type, its shape, and its bytes in order; a piece is valid until the next
-    one is asked for."""
+    """A tensor's DLPack type, its shape, and its bytes in order.
+
+    A piece is valid until the next one is requested.
+    """
 
     code: int
     bits: int
@@ -28,13 +30,13 @@ class TensorContent:
 
 
 class TensorReader:
-    """Reads DLPack tensors of CPUs and GPUs. Thread rule: any thread; GPUs are read one by one.
+    """Reads DLPack tensors of CPUs and GPUs. Thread rule: any thread; GPU reads are serialized.
 
-    A GPU's content is copied through one buffer of pinned memory, which is made at the first use
-    and kept until `close`: PIECE_BYTES, or as much pageable memory where none can be pinned. The
-    copies come after the work that the stream was given which the tensor's owner says is current
-    (torch.cuda.current_stream): its `__dlpack__` is told the stream that they run on. A tensor of
-    kvcached's own has no stream: synchronise the one that wrote it first.
+    A GPU's content is copied through one buffer of pinned memory of PIECE_BYTES, or of pageable
+    memory if none can be pinned. It is made at the first use and kept until `close`. The copies are
+    ordered after the work on the stream that the tensor's owner calls current
+    (torch.cuda.current_stream): its `__dlpack__` gets the stream of the copies. kvcached's own
+    tensors have no stream: synchronise the stream that wrote them first.
     """
 
     def __init__(self) -> None:
@@ -43,11 +45,10 @@ class TensorReader:
 
     @contextmanager
     def open(self, array: Any, what: str, first_bytes: int = PIECE_BYTES) -> Iterator[Any]:
-        """A TensorContent; `array` stays alive and unchanged meanwhile. `first_bytes` bounds the
-        first piece.
+        """Yields a TensorContent. `array` stays alive and unchanged meanwhile.
 
-        Raises InvalidArgumentError, which calls it `what`, unless it is contiguous and in memory of
-        a CPU or a CUDA device.
+        `first_bytes` limits the first piece. Raises InvalidArgumentError, with the name `what`,
+        unless the array is contiguous and in memory of a CPU or a CUDA device.
         """
         place = _device_of(array, what)
         if place is None:
@@ -69,15 +70,15 @@ class TensorReader:
         return self._gpus[ordinal]
 
     def close(self) -> None:
-        """Gives the pinned memory back."""
+        """Frees the pinned memory."""
         with self._mutex:
             self._gpus.clear()
 
 
 def _device_of(array: Any, what: str) -> int | None:
-    """The number of the CUDA device that the tensor is on; None for CPU memory."""
+    """Returns the number of the tensor's CUDA device, None for CPU memory."""
     if not hasattr(array, "__dlpack_device__"):
-        return None  # of the buffer protocol
+        return None  # an object of the buffer protocol
     kind, ordinal = array.__dlpack_device__()
     if kind == _CUDA:
         return int(ordinal)
@@ -131,7 +132,7 @@ def _copied(
 
 
 def read_bytes(array: Any) -> bytes:
-    """The content of one contiguous tensor of a CPU or a CUDA device."""
+    """Returns the content of one contiguous tensor of a CPU or a CUDA device."""
     reader = TensorReader()
     try:
         with reader.open(array, "the tensor") as content:

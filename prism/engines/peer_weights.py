@@ -79,7 +79,7 @@ class PeerWeights:
         if not self._candidates():
             return ""
         checkpoint = Checkpoint.open(spec.path)
-        with self._exchange.turn(spec.path):
+        with self._exchange.fetch_lock(spec.path):
             if self._has(checkpoint, keys):
                 return ""
             try:

@@ -115,7 +115,7 @@ def test_after_the_deadline_the_blocks_go(ends: Ends) -> None:
     ends.source.free_kv(ids)
     soon(lambda: ends.source.open_offers() == 0)
     assert ends.charged()[0] == ends.source.floor_bytes()
-    with pytest.raises(errors.HandoverError, match=r"over|nobody|gone"):
+    with pytest.raises(errors.HandoverError, match=r"offer has ended|no process serves|is gone"):
         ends.target.fetch_kv(offer.address, into)
 
 
@@ -159,7 +159,7 @@ def libcuda_calls(
 @pytest.mark.parametrize("names", [("host:0", "host:0")])
 def test_what_does_not_fit_is_refused(ends: Ends) -> None:
     ids, into = offered(ends), taken(ends)
-    with pytest.raises(errors.HandoverError, match="40 blocks are offered, 41"):
+    with pytest.raises(errors.HandoverError, match="40 blocks are offered, but 41"):
         ends.target.fetch_kv(ends.source.offer_kv(ids).address, into, skip=1)
     other = ends.clients[1].alloc_kvcache(replace(TINY, dtype="int8"), 2000)
     blocks = other.alloc_kv(40)
@@ -239,10 +239,10 @@ def test_a_target_that_stands_still_is_waited_for_a_moment(
         say(link, wire.pack_pairs([(0, 1)]))
         wire.close_all(hear(link, 5)[1])
         assert ends.source.live_blocks() == 40
-        shelf = ends.source._offers
-        shelf.standing[key].until_s = time.monotonic()  # its deadline
-        assert shelf._server is not None
-        shelf._server.wake()
+        open_offers = ends.source._offers
+        open_offers.active[key].until_s = time.monotonic()  # its deadline
+        assert open_offers._server is not None
+        open_offers._server.wake()
         soon(lambda: ends.source.open_offers() == 0)
         assert ends.source.live_blocks() == 0
         with pytest.raises(errors.HandoverError):

@@ -145,15 +145,15 @@ def test_a_second_free_is_found_while_an_offer_ends(ends: Ends) -> None:
 
     other = threading.Thread(target=free_again)
     offer = ends.source.offer_kv(ids)
-    shelf = ends.source._offers
-    free = shelf._free
+    open_offers = ends.source._offers
+    free = open_offers._free
 
     def slowly(gone: np.ndarray) -> None:
         other.start()
         other.join(0.05)
         free(gone)
 
-    shelf._free = slowly
+    open_offers._free = slowly
     ends.source.free_kv(ids)
     offer.withdraw()
     other.join()
@@ -230,10 +230,10 @@ LIES = {
     "far offset": (IDS, pages_at(1 << 62, PAGE), "beyond the end"),
     "negative offset": (IDS, pages_at(-PAGE * 1000, PAGE), "negative"),
     "odd pairs": (IDS, lambda count: (b"abc", GOOD(count)[1]), "3 bytes"),
-    "odd ids": (IDS + b"abc", GOOD, "no ids"),
-    "negative ids": (np.array([-1] * 8).tobytes(), GOOD, "cannot have"),
-    "ids of nothing": (np.array([1 << 50] * 8).tobytes(), GOOD, "cannot have"),
-    "no files": (IDS, lambda count: (wire.pack_pairs([(0, 0)] * count), []), "asked for"),
+    "odd ids": (IDS + b"abc", GOOD, "block ids"),
+    "negative ids": (np.array([-1] * 8).tobytes(), GOOD, "out of range"),
+    "ids of nothing": (np.array([1 << 50] * 8).tobytes(), GOOD, "out of range"),
+    "no files": (IDS, lambda count: (wire.pack_pairs([(0, 0)] * count), []), "were requested"),
 }
 
 
@@ -267,13 +267,13 @@ def test_a_fetch_has_one_time_for_all(ends: Ends, monkeypatch: pytest.MonkeyPatc
     into = taken(ends, 8)
     monkeypatch.setattr(fetch, "time", clock)
     monkeypatch.setattr(wire, "time", clock)
-    late = pytest.raises(errors.HandoverError, match="time for it is over")
+    late = pytest.raises(errors.HandoverError, match="hand-over timed out")
     with impostor(ends.target, IDS, GOOD, wait) as address, late:
         ends.target.fetch_kv(address, into, timeout_s=10.0)
 
 
 def test_json_without_end_is_no_message() -> None:
-    with pytest.raises(errors.HandoverError, match="no JSON"):
+    with pytest.raises(errors.HandoverError, match="did not send JSON"):
         wire.decode_terms(b"[" * 100_000)
 
 
@@ -288,7 +288,7 @@ def test_received_descriptors_are_this_programs_alone() -> None:
         assert payload == b"one"
         assert [os.get_inheritable(each) for each in files] == [False]
         say(here, b"three", [file] * 3)
-        with pytest.raises(errors.HandoverError, match="lost on the way"):
+        with pytest.raises(errors.HandoverError, match="descriptors were lost"):
             hear(there, 1)
     wire.close_all([file, *files])
     assert open_files() == before

@@ -124,9 +124,7 @@ def test_trim_says_what_each_client_gave(device: Device, spawn: Spawn, namespace
         "answered",
     ]
     assert "no such client; clients: engine" in refused("trim", "nobody", *where)
-    assert "size '5 pages' is not understood" in refused(
-        "trim", "engine", "--bytes", "5 pages", *where
-    )
+    assert "size '5 pages' is not valid" in refused("trim", "engine", "--bytes", "5 pages", *where)
     os.kill(engine.pid, signal.SIGSTOP)
     done = CliRunner().invoke(app, ["trim", "--wait", "0.05", "--json", *where])
     assert (done.exit_code, json.loads(done.output)[0]["outcome"]) == (1, "no answer")

@@ -214,7 +214,7 @@ def test_impossible_layouts_are_refused(changed: dict[str, object]) -> None:
         (lambda: MLALayout(1, 8, 0), "rope_dim"),
         (lambda: MixedLayout(()), "layers must be a tuple"),
         (lambda: MixedLayout([Heads(1, 8)]), "layers must be a tuple"),
-        (lambda: MixedLayout((8,)), "nothing but Heads and Latent"),
+        (lambda: MixedLayout((8,)), "only Heads and Latent"),
         (lambda: Layout(1, 1, 8).slab_tokens(0), "page_bytes"),
         (lambda: Layout(1, 1, 8).blocks_of(1, "k", 1), "layer 1 is not in"),
         (lambda: Layout(1, 1, 8).need_bytes(-1, 4096), "num_tokens"),

@@ -152,7 +152,9 @@ def test_views_say_how_they_lie(client: Client) -> None:
 
 def test_parts_that_a_layer_lacks(client: Client) -> None:
     latent = client.alloc_kvcache(SHAPES["mla"], 1000)
-    with pytest.raises(errors.InvalidArgumentError, match="keeps no 'v'; it keeps latent"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="does not have a part 'v'; it has latent"
+    ):
         latent.v_buffer(0)
     with pytest.raises(errors.InvalidArgumentError, match=r"layer 3 is not in 0\.\.2"):
         latent.buffer(3, "latent")

@@ -153,7 +153,7 @@ def test_kvctl_layout_refuses_what_is_no_config(tmp_path: Path) -> None:
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         command = ["layout", str(tmp_path), "--device-size", "80GiB"]
-        with pytest.raises(InvalidArgumentError, match=r"give a config\.json"):
+        with pytest.raises(InvalidArgumentError, match=r"pass a config\.json"):
             CliRunner().invoke(app, command, catch_exceptions=False)
 
 

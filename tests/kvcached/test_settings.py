@@ -67,7 +67,7 @@ def test_the_device_alone_is_enough() -> None:
     [
         (said(LIMT="1GiB"), "KVCACHED_LIMT is not a known variable; known: KVCACHED_LIMIT"),
         (said(QUOTA="1"), "KVCACHED_QUOTA is not a known variable; known: .*KVCACHED_DEVICE"),
-        (said(CAPACITY="much"), "KVCACHED_CAPACITY: size 'much' is not understood"),
+        (said(CAPACITY="much"), "KVCACHED_CAPACITY: size 'much' is not valid"),
         (said(LIMIT="0"), "KVCACHED_LIMIT is 0"),
         (said(LIMIT="1GiB", MINIMUM="2GiB"), "KVCACHED_MINIMUM is above KVCACHED_LIMIT"),
         (said(DEVICE="gpu"), "gpu"),

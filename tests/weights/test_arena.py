@@ -53,9 +53,9 @@ def test_layouts_are_aligned() -> None:
     assert layout.size_bytes == 515
     packed = WeightLayout.of(layout.specs, alignment_bytes=1)
     assert packed.size_bytes == 9
-    with pytest.raises(errors.InvalidArgumentError, match="without tensors"):
+    with pytest.raises(errors.InvalidArgumentError, match="specs is empty"):
         WeightLayout.of({})
-    with pytest.raises(errors.InvalidArgumentError, match="dtype 'int3' is not known"):
+    with pytest.raises(errors.InvalidArgumentError, match="dtype 'int3' is not supported"):
         TensorSpec("int3", (1,))
 
 

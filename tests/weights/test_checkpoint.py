@@ -71,9 +71,9 @@ WRONG = {
     "empty": (b"", "does not fit into the file"),
     "short length": (b"\x08\0\0", "does not fit into the file"),
     "huge length": (struct.pack("<Q", 1 << 62) + b"{}", "does not fit into the file"),
-    "no JSON": (struct.pack("<Q", 3) + b"{x}", "is no JSON"),
-    "no text": (struct.pack("<Q", 2) + b"\xff\xfe", "is no JSON"),
-    "a list": (struct.pack("<Q", 2) + b"[]", "no JSON object"),
+    "no JSON": (struct.pack("<Q", 3) + b"{x}", "is not valid JSON"),
+    "no text": (struct.pack("<Q", 2) + b"\xff\xfe", "is not valid JSON"),
+    "a list": (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
 }
 
 
@@ -91,14 +91,14 @@ ODD = {
     "no offsets": ({"t": {"dtype": "F32", "shape": [1]}}, 4, "tensor t: 'data_offsets'"),
     "negative extent": ({"t": entry("F32", [-1], 0, 4)}, 4, "tensor t: shape"),
     "wrong size": ({"t": entry("F32", [2], 0, 4)}, 4, "takes 4 bytes"),
-    "beyond the end": ({"t": entry("F32", [2], 0, 8)}, 4, "its header says"),
+    "beyond the end": ({"t": entry("F32", [2], 0, 8)}, 4, "its header describes"),
     "a hole": ({"t": entry("U8", [1], 1, 2)}, 2, "does not begin where"),
     "overlap": (
         {"t": entry("U8", [2], 0, 2), "u": entry("U8", [2], 1, 3)},
         3,
         "does not begin where",
     ),
-    "bytes left": ({"t": entry("U8", [1], 0, 1)}, 2, "its header says"),
+    "bytes left": ({"t": entry("U8", [1], 0, 1)}, 2, "its header describes"),
     "no entry": ({"t": 3}, 0, "tensor t"),
 }
 

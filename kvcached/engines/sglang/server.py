@@ -155,7 +155,7 @@ def plan_step(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     memory, allocator = _server_memory(), scheduler.token_to_kv_pool_allocator
     memory.attach(scheduler)
     memory.answer_requests(scheduler)
-    # SGLang waits for one of its own requests to end, but memory may also be freed on the device.
+    # SGLang tries again only when one of its requests ends, but others may free memory as well.
     scheduler.running_batch.batch_is_full = False
     plan = original(scheduler, *args, **kwargs)
     allocator.return_held_blocks()

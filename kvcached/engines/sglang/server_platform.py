@@ -74,7 +74,7 @@ class HostServer(ServerPlatform, NativeCpuPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         super().apply_server_args_defaults(server_args)
         server_args.sampling_backend = "pytorch"
-        server_args.disable_overlap_schedule = True  # there is no device to overlap with
+        server_args.disable_overlap_schedule = True  # nothing overlaps on a CPU
 
 
 class CudaServer(ServerPlatform, KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]
