@@ -10,7 +10,7 @@ import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -20,23 +20,17 @@ from prism.cli import keys, watch
 from prism.cli.exit_codes import run
 from prism.config.endpoints import on_node
 from prism.config.machines import is_gpu
-from prism.config.nodes import check_node
-from prism.config.resolve import load, measured
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
-from prism.frontend.tokenizers import load_tokenizers
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
-from prism.policies import registry
-from prism.serve import drain as drains
-from prism.serve import gpu_probe, operator, report
-from prism.serve import reload as reloads
-from prism.serve.gpu_probe import GpuFound
-from prism.serve.launcher import Options, serve
-from prism.serve.on_ray import command as on_ray
-from prism.serve.preflight import check_addresses, check_machine
+from prism.serve import operator, report
 from prism.serve.run_dir import find
 
+if TYPE_CHECKING:
+    from prism.serve.gpu_probe import GpuFound
+
+# Modules of commands that start processes are imported where they are used: they take seconds.
 DEFAULT_CONFIG = Path("prism.yaml")
 _STATUS_TIMEOUT_S = 10.0
 _ACTION_TIMEOUT_S = 300.0
@@ -103,6 +97,9 @@ def up(
     """Starts everything and serves until Ctrl-C. The same as `up`."""
     if context.invoked_subcommand is not None:
         return
+    from prism.serve.launcher import Options, serve
+    from prism.serve.on_ray import command as on_ray
+
     ray = ray or on_ray.ray_address(config or DEFAULT_CONFIG)
     if ray is not None and node is None:
         named = {"--host": host, "--port": port, "--log-dir": log_dir, "--log-level": log_level}
@@ -119,6 +116,9 @@ def check(
     *, config: Config = None, host: Host = None, port: Port = None, node: Node = None
 ) -> None:
     """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts nothing."""
+    from prism.frontend.tokenizers import load_tokenizers
+    from prism.serve.preflight import check_addresses
+
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
     tokenizers = load_tokenizers(checked.models)
@@ -235,6 +235,8 @@ def drain(
 ) -> None:
     """Stops placing models on DEVICE, or on all devices of NODE, moves or evicts their models, and
     waits until they are empty."""
+    from prism.serve import drain as drains
+
     config, began_s = find(run_dir), time.monotonic()
     drains.drain(config, drains.matching_devices(config, device), partial(print, flush=True))
     if device.startswith("@"):
@@ -250,6 +252,8 @@ def undrain(
     device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
 ) -> None:
     """Allows models on DEVICE, or on all devices of NODE, again."""
+    from prism.serve import drain as drains
+
     config = find(run_dir)
     for name in drains.matching_devices(config, device):
         drains.ask(config, "undrain", name)
@@ -272,6 +276,8 @@ def reload(
 ) -> None:
     """Applies YAML (default: the cluster's file) to the running cluster: adds and removes models,
     changes SLOs and limits. No request is dropped. A file with a mistake changes nothing."""
+    from prism.serve import reload as reloads
+
     print(f"reloaded: {reloads.summary(reloads.reload(run_dir, source))}")
 
 
@@ -305,6 +311,10 @@ def main() -> None:
 def _load(
     config: Path | None, host: str | None, port: int | None, node: str | None
 ) -> ClusterConfig:
+    from prism.config.nodes import check_node
+    from prism.config.resolve import load
+    from prism.serve.preflight import check_machine
+
     if config is None and not DEFAULT_CONFIG.is_file():
         raise ConfigError(
             "--config: is missing, and prism.yaml does not exist here; give the cluster's YAML"
@@ -329,6 +339,9 @@ def _probed(
     every child."""
     if not any(is_gpu(device.name) for device in config.local().devices):
         return config, {}
+    from prism.config.resolve import measured
+    from prism.serve import gpu_probe
+
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     asked = gpu_probe.probe(config.local(), may_be_occupied=may_be_occupied)
     gpus = {on_node(name, config.node): found for name, found in asked.items()}
@@ -397,6 +410,8 @@ def _device_of(config: ClusterConfig, gpu: int, device: str | None) -> str:
 
 
 def _warn(config: ClusterConfig) -> None:
+    from prism.policies import registry
+
     for line in registry.refused():
         print(f"warning: {line}", file=sys.stderr)
     if warning := report.memory_warning(config.local()):

@@ -13,7 +13,6 @@ from prism.errors import PrismError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.messages.troubles import read_troubles
-from prism.serve.on_ray import cluster_lease
 from prism.serve.run_dir import DOWN_FILE, REPLACE_FILE
 from prism.transport import BlockingChannel
 
@@ -40,6 +39,8 @@ def replace_frontends(config: ClusterConfig, timeout_s: float) -> None:
 def down(config: ClusterConfig, *, here: bool) -> None:
     """Ends the `prism-serve` of `config` in order, and waits for it. With Ray ends those of all
     machines, or with `here` only this one, which Ray starts again. Raises OperatorError."""
+    from prism.serve.on_ray import cluster_lease  # imports Redis' client
+
     run_dir, timeout_s = Path(config.run_dir), config.engine.drain_timeout_s + _DOWN_S
     until_s = time.monotonic() + timeout_s
     if here or not config.node or not cluster_lease.stop(config.redis_url, config.cluster_key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Group, RenderableType
@@ -18,7 +19,9 @@ from prism.config.units import format_size
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.models import ModelSpec
-from prism.serve.gpu_probe import GpuFound
+
+if TYPE_CHECKING:
+    from prism.serve.gpu_probe import GpuFound
 
 _STAGES = {
     "engine": "wait for a free engine",
