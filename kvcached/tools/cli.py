@@ -1,4 +1,4 @@
-"""Entry point of `kvctl`; says what to install where the extra is missing."""
+"""Entry point of `kvctl`, which names the extra to install if it is missing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from kvcached.errors import KvcachedError
 
 _NEEDED = {"typer", "rich"}
 LOCK_TIMEOUT_S = 1.0
-"""How long a command waits for a ledger that another process keeps locked."""
+"""Limit of a command's wait for a ledger that another process keeps locked."""
 
 
 def main() -> None:
-    """Exit code 2 with one line when a call is refused or the extra `tools` is not installed."""
+    """Runs the command.
+
+    Exits with code 2 and one line if a call is refused or the extra `tools` is not installed.
+    """
     try:
         import kvcached._core as _core
         from kvcached.tools.commands import app
