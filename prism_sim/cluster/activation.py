@@ -1,4 +1,4 @@
-"""How long activations and migrations take (Prism §5.2, §7.4). Pure functions."""
+"""Durations of activations and migrations (Prism §5.2, §7.4). Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prism_sim.core.setup import ActivationSettings, ClusterSetup, DeviceSetup, 
 
 
 def home_node(model: ModelSetup, setup: ClusterSetup) -> str:
-    """The node whose host memory holds the model's weights where not all do."""
+    """Returns the node whose host memory has the model's weights if not every node has them."""
     nodes = list(dict.fromkeys(d.node for d in setup.devices))
     return nodes[model.index % len(nodes)]
 
@@ -21,8 +21,11 @@ def activation_s(
     restarts: bool,
     weights_node: str,
 ) -> float:
-    """From host memory. A parallel load uses the links of the node's other GPUs as well, bounded
-    by what the node's host can feed; a restarted engine loads its part through its own link."""
+    """Returns the time of an activation from host memory.
+
+    A parallel load also uses the links of the node's other GPUs, up to the rate of the node's host.
+    A restarted engine loads its part over its own link.
+    """
     if model.activation_s is not None:
         return model.activation_s
     part_bytes = model.weight_bytes / len(ranks)
@@ -38,7 +41,7 @@ def activation_s(
 
 
 def startup_s(model: ModelSetup, setup: ClusterSetup) -> dict[str, float]:
-    """Device -> how long the model takes to come up there, its peers on the same node."""
+    """Returns device -> time of the model's activation there, with its peers on the same node."""
     where, settings = home_node(model, setup), setup.activation
     per_node = {
         d.node: activation_s(model, [d] * model.tp, settings, restarts=False, weights_node=where)
@@ -53,8 +56,10 @@ def handover_s(
     target: Sequence[DeviceSetup],
     settings: ActivationSettings,
 ) -> float:
-    """KV of running requests, `kv_bytes` on each of the source's devices: over the node's links,
-    one for each rank of the smaller side, or over the network."""
+    """Returns the time to move the KV of running requests, `kv_bytes` on each source device.
+
+    It moves over the node's links, one for each rank of the smaller side, or over the network.
+    """
     whole_bytes = kv_bytes * len(source)
     if source[0].node == target[0].node:
         return whole_bytes / min(len(source), len(target)) / settings.peer_bytes_s
@@ -68,8 +73,11 @@ def migration_s(
     settings: ActivationSettings,
     from_host_s: float,
 ) -> float:
-    """From the GPU that holds it over the node's links; to another node from its host memory or
-    over the network, whichever is faster."""
+    """Returns the time of a migration.
+
+    Within a node the weights are copied over the links between GPUs. To another node they come from
+    its host memory or over the network, whichever is faster.
+    """
     if model.activation_s is not None:
         return model.activation_s
     if source[0].node == target[0].node:

@@ -1,5 +1,8 @@
-"""Requests bound to devices in virtual queues before their model is there (QLM §4): what a policy's
-`assign` is given of the simulated cluster, and which requests start from the queues it returns."""
+"""Virtual queues, which bind requests to devices before their model is active there (QLM §4).
+
+Builds the input of a policy's `assign` from the simulated cluster, and selects the requests that
+start from the returned queues.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,17 @@ from prism.policies.placement import Placement, Unit
 from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
 from prism_sim.cluster.activation import activation_s, home_node
 from prism_sim.cluster.copies import SimModel
-from prism_sim.cluster.device import SimDevice
-from prism_sim.cluster.resident import Resident, Stage
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import ClusterSetup, ModelSetup
 
 ASSIGN_S_PER_REQUEST = 1e-4
-"""Queues are made anew at most so often per waiting request, as orders are in `LocalScheduler`."""
+"""Minimum time between two assignments per waiting request, as in `LocalScheduler`."""
 
 
 class Bindings:
-    """The queues of one cluster. Requests stay in `SimModel.unplaced` until they start."""
+    """Virtual queues of one cluster. Requests stay in `SimModel.unplaced` until they start."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Bindings:
         self._again_s = 0.0
 
     def begin(self, target: Placement) -> None:
-        """The serving instances are the units of `target`; call before all else."""
+        """Sets the units of `target` as the serving instances. REQUIRES: called first."""
         self._instances = target.units
         for unit in target.units:
             for hosted in unit.models:
@@ -52,7 +54,7 @@ class Bindings:
                 self._swap_s[model.name] = self._startup_s(model, unit)
 
     def assign(self, now_s: float) -> tuple[VirtualQueue, ...]:
-        """The queues with all that waits now; as they were if that was a moment ago."""
+        """Returns queues with all waiting requests, or the previous queues if they are recent."""
         if now_s < self._again_s:
             return self.queues
         shown = self._shown
@@ -69,8 +71,8 @@ class Bindings:
         return self.queues
 
     def starting(self) -> list[tuple[Resident, SimRequest]]:
-        """The requests of the groups at the front whose model is up, with where they start; they
-        leave `SimModel.unplaced`."""
+        """Returns the requests of the leading groups whose model is active, with their copies, and
+        removes them from `SimModel.unplaced`."""
         found: list[tuple[Resident, SimRequest]] = []
         for queue in self.queues:
             for group in queue.groups:
@@ -85,7 +87,7 @@ class Bindings:
         return found
 
     def _queued(self, model: SimModel, request: SimRequest) -> QueuedRequest:
-        """Kept until the request starts: it is the same at each assignment."""
+        """Returns the view of a request, cached until it starts since it does not change."""
         found = self._shown[request.index] = QueuedRequest(
             str(request.index),
             model.setup.name,
@@ -107,7 +109,7 @@ class Bindings:
         )
 
     def _speed(self, model: ModelSetup, tp: int) -> float:
-        """Output tokens per second at the largest batch whose KV fits."""
+        """Returns the output tokens per second at the largest batch whose KV fits."""
         load, cost = self._loads[model.index], model.parts[tp].cost
         tokens = load.prompt_tokens + load.output_tokens
         room_bytes = self._setup.devices[0].capacity_bytes * tp - model.held_bytes(tp)

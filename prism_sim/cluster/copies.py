@@ -1,4 +1,4 @@
-"""A model's copies in the simulator, and which of them gets a request: as `queueing/common.lua`."""
+"""Copies of a model, and the choice of the copy for a request as in `queueing/common.lua`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prism.messages.prompt_prefix import PREFIX_KEPT_S, PREFIX_TOKENS, SLACK_REQUESTS
-from prism_sim.cluster.resident import Resident
+from prism_sim.cluster.device import Resident
 from prism_sim.core.prefix import HASH_TOKENS
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import ModelSetup
@@ -16,37 +16,37 @@ _BLOCKS = PREFIX_TOKENS // HASH_TOKENS
 
 @dataclass(slots=True, eq=False)
 class SimModel:
-    """A model's copies and the requests that wait for one."""
+    """Copies of a model, and the requests that wait for a copy."""
 
     setup: ModelSetup
     residents: list[Resident] = field(default_factory=list)
     unplaced: dict[int, SimRequest] = field(default_factory=dict)
-    # Device -> until when it is not tried again.
+    # Device -> time until which it is not tried again.
     barred: dict[str, float] = field(default_factory=dict)
     last_use_s: float = float("-inf")
     wanted: bool = True
     refusal: str = ""
-    # Of copies that are gone.
+    # Tokens of removed copies.
     tokens_total: int = 0
-    # Of all copies, when rates were last looked at.
+    # Tokens of all copies at the last update of the rates.
     tokens_seen: int = 0
-    # Beginning of a prompt -> the device of the copy that had it last, and when.
-    begun: dict[tuple[int, ...], tuple[str, float]] = field(default_factory=dict)
+    # First blocks of a prompt -> home device of the copy that had them last, and when.
+    prefix_homes: dict[tuple[int, ...], tuple[str, float]] = field(default_factory=dict)
 
     @property
-    def asked(self) -> bool:
-        """It is to come up somewhere."""
+    def needs_copy(self) -> bool:
+        """True if the model should be activated on some device."""
         if self.unplaced:
             return True
         return not self.residents and (self.wanted or self.setup.never_evict)
 
     @property
     def busy(self) -> bool:
-        """It has requests that have not ended."""
+        """True if the model has open requests."""
         return bool(self.unplaced) or any(r.open_requests for r in self.residents)
 
-    def give_up(self) -> list[SimRequest]:
-        """Its requests, in the order of arrival; none of its queues has them any more."""
+    def withdraw_all(self) -> list[SimRequest]:
+        """Removes all open requests from the queues and returns them in the order of arrival."""
         left = list(self.unplaced.values())
         for resident in list(self.residents):
             left += resident.home.withdraw(resident)
@@ -55,7 +55,7 @@ class SimModel:
         return sorted(left, key=lambda request: request.index)
 
     def least_loaded(self) -> Resident | None:
-        """The copy with the fewest requests; None where no copy takes any."""
+        """Returns the copy with the fewest requests, or None if no copy takes requests."""
         if len(self.residents) == 1:
             (only,) = self.residents
             return only if only.takes_requests else None
@@ -63,8 +63,13 @@ class SimModel:
         return min(taking, key=lambda r: r.open_requests, default=None)
 
     def copy_for(self, hashes: Sequence[int], now_s: float) -> Resident | None:
-        """The copy that gets a new request; hashes: of its prompt, where engines keep prefixes. The
-        one that had its beginning last has it in its cache, perhaps."""
+        """Returns the copy for a new request, or None if no copy takes requests. Prefers the copy
+        that last had a prompt with the same first blocks, which may still be in its cache.
+
+        Args:
+            hashes: Block ids of the prompt; empty if engines have no prefix cache.
+            now_s: Present time.
+        """
         least = self.least_loaded()
         if least is None or len(hashes) < _BLOCKS:
             return least
@@ -72,17 +77,17 @@ class SimModel:
         if len(copies) < 2:
             return least
         key = tuple(hashes[:_BLOCKS])
-        device, since_s = self.begun.pop(key, ("", 0.0))
+        device, since_s = self.prefix_homes.pop(key, ("", 0.0))
         most = least.open_requests + SLACK_REQUESTS
         target = least
         if now_s - since_s < PREFIX_KEPT_S:
             had = (r for r in copies if r.home.name == device and r.open_requests <= most)
             target = next(had, least)
-        self.begun[key] = (target.home.name, now_s)
+        self.prefix_homes[key] = (target.home.name, now_s)
         self._forget(now_s)
         return target
 
     def _forget(self, now_s: float) -> None:
-        """The oldest beginnings come first."""
-        while now_s - next(iter(self.begun.values()))[1] >= PREFIX_KEPT_S:
-            del self.begun[next(iter(self.begun))]
+        """Drops expired prefixes; the oldest come first."""
+        while now_s - next(iter(self.prefix_homes.values()))[1] >= PREFIX_KEPT_S:
+            del self.prefix_homes[next(iter(self.prefix_homes))]

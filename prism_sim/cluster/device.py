@@ -1,15 +1,16 @@
-"""One device: its queue, its local scheduler, and the engines whose rank 0 is here."""
+"""Simulated device with its queue and local scheduler, and the copies of models on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 from prism.models.prefill_speed import Speed
 from prism.policies.policy import Policy
 from prism.scheduler.journal import QueueJournal, Sink
 from prism.scheduler.local import Limits, LocalScheduler, Waiting
 from prism.scheduler.ports import EngineView
-from prism_sim.cluster.resident import Resident, Stage
 from prism_sim.core.kernel import Kernel
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import DeviceSetup, ModelSetup
@@ -17,16 +18,145 @@ from prism_sim.engine.compute import Gpu
 from prism_sim.engine.controlled import ControlledEngine, StepController
 from prism_sim.engine.engine import SimEngine
 from prism_sim.engine.kv import MemorySite, idle_bytes, returnable_bytes
-from prism_sim.engine.memory import Ledger
+from prism_sim.engine.memory import Account, Ledger
 
-# An activation that takes longer than expected is expected to end after this (as the live agent).
+# Expected rest of an activation that takes longer than expected, as in the live agent.
 READY_SOON_S = 0.05
 
 
+class Stage(Enum):
+    """State of a copy."""
+
+    # Waits for memory on its devices.
+    QUEUED = "queued"
+    # Loads its weights.
+    LOADING = "loading"
+    ACTIVE = "active"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One copy of a model, from its activation to its removal.
+
+    Its requests wait in the queue of `home`, the device of rank 0.
+    """
+
+    model: ModelSetup
+    # Rank 0 first.
+    devices: Sequence[SimDevice]
+    since_s: float
+    # Expected time at which it becomes active.
+    ready_s: float
+    kv_limit_bytes: int | None = None
+    # True if its KV is in a pool shared by the models of its devices.
+    pooled: bool = False
+    stage: Stage = Stage.QUEUED
+    engine: SimEngine | None = None
+    # Source of the migration whose target this copy is.
+    replaces: Resident | None = None
+    # Target of the migration whose source this copy is.
+    replaced_by: Resident | None = None
+    accounts: list[Account] = field(default_factory=list)
+    # Waiting requests by key in the queue of `home`, in the order of enqueueing.
+    queue: dict[str, SimRequest] = field(default_factory=dict)
+    last_use_s: float = field(default=float("-inf"))
+    # Time at which it has been active for as long as it took to load.
+    repaid_s: float = field(default=float("-inf"))
+    # Duration of its load.
+    load_s: float = 0.0
+    # Time at which its weights are in the node's host memory.
+    weights_s: float = 0.0
+    # True if other copies serve the model until this one is active.
+    joins: bool = False
+    # Time at which its memory is free; None until it is empty.
+    unloaded_s: float | None = None
+    # Copies that must be removed before this one loads, as in the live actuator.
+    waits_for: list[Resident] = field(default_factory=list)
+    # True if the running requests of the replaced copy move here.
+    takes_running: bool = False
+    home: SimDevice = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.home = self.devices[0]
+
+    @property
+    def tp(self) -> int:
+        return len(self.devices)
+
+    def need_bytes(self, device: SimDevice) -> int:
+        """Returns the memory that the activation needs on `device`: weights, engine, KV floor."""
+        static_bytes = device.ledger.aligned(self.model.static_bytes(self.tp))
+        return static_bytes + self.floor_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """KV reserved for the copy on each device; 0 if models share a pool of blocks."""
+        return 0 if self.pooled else self.model.floor_bytes(self.tp)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def first_s(self) -> float:
+        """Time at which the oldest waiting request entered the queue. That request need not be the
+        first in `queue` after requests were divided anew among copies. REQUIRES: one waits."""
+        return min([request.queued_s for request in self.queue.values()])
+
+    def grew_to(self, waiting: float) -> bool:
+        """Returns whether the newest request brought the queue to `waiting` requests. False if the
+        model can have only one copy."""
+        if not self.queue or self.model.replicas_max == 1:
+            return False
+        queued = len(self.queue)
+        return queued - 1 < max(1.0, waiting) <= queued
+
+    @property
+    def saturated_s(self) -> float:
+        """Time at which the queue has lasted long enough for another copy. REQUIRES: a request
+        waits."""
+        return self.first_s + max(self.load_s, self.model.slo_ttft_s)
+
+    @property
+    def running(self) -> int:
+        return self.engine.running if self.engine is not None else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV memory on all its devices together."""
+        return self.engine.kv.kv_bytes * len(self.devices) if self.engine is not None else 0
+
+    @property
+    def open_requests(self) -> int:
+        return self.waiting + self.running
+
+    @property
+    def takes_requests(self) -> bool:
+        """True if new requests may be sent to the copy. The target of a migration and an additional
+        copy take requests only once they are active."""
+        if self.replaces is not None or (self.joins and self.stage is not Stage.ACTIVE):
+            return False
+        return self.stage is not Stage.DRAINING
+
+    @property
+    def state(self) -> str:
+        """State as in `ModelView.state`."""
+        if self.stage is Stage.DRAINING:
+            return "draining"
+        if self.replaced_by is not None:
+            return "migrating"
+        return "active" if self.stage is Stage.ACTIVE else "activating"
+
+
 class SimDevice:
-    """Carries out the local scheduler's plans on one simulated device. number: of the device in the
-    cluster, as in `Records`. gpu: one that it shares, default one of its own. journal: where its
-    queue's records go."""
+    """Executes the local scheduler's plans on one simulated device.
+
+    Args:
+        number: Index of the device in the cluster, as in `Records`.
+        gpu: Processor shared with other devices. Default: a separate one.
+        journal: Receives the records of the device's queue.
+    """
 
     def __init__(
         self,
@@ -46,25 +176,25 @@ class SimDevice:
         self.gpu = gpu or Gpu(setup.name)
         self.ledger = Ledger(setup.capacity_bytes, setup.page_bytes)
         self.site = MemorySite(setup.name, self.ledger)
-        # model -> the copy whose rank 0 is here
+        # Model -> its copy with rank 0 on this device.
         self.residents: dict[str, Resident] = {}
-        # copies that have any rank here
+        # Copies with any rank on this device.
         self.guests: list[Resident] = []
-        # model -> of its prefills here, which outlives its copies
+        # Model -> measured speed of its prefills on this device, kept when a copy is removed.
         self.speeds: dict[str, Speed] = {}
         self._homes: tuple[SimDevice, ...] | None = None
-        # what activations wait for; admission leaves it alone, so that those that run now do not
-        # starve the newcomer
+        # Memory that queued activations need. Admission does not use it, so that running models do
+        # not starve an activation.
         self.pending_bytes = 0
         observer = None if journal is None else QueueJournal(journal, kernel.now_s)
         self.scheduler = LocalScheduler(limits, policy.order, observer)
         self._limits = limits
         self.controller = (
-            StepController(kernel, policy.steps, self.gpu, self.ledger, self._expired)
+            StepController(kernel, policy.steps, self.gpu, self.ledger, self._on_choice_expired)
             if policy.steps
             else None
         )
-        # a journal tells of every request in the queue, and step control of every request
+        # A journal records every request in the queue, and step control sees every request.
         self._may_skip_queue = journal is None and self.controller is None
         self._changed = False
         self._touched: list[SimEngine] = []
@@ -72,14 +202,15 @@ class SimDevice:
 
     @property
     def homes(self) -> tuple[SimDevice, ...]:
-        """Those whose queues memory freed here may let start: this one and its guests' homes."""
+        """Devices with queued requests that may start when memory is freed here: this device and
+        the homes of its guests."""
         if self._homes is None:
             self._homes = tuple(dict.fromkeys((self, *(guest.home for guest in self.guests))))
         return self._homes
 
     def room_bytes(self) -> int:
-        """Free for requests: what no activation waits for, and what cached prefixes would give
-        back."""
+        """Returns the memory available to requests: free memory less that of queued activations,
+        and the memory of unused cached prefixes."""
         ledger = self.ledger
         room = ledger.capacity_bytes - ledger.reserved_bytes - self.pending_bytes
         return room + idle_bytes(self.site) if self.site.reuses else room
@@ -93,7 +224,7 @@ class SimDevice:
         self._homes = None
 
     def speed_tokens_per_s(self, model: ModelSetup) -> float:
-        """Of its prefills, as its engines here have measured it."""
+        """Returns the prefill speed that the model's engines measured on this device."""
         measured = self.speeds.get(model.name)
         first = model.speed_tokens_per_s or model.prefill_tokens_per_s
         return (measured.tokens_per_s if measured is not None else 0.0) or first
@@ -101,7 +232,7 @@ class SimDevice:
     # --- the queue --------------------------------------------------------------------------
 
     def on_arrival(self, resident: Resident, request: SimRequest) -> None:
-        """A request arrives: it starts at once if it can, else it waits."""
+        """Starts an arriving request at once if possible, else enqueues it."""
         resident.last_use_s = self._kernel.time_s
         request.device = self.number
         if not self._start_alone(resident, request):
@@ -109,12 +240,13 @@ class SimDevice:
             self.try_dispatch()
 
     def _start_alone(self, resident: Resident, request: SimRequest) -> bool:
-        """Nobody waits, and it can start: it needs no place in the queue."""
+        """Starts a request without enqueueing it. Returns False if others wait or it cannot start
+        now."""
         engine = resident.engine
         if engine is None or self.site.starved or not self._may_skip_queue or len(self.scheduler):
             return False
         if not self._surely_starts(resident, engine, request):
-            self._look(resident, engine)
+            self._sync_memory(resident, engine)
             view = self._active_view(resident, engine)
             if not self.scheduler.would_start_now(
                 view, request.prompt_tokens, request.output_tokens
@@ -125,8 +257,8 @@ class SimDevice:
         return True
 
     def _surely_starts(self, resident: Resident, engine: SimEngine, request: SimRequest) -> bool:
-        """There is memory whatever the runs in flight still take, and nothing else to wait for: no
-        view is needed to see that it `passes`."""
+        """Returns True if memory suffices regardless of the runs in flight and nothing else delays
+        the request. The scheduler then needs no view to admit it."""
         if resident.stage is not Stage.ACTIVE or engine.running >= engine.max_running:
             return False
         if engine.prefills and engine.pending_prefill_s() > self._limits.prefill_horizon_s:
@@ -142,7 +274,7 @@ class SimDevice:
         return True
 
     def enqueue(self, resident: Resident, request: SimRequest) -> None:
-        """`try_dispatch` lets it start."""
+        """Adds a request to the queue; `try_dispatch` starts it."""
         resident.last_use_s = self._kernel.time_s
         request.device = self.number
         self._changed = True
@@ -164,7 +296,7 @@ class SimDevice:
         )
 
     def receive(self, resident: Resident, requests: Sequence[SimRequest]) -> None:
-        """Requests of another copy go on in this one's engine. REQUIRES: it is active."""
+        """Moves running requests of another copy into this one's engine. REQUIRES: it is active."""
         assert resident.engine is not None
         resident.last_use_s = self._kernel.time_s
         for request in requests:
@@ -176,13 +308,13 @@ class SimDevice:
         self.try_dispatch()
 
     def withdraw(self, resident: Resident) -> list[SimRequest]:
-        """The copy's waiting requests, in the order in which they came; they are here no more."""
+        """Removes and returns the copy's waiting requests, in the order of enqueueing."""
         left, resident.queue = resident.queue, {}
         self.scheduler.remove(left)
         return list(left.values())
 
     def try_dispatch(self) -> None:
-        """Something changed: start all that can start now."""
+        """Starts all requests that can start now. Called after every change."""
         if self.controller is not None:
             self._consult(self.controller)
             return
@@ -193,7 +325,7 @@ class SimDevice:
             for model, keys in plan.starts.items():
                 self._start(self.residents[model], keys)
             if len(self.scheduler):
-                self._expect_tick()
+                self._schedule_tick()
         if self._touched:
             touched, self._touched = self._touched, []
             for engine in touched:
@@ -212,11 +344,12 @@ class SimDevice:
                 self._touched.append(engine)
 
     def note_change(self) -> None:
-        """A request ended or came to its first token: step control is to be asked anew."""
+        """Makes the next dispatch end the runs that step control started. Called when a request
+        ends."""
         self._changed = True
 
-    def _expired(self) -> None:
-        """A choice of step control holds no more."""
+    def _on_choice_expired(self) -> None:
+        """Consults step control again."""
         self.note_change()
         self.try_dispatch()
 
@@ -226,13 +359,13 @@ class SimDevice:
             if isinstance(resident.engine, ControlledEngine) and not resident.engine.stopping:
                 engines[name] = resident.engine
                 if resident.waiting:
-                    # they came while the model was on its way
+                    # They arrived before the engine was active.
                     resident.engine.admit(self.withdraw(resident))
         changed, self._changed = self._changed, False
         controller.consult(engines, changed)
 
-    def _expect_tick(self) -> None:
-        """Deadlines pass and holds end without an event."""
+    def _schedule_tick(self) -> None:
+        """Schedules a dispatch, since deadlines pass and holds end without an event."""
         if not self._tick_due:
             self._tick_due = True
             self._kernel.after(self._limits.order_age_s, self._tick)
@@ -242,7 +375,7 @@ class SimDevice:
         if len(self.scheduler):
             self.try_dispatch()
 
-    # --- what the local scheduler sees ------------------------------------------------------
+    # --- views for the local scheduler ------------------------------------------------------
 
     def _views(self) -> Sequence[EngineView]:
         found: list[tuple[Resident, SimEngine | None]] = []
@@ -251,14 +384,16 @@ class SimDevice:
             if resident.waiting or (engine is not None and engine.prefills):
                 found.append((resident, engine))
         for resident, engine in found:
-            self._look(resident, engine)
+            self._sync_memory(resident, engine)
         return [
-            self._coming_view(resident) if engine is None else self._active_view(resident, engine)
+            self._activating_view(resident)
+            if engine is None
+            else self._active_view(resident, engine)
             for resident, engine in found
         ]
 
-    def _look(self, resident: Resident, engine: SimEngine | None) -> None:
-        """Memory that its devices' engines hold is as of now."""
+    def _sync_memory(self, resident: Resident, engine: SimEngine | None) -> None:
+        """Brings the ledgers of the copy's devices up to the present time."""
         if engine is not None:
             engine.catch_up()
         for device in resident.devices:
@@ -275,9 +410,9 @@ class SimDevice:
             guaranteed = (account.min_bytes - kv_bytes) // quantum_bytes * quantum_tokens
         held_blocks = kv.live_blocks
         if idle_blocks := kv.idle_blocks:
-            # what cached prefixes give back is shared, theirs too; else one step hands it out twice
-            given_bytes = max([returnable_bytes(kv, d.site) for d in resident.devices])
-            held_blocks += given_bytes // quantum_bytes * kv.quantum_blocks - idle_blocks
+            # `shared` already includes the memory of unused cached prefixes, the model's own too.
+            freeable_bytes = max([returnable_bytes(kv, d.site) for d in resident.devices])
+            held_blocks += freeable_bytes // quantum_bytes * kv.quantum_blocks - idle_blocks
         own = kv.quanta * quantum_tokens - held_blocks * kv.block_tokens + guaranteed
         limit: int | None = None
         if account.limit_bytes is not None:
@@ -301,7 +436,7 @@ class SimDevice:
             limit,
         )
 
-    def _coming_view(self, resident: Resident) -> EngineView:
+    def _activating_view(self, resident: Resident) -> EngineView:
         left_s = resident.ready_s - self._kernel.time_s
         speed = self.speed_tokens_per_s(resident.model)
         return EngineView(

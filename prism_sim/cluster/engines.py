@@ -1,5 +1,4 @@
-"""The engine that a policy's copies get: its KV space, what sharing a pool of blocks costs, and
-whether its steps are controlled."""
+"""Creation of the engine of a copy, as the policy requires: KV space, shared pool, step control."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from prism.models.prefill_speed import Speed
 from prism.policies.kv_blocks import PoolUse, pool
 from prism.policies.placement import Hosted, Placement
 from prism.policies.policy import Policy
-from prism_sim.cluster.resident import Resident
+from prism_sim.cluster.device import Resident
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import Listener
@@ -22,18 +21,19 @@ from prism_sim.engine.kv import KvSpace
 
 @dataclass(frozen=True, slots=True)
 class EngineTerms:
-    """What an engine is made with. target: the placement that it belongs to."""
+    """Inputs of `make_engine` besides the copy."""
 
     setup: ClusterSetup
     policy: Policy
     load: ModelLoad
+    # Placement that the copy belongs to.
     target: Placement | None
 
 
 def make_engine(
     resident: Resident, compute: Compute, terms: EngineTerms, listener: Listener
 ) -> SimEngine:
-    """REQUIRES: the copy's accounts are open."""
+    """Returns the engine of a copy. REQUIRES: the copy's accounts are open."""
     model, tp = resident.model, resident.tp
     part = model.parts[tp]
     block_tokens, quantum_blocks = model.block_tokens, part.quantum_blocks
@@ -67,8 +67,11 @@ def make_engine(
 
 
 def _pool(resident: Resident, terms: EngineTerms) -> PoolUse | None:
-    """None where each model has blocks of its own: by the policy, or because heads differ in size,
-    which neither way of pooling can share (the unit's models then keep their own pages)."""
+    """Returns the shared pool of KV blocks, or None if each model has separate blocks.
+
+    Blocks are separate if the policy does not pool them. They are also separate if head sizes
+    differ, which neither kind of pool supports; the models of the unit then use their own pages.
+    """
     kind = terms.policy.kv_blocks
     if kind is None:
         return None
@@ -82,7 +85,7 @@ def _pool(resident: Resident, terms: EngineTerms) -> PoolUse | None:
 
 
 def _unit_names(resident: Resident, target: Placement | None) -> set[str]:
-    """The models that share the copy's devices."""
+    """Returns the names of the models that share the copy's devices."""
     found = {hosted.model for hosted in _unit(resident, target)}
     return found | {guest.model.name for guest in resident.home.guests}
 
@@ -93,6 +96,6 @@ def _sm_share(resident: Resident, target: Placement | None) -> float:
 
 
 def _unit(resident: Resident, target: Placement | None) -> list[Hosted]:
-    """What the target has on the copy's devices."""
+    """Returns the models that the target places on the copy's devices."""
     units = target.units if target is not None else ()
     return [h for u in units if u.devices[0] == resident.home.name for h in u.models]

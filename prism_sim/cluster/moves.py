@@ -1,9 +1,9 @@
-"""Models coming up, going and moving: the actuator behind `ClusterPort.apply`.
+"""Actuator of the cluster scheduler: activations, evictions and migrations.
 
-An activation reserves weights and KV floor on all its devices before anything is loaded; while
-they lack memory it waits for what runs there to end, and admission leaves it the free memory.
-Evictions let their running requests end first, and so do the sources of migrations, unless the
-requests are to move: then they go on at the target, or at another copy, with their KV.
+An activation reserves weights and KV floor on all its devices before it loads. If they lack memory,
+it waits until running requests end, and admission does not use the freed memory. Evictions and the
+sources of migrations let running requests finish first. If the action moves requests instead, they
+continue at the target, or at another copy, with their KV.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from prism.policies.kv_network import sends_kv
 from prism.policies.policy import Policy
 from prism_sim.cluster.activation import activation_s, handover_s, home_node, migration_s
 from prism_sim.cluster.copies import SimModel
-from prism_sim.cluster.device import SimDevice
-from prism_sim.cluster.resident import Resident, Stage
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.cluster.stores import HostStores
 from prism_sim.core.kernel import Kernel
 from prism_sim.core.records import Decision, Records
@@ -32,19 +31,19 @@ from prism_sim.engine.memory import Account
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the world does when a copy changes."""
+    """Callbacks into the world."""
 
-    # Requests of the model may go elsewhere now.
+    # Routes the unplaced requests of a model.
     route: Callable[[SimModel], None]
-    # The cluster scheduler should look.
+    # Wakes the cluster scheduler.
     changed: Callable[[], None]
-    # Makes the engine of a copy that is up.
+    # Makes the engine of a loaded copy.
     engine: Callable[[SimModel, Resident, Compute], SimEngine]
 
 
 class SimActuator:
-    """REQUIRES of all orders: the policy keeps the rules of the live system (a model with an
-    action under way gets no other)."""
+    """Executes the actions of the cluster scheduler. REQUIRES: the policy follows the rules of the
+    live system (no action for a model while another one is in progress)."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class SimActuator:
         bounded = setup.activation.host_store_bytes is not None
         self._stores = HostStores(setup, records) if bounded else None
 
-    # --- orders -----------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------
 
     def activate(
         self,
@@ -76,27 +75,33 @@ class SimActuator:
         limit_bytes: int | None,
         joins: bool = False,
     ) -> Resident:
-        """Bring `model` up; its waiting requests go to the new copy's queue at once. joins: a part
-        of those of the other copies, when it is up."""
+        """Starts an activation. The model's waiting requests enter the new copy's queue at once.
+
+        joins: The copy is an additional one and gets a part of the other copies' waiting requests
+        once it is active.
+        """
         resident = self._begin(model, devices, limit_bytes, self._load_s(model, devices))
         resident.joins = joins
         self._hooks.route(model)
         return resident
 
     def evict(self, model: SimModel, resident: Resident, move_running: bool = False) -> None:
-        """The copy takes no more requests, ends those that run and is gone. move_running: those go
-        on at another copy after their present step."""
+        """Drains and removes a copy. move_running: running requests continue at another copy after
+        their present step."""
         resident.stage = Stage.DRAINING
         self._withdraw(model, resident)
         if move_running:
-            self._send_on(model, resident, None)
-        self._leave_if_empty(model, resident)
+            self._move_running(model, resident, None)
+        self._remove_if_empty(model, resident)
 
     def migrate(
         self, model: SimModel, source: Resident, devices: list[SimDevice], move_running: bool
     ) -> None:
-        """Make before break: the source serves until the target is ready. move_running: then what
-        runs there goes on at the target after its present step, instead of finishing."""
+        """Starts a migration. The source serves until the target is active.
+
+        move_running: Running requests then continue at the target after their present step, instead
+        of finishing at the source.
+        """
         ranks = [d.setup for d in devices]
         load_s = self._load_s(model, devices)
         held = [d.setup for d in source.devices]
@@ -108,12 +113,12 @@ class SimActuator:
         target.takes_running = move_running
 
     def request_ended(self, model: SimModel, resident: Resident) -> None:
-        """A draining copy may be empty now. Call when a request of it ends."""
+        """Removes a draining copy if it is empty. Called when a request of the copy ends."""
         if resident.stage is Stage.DRAINING:
-            self._kernel.after(0.0, self._leave_if_empty, model, resident)
+            self._kernel.after(0.0, self._remove_if_empty, model, resident)
 
     def memory_freed(self) -> None:
-        """Activations that wait for memory try again, oldest first."""
+        """Retries activations that wait for memory, oldest first."""
         for model, resident in list(self._queued):
             self._try_load(model, resident)
 
@@ -121,7 +126,7 @@ class SimActuator:
     def waits_for_memory(self) -> bool:
         return bool(self._queued)
 
-    # --- coming up --------------------------------------------------------------------------
+    # --- activation -------------------------------------------------------------------------
 
     def _begin(
         self,
@@ -137,7 +142,7 @@ class SimActuator:
             r for r in devices[0].guests if r.stage is Stage.DRAINING and r.replaced_by is None
         ]
         resident = Resident(model.setup, devices, now_s, now_s + load_s, limit_bytes, self._pooled)
-        resident.after = leaving
+        resident.waits_for = leaving
         if self._stores is not None and from_host:
             resident.weights_s = self._weights_s(self._stores, model.setup, devices[0].setup.node)
         model.residents.append(resident)
@@ -149,7 +154,7 @@ class SimActuator:
         timeout_s = self._setup.activation_timeout_s
         self._try_load(model, resident)
         if resident.stage is Stage.QUEUED:
-            self._kernel.after(timeout_s, self._give_up, model, resident)
+            self._kernel.after(timeout_s, self._time_out, model, resident)
         return resident
 
     def _try_load(self, model: SimModel, resident: Resident) -> None:
@@ -207,33 +212,37 @@ class SimActuator:
         self._log("migrated", target)
         self.evict(model, source)
         if target.takes_running:
-            self._send_on(model, source, target)
+            self._move_running(model, source, target)
 
-    def _send_on(self, model: SimModel, source: Resident, target: Resident | None) -> None:
-        """What runs at the source goes on at the target, or is divided among the other copies."""
+    def _move_running(self, model: SimModel, source: Resident, target: Resident | None) -> None:
+        """Moves the running requests of the source to the target, or divides them among the other
+        copies."""
         if source.engine is not None and source.running:
             source.engine.stop(partial(self._copy_kv, model, source, target))
 
     def _copy_kv(self, model: SimModel, source: Resident, target: Resident | None) -> None:
-        """Requests stand still while their KV is on its way: over the source's link, for as long
-        as if all went to one copy. To another node it goes to one copy, or is left behind."""
+        """Copies the KV of the source's requests, which pause meanwhile, over the source's link.
+
+        The copy takes as long as if all requests went to one copy. KV for another node is sent to
+        one copy, or dropped.
+        """
         assert source.engine is not None
         receiver = target or _nearest(model, source)
         if receiver is None:
             self._hand_over(model, source, None, "")
             return
-        node, near = _node(receiver), _node(receiver) == _node(source)
-        if not near and not self._is_sent(source):
+        node, same_node = _node(receiver), _node(receiver) == _node(source)
+        if not same_node and not self._is_sent(source):
             self._hand_over(model, source, target, "")
             return
         here, there = ([d.setup for d in r.devices] for r in (source, receiver))
         copy_s = handover_s(source.engine.kv.used_bytes, here, there, self._setup.activation)
-        goes_to = target if near else receiver
-        self._kernel.after(copy_s, self._hand_over, model, source, goes_to, node)
+        new_home = target if same_node else receiver
+        self._kernel.after(copy_s, self._hand_over, model, source, new_home, node)
 
     def _is_sent(self, source: Resident) -> bool:
-        """To another node, as the live agent of the source decides. Several ranks have no file that
-        could be sent."""
+        """Returns whether the source's KV is sent to another node, by the rule of the live agent.
+        The KV of several ranks cannot be sent."""
         speed, network = source.home.speed_tokens_per_s(source.model), self._setup.activation
         sent = sends_kv(source.model.token_bytes, speed, network.network_bytes_s)
         return source.tp == 1 and sent
@@ -241,8 +250,12 @@ class SimActuator:
     def _hand_over(
         self, model: SimModel, source: Resident, target: Resident | None, kv_node: str
     ) -> None:
-        """To the target, or to the other copies if that is gone again, with the KV that is on their
-        node; without any they wait for one, and are computed again."""
+        """Moves the source's requests to the target, or to the other active copies if the target is
+        not active any more.
+
+        Requests for a copy on `kv_node` keep their KV, the others are recomputed. Without an active
+        copy they wait for one.
+        """
         assert source.engine is not None
         requests = source.engine.release()
         self._records.count("moved", len(requests))
@@ -264,10 +277,10 @@ class SimActuator:
         self.memory_freed()
         for device in source.devices:
             device.try_dispatch()
-        self._leave_if_empty(model, source)
+        self._remove_if_empty(model, source)
 
-    def _give_up(self, model: SimModel, resident: Resident) -> None:
-        """It found no memory in time."""
+    def _time_out(self, model: SimModel, resident: Resident) -> None:
+        """Fails an activation that still waits for memory."""
         if resident.stage is not Stage.QUEUED:
             return
         self._queued.remove((model, resident))
@@ -278,9 +291,9 @@ class SimActuator:
             resident.replaces.replaced_by = None
         self._remove(model, resident, "failed")
 
-    # --- going ------------------------------------------------------------------------------
+    # --- removal ----------------------------------------------------------------------------
 
-    def _leave_if_empty(self, model: SimModel, resident: Resident) -> None:
+    def _remove_if_empty(self, model: SimModel, resident: Resident) -> None:
         if resident not in model.residents or resident.running:
             return
         if resident.stage is not Stage.DRAINING or resident.ready_s > self._kernel.time_s:
@@ -297,13 +310,14 @@ class SimActuator:
             device.try_dispatch()
 
     def _has_unloaded(self, model: SimModel, resident: Resident) -> bool:
-        """An empty copy begins to unload, and is looked at again when that is over."""
+        """Returns whether an empty copy is unloaded. The first call starts to unload it and
+        schedules another check."""
         now_s, unload_s = self._kernel.time_s, self._setup.activation.unload_s
-        if resident.leaves_s is None:
-            resident.leaves_s = now_s + unload_s
+        if resident.unloaded_s is None:
+            resident.unloaded_s = now_s + unload_s
             if unload_s > 0:
-                self._kernel.after(unload_s, self._leave_if_empty, model, resident)
-        return resident.leaves_s <= now_s
+                self._kernel.after(unload_s, self._remove_if_empty, model, resident)
+        return resident.unloaded_s <= now_s
 
     def _remove(self, model: SimModel, resident: Resident, kind: str) -> None:
         model.residents.remove(resident)
@@ -321,13 +335,14 @@ class SimActuator:
         self._hooks.changed()
 
     def _withdraw(self, model: SimModel, resident: Resident) -> None:
-        """Its waiting requests go to another copy, or wait for one."""
+        """Routes the copy's waiting requests to another copy; without one they wait."""
         for request in resident.home.withdraw(resident):
             model.unplaced[request.index] = request
         self._hooks.route(model)
 
     def _spread(self, model: SimModel) -> None:
-        """What waits is divided among all copies that take requests, in the order of arrival."""
+        """Makes the waiting requests of all copies unplaced, in the order of arrival, so that they
+        are divided anew."""
         waiting = [
             request
             for resident in model.residents
@@ -349,8 +364,11 @@ class SimActuator:
         )
 
     def _weights_s(self, stores: HostStores, model: ModelSetup, node: str) -> float:
-        """They begin to come with the order, as a live hint has it, while others still leave. Times
-        of activations that were measured have it in them."""
+        """Returns the time at which the node's host memory has the weights.
+
+        The transfer starts with the action, while other copies are still being removed, as by a
+        hint in the live system. Measured activation times include the transfer.
+        """
         now_s = self._kernel.time_s
         first = model.first_activation_s is not None and now_s == 0.0
         if self.instant or first or model.activation_s is not None:
@@ -372,27 +390,27 @@ def _node(resident: Resident) -> str:
 
 
 def _nearest(model: SimModel, source: Resident) -> Resident | None:
-    """Of its other copies the first one on the source's node, or else the first one."""
+    """Returns the first active copy on the source's node, or else the first active copy."""
     return min(_active(model), key=lambda r: _node(r) != _node(source), default=None)
 
 
 def _divided(
     requests: Sequence[SimRequest], copies: Sequence[Resident]
 ) -> list[tuple[Resident, list[SimRequest]]]:
-    """Each request for the copy with the fewest by then, as the queues of the live system do."""
-    asked = [copy.open_requests for copy in copies]
+    """Assigns each request to the copy with the fewest requests, as the live queues do."""
+    counts = [copy.open_requests for copy in copies]
     shares: list[list[SimRequest]] = [[] for _ in copies]
     for request in requests:
-        least = asked.index(min(asked))
-        asked[least] += 1
+        least = counts.index(min(counts))
+        counts[least] += 1
         shares[least].append(request)
     return [(copy, share) for copy, share in zip(copies, shares, strict=True) if share]
 
 
 def _has_room(resident: Resident) -> bool:
-    """By the ledgers as they stand; runs in flight may hold more than those show. Nothing comes up
-    before those are gone that were leaving when it was ordered."""
-    if any(each in each.home.guests for each in resident.after):
+    """Returns whether an activation fits by the present state of the ledgers, which may lack the
+    latest steps of runs in flight. False until the copies that it waits for are removed."""
+    if any(each in each.home.guests for each in resident.waits_for):
         return False
     return all(
         d.ledger.free_bytes + idle_bytes(d.site) >= resident.need_bytes(d) for d in resident.devices

@@ -1,4 +1,4 @@
-"""Weights in the host memory of each node, as the live system's weight stores keep them."""
+"""Weight stores in the host memory of the nodes, as in the live system."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from prism_sim.core.setup import ClusterSetup, ModelSetup
 
 
 class HostStores:
-    """Every node has all models on its disk, and those that it used last in host memory. REQUIRES:
-    the setup bounds host memory."""
+    """Weight stores of all nodes.
+
+    Every node has all models on its disk, and the most recently used ones in host memory. REQUIRES:
+    the setup limits host memory.
+    """
 
     def __init__(self, setup: ClusterSetup, records: Records) -> None:
         self._settings = setup.activation
         self._records = records
-        # node -> model's index -> when its weights are whole there; the least recently used first
+        # Node -> model index -> time at which its weights are complete there, least recently used
+        # first.
         self._held: dict[str, OrderedDict[int, float]] = {
             device.node: OrderedDict() for device in setup.devices
         }
         self._bytes = {model.index: model.weight_bytes for model in setup.models}
 
     def fetch(self, model: ModelSetup, node: str, now_s: float) -> float:
-        """The node needs these weights in host memory; when they are whole there. What is on its
-        way is waited for; otherwise they come from where `weight_source` says."""
+        """Brings the weights into the node's host memory and returns the time at which they are
+        complete. A transfer under way is reused; otherwise `weight_source` selects the source."""
         here = self._held[node]
         rate = self._settings.network_bytes_s
         others = (name for name in self._held if name != node)
@@ -40,16 +44,16 @@ class HostStores:
         return whole_s
 
     def keep(self, model: ModelSetup, node: str, whole_s: float, now_s: float) -> None:
-        """Those that were used longest ago leave for it. Without room for it, or while what is
-        there is on its way itself, it is not kept."""
+        """Stores the weights, and evicts the least recently used ones for them. Does not store them
+        if they do not fit, or if the weights to evict are still being transferred."""
         here, most = self._held[node], self._settings.host_store_bytes or 0
         over = sum(self._bytes[index] for index in here) + model.weight_bytes - most
-        going = []
+        evicted = []
         for index, ready_s in here.items():
             if over > 0 and ready_s <= now_s:
-                going.append(index)
+                evicted.append(index)
                 over -= self._bytes[index]
         if over <= 0:
-            for index in going:
+            for index in evicted:
                 del here[index]
             here[model.index] = whole_s

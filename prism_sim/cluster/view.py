@@ -1,7 +1,7 @@
-"""The cluster as the policies see it: one `ClusterView` of the simulated state.
+"""Views of the simulated cluster for the policies.
 
-Built anew for each plan, so it is kept cheap: an absent model without requests keeps its view
-from the last time.
+Views are rebuilt for each plan and must be cheap: the view of a model without copies and requests
+is reused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, conten
 from prism.policies.replicas import may_adjust
 from prism_sim.cluster.activation import startup_s
 from prism_sim.cluster.copies import SimModel
-from prism_sim.cluster.device import SimDevice
-from prism_sim.cluster.resident import Resident, Stage
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.core.records import ClusterSample
 from prism_sim.core.setup import ClusterSetup, ModelSetup
 
 
 class Viewer:
-    """Not pure: it remembers views of models that did not change. startup: the setup, for policies
-    that ask how long a model takes to come up on each device."""
+    """Builder of the views, with a cache of unchanged ones.
+
+    startup: The setup if the policy needs the activation time of models on each device, else None.
+    """
 
     def __init__(
         self, models: Sequence[SimModel], devices: Sequence[SimDevice], startup: ClusterSetup | None
@@ -32,12 +33,12 @@ class Viewer:
         self._by_name = {model.setup.name: model for model in models}
         self._devices = devices
         self._absent: dict[int, ModelView] = {}
-        # (model, degree) -> its view while it is nowhere and asks for nothing
+        # (Model, degree) -> its view without copies and requests.
         self._plain: dict[tuple[int, int], ModelView] = {}
 
     def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
-        """A view for each copy, in the order of the models; one for a model that is nowhere.
-        The target of a migration shows only as memory taken (`gpus`)."""
+        """Returns a view for each copy, and one for a model without copies, in the order of the
+        models. The target of a migration is visible only as fixed memory in `gpus`."""
         views: list[ModelView] = []
         for model in self._models:
             shown = [r for r in model.residents if r.replaces is None]
@@ -50,9 +51,11 @@ class Viewer:
     def loads(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
     ) -> Iterator[DeviceLoad]:
-        """For `Policy.is_balanced`: of devices with several busy models, little memory free, or a
-        model whose copies may change: they alone can matter. free_part counts what runs in flight
-        may still take as taken, as long as it then is not below `short_fraction`.
+        """Yields the loads for `Policy.is_balanced`.
+
+        Only devices with several busy models, with little free memory, or with a model whose number
+        of copies may change can affect the result. free_part treats claims of runs in flight as
+        used, unless that brings it below `short_fraction`.
         """
         low_part = settings.short_fraction
         running: dict[SimDevice, list[float]] = {}
@@ -77,7 +80,7 @@ class Viewer:
     def _unsettled(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
     ) -> set[SimDevice]:
-        """Devices of models of which a copy may have to come or go."""
+        """Returns the devices of models whose number of copies may change."""
         found: set[SimDevice] = set()
         for model in self._models:
             residents, setup = model.residents, model.setup
@@ -85,7 +88,7 @@ class Viewer:
                 continue
             waits = residents[0].waiting or model.unplaced
             if len(residents) == 1 and setup.replicas_min == 1 and not waits:
-                continue  # most models, without a look at anything else
+                continue  # fast path for most models
             shown = [r for r in model.residents if r.replaces is None]
             share = rates.get(model.setup.name, 0.0) / max(1, len(shown))
             for resident in shown:
@@ -95,7 +98,7 @@ class Viewer:
         return found
 
     def sample(self, now_s: float, holding: Sequence[SimModel]) -> ClusterSample:
-        """`holding`: all models that have requests or KV memory."""
+        """Returns a sample of the cluster. holding: all models with requests or KV memory."""
         kv_bytes: dict[int, int] = {}
         running = waiting = reserved_bytes = 0
         for device in self._devices:
@@ -119,9 +122,9 @@ class Viewer:
         setup, waiting = model.setup, len(model.unplaced)
         barred = tuple(name for name, until_s in model.barred.items() if until_s > now_s)
         known = self._absent.get(setup.index)
-        asked = (rate, waiting, model.wanted, barred)
+        state = (rate, waiting, model.wanted, barred)
         if known is not None and (
-            (known.token_rate, known.waiting, known.wanted, known.barred) == asked
+            (known.token_rate, known.waiting, known.wanted, known.barred) == state
         ):
             return known
         view = self._absent[setup.index] = structs.replace(
@@ -178,7 +181,8 @@ class Viewer:
 
 
 def _gpu(device: SimDevice) -> GpuView:
-    """fixed_bytes: targets of migrations, whose ModelView stands on their source."""
+    """Returns the view of a GPU. fixed_bytes is the memory of migration targets, since a migrating
+    model's view names its source device."""
     fixed_bytes = 0
     for resident in device.guests:
         if resident.replaces is not None and resident.stage is not Stage.DRAINING:

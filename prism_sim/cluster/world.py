@@ -1,4 +1,4 @@
-"""The simulated cluster: arrivals, queues, engines, and the live system's schedulers over them.
+"""Simulated cluster: arrivals, queues and engines, run by the live system's schedulers.
 
 `World` is the `ClusterPort` (`scheduler/ports.py`) of the same `ClusterScheduler` that
 `prism-serve` runs; each device steps the same `LocalScheduler`.
@@ -18,10 +18,9 @@ from prism.scheduler.journal import MemoryJournal
 from prism.scheduler.rates import TokenRates
 from prism_sim.cluster.bindings import Bindings
 from prism_sim.cluster.copies import SimModel
-from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.cluster.engines import EngineTerms, make_engine
 from prism_sim.cluster.moves import Hooks, SimActuator
-from prism_sim.cluster.resident import Resident, Stage
 from prism_sim.cluster.turns import TurnPool
 from prism_sim.cluster.view import Viewer
 from prism_sim.core.kernel import Alarm, Kernel
@@ -40,10 +39,13 @@ SAMPLES = 200
 
 
 class World:
-    """Runs one workload once. target: in place of what the policy's placement search finds, for
-    good; start: the same until it is searched anew.
-    `progress`: called with (requests ended, requests) now and then. queues: device -> the records
-    of its queue with their inputs, which are kept for `keep_queues`."""
+    """Simulation of one workload, which runs once.
+
+    Args:
+        target: Permanent placement, instead of a search by the policy.
+        start: Initial placement, used until the policy searches again.
+        keep_queues: Record the queue of each device with its inputs in `queues`.
+    """
 
     def __init__(
         self,
@@ -99,11 +101,12 @@ class World:
         self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
         self._left_out: set[int] = set()
         self._hashes = work.hashes if setup.engine.prefix_reuse else ()
-        # by index, models that had requests since tokens were counted last, since the last sample
+        # Index -> model with requests since the last token count, or since the last sample.
         self._growing, self._held = dict[int, SimModel](), dict[int, SimModel]()
         self._next, self._requests, self._wake_due = 0, len(work), False
-        # what changes without an event, as idle times do
-        self._look = Alarm(self.kernel, self._tick)
+        # Some inputs of the scheduler, such as idle times, change without an event.
+        self._alarm = Alarm(self.kernel, self._tick)
+        # Called periodically with (requests ended, requests).
         self.progress: Callable[[int, int], None] | None = None
 
     @property
@@ -111,7 +114,8 @@ class World:
         return self._next - self.records.ended
 
     def run(self) -> Records:
-        """All requests end: with their tokens, or with an error when nothing can serve them."""
+        """Runs the simulation until all requests end. Those that cannot be served end with an
+        error."""
         self.place()
         if self._target is not None:
             self._begin(self._target)
@@ -120,26 +124,28 @@ class World:
         if self._replacement is not None:
             self.kernel.after(self._replacement.interval_s, self._replace, self._replacement)
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
-        self._look.after(self._pause_s())
+        self._alarm.after(self._pause_s())
         self._sample()
         horizon_s = self.work.end_s + self.setup.patience_s
         self.kernel.run(horizon_s)
-        if self.open_requests:  # not at the last event, which depends on how steps are taken
+        if self.open_requests:
+            # The time of the last event is not used, since it depends on `steps`.
             self.kernel.time_s = horizon_s
-            self._give_up_rest()
+            self._fail_open_requests()
         self.records.events = self.kernel.events
         return self.records
 
     def place(self) -> Placement | None:
-        """Search the placement, if the policy has a search and none was given; `run` does it."""
+        """Returns the placement, after a search if the policy has one and none was given. Called by
+        `run`."""
         if self._target is None and self.policy.search is not None and self._loads is not None:
             self._target = search(
-                self.policy.search, self.setup, self._loads, self._play, self.work
+                self.policy.search, self.setup, self._loads, self._simulate, self.work
             )
         return self._target
 
     def _begin(self, target: Placement) -> None:
-        """Models that a placement for good leaves out can never be served."""
+        """Starts with a placement. Refuses the models that a permanent placement leaves out."""
         if self._bindings is not None:
             self._bindings.begin(target)
         if self._replacement is None and self.policy.search is not None:
@@ -173,33 +179,34 @@ class World:
             hashes=self._hashes[index] if self._hashes else (),
         )
         if model.setup.request_s:
-            self.kernel.after(model.setup.request_s, self._reach, model, request)
+            self.kernel.after(model.setup.request_s, self._submit, model, request)
         else:
-            self._reach(model, request)
+            self._submit(model, request)
 
-    def _reach(self, model: SimModel, request: SimRequest) -> None:
-        """The request comes to the cluster's queues."""
+    def _submit(self, model: SimModel, request: SimRequest) -> None:
+        """Routes a request to the queue of a copy, or lets it wait for a copy."""
         if request.model in self._left_out:
             self.records.finish(request, self.kernel.time_s, "unserved")
             return
         if self._turns is not None:
-            self._turns.reach(model.setup, request)
+            self._turns.submit(model.setup, request)
             return
         model.last_use_s = self.kernel.time_s
         self._growing[request.model] = self._held[request.model] = model
         target = None if self._bindings else model.copy_for(request.hashes, self.kernel.time_s)
         if target is None:
             model.unplaced[request.index] = request
-            # Later ones change no plan: those that wait in vain are looked at every retry_s.
+            # Later requests do not change the plan; it is retried every retry_s.
             if len(model.unplaced) == 1 or self._bindings is not None:
                 self._wake()
         else:
             target.home.on_arrival(target, request)
             if target.grew_to(self.setup.settings.contended_requests):
-                self._look.after(max(0.0, target.saturated_s - self.kernel.time_s))
+                self._alarm.after(max(0.0, target.saturated_s - self.kernel.time_s))
 
     def _route(self, model: SimModel) -> None:
-        """Requests without a copy go to one that takes requests, if any does, and it is asked."""
+        """Sends unplaced requests to a copy that takes requests. Wakes the scheduler if none
+        does."""
         homes: dict[SimDevice, None] = {}
         while self._bindings is None and model.unplaced and (target := model.least_loaded()):
             request = model.unplaced.pop(next(iter(model.unplaced)))
@@ -216,15 +223,15 @@ class World:
         return Bindings(self.policy.assign, self.setup, self._loads, self.models, self.by_name)
 
     def _start_bound(self, bindings: Bindings) -> None:
-        """Requests of virtual queues whose model is up start."""
+        """Starts requests of virtual queues whose model is active."""
         started = bindings.starting()
         for resident, request in started:
             resident.home.enqueue(resident, request)
         for home in dict.fromkeys(resident.home for resident, _ in started):
             home.try_dispatch()
 
-    def _play(self, target: Placement, work: Workload) -> Records:
-        """A workload on a placement, with this policy's own scheduling."""
+    def _simulate(self, target: Placement, work: Workload) -> Records:
+        """Simulates a workload on a placement under this policy."""
         return World(self.setup, work, self.policy, target).run()
 
     def _engine(self, model: SimModel, resident: Resident, compute: Compute) -> SimEngine:
@@ -245,7 +252,7 @@ class World:
         def freed() -> None:
             if self._moves.waits_for_memory:
                 self._moves.memory_freed()
-            # Tensor-parallel neighbours share all their devices: each home is asked once.
+            # Tensor-parallel copies share several devices: each home dispatches only once.
             homes = resident.home.homes
             if len(resident.devices) > 1:
                 homes = tuple(dict.fromkeys([h for d in resident.devices for h in d.homes]))
@@ -257,17 +264,17 @@ class World:
 
         return Listener(ended=ended, retracted=retracted, freed=freed)
 
-    def _give_up_rest(self) -> None:
-        """What nothing could serve ends with an error."""
-        left = [request for model in self.models for request in model.give_up()]
+    def _fail_open_requests(self) -> None:
+        """Ends all open requests with `unserved`."""
+        left = [request for model in self.models for request in model.withdraw_all()]
         for request in left if self._turns is None else self._turns.requests():
             self.records.finish(request, self.kernel.time_s, "unserved")
 
     def _sample(self) -> None:
-        """Note the state, a few hundred times in the run."""
+        """Records a sample of the cluster, about SAMPLES times in the run."""
         held = [self._held[index] for index in sorted(self._held)]
         sample = self._viewer.sample(self.kernel.time_s, held)
-        self.records.samples.append(self._turns.counted(sample) if self._turns else sample)
+        self.records.samples.append(self._turns.with_counts(sample) if self._turns else sample)
         left = (m for m in held if m.busy or m.setup.index in sample.kv_bytes)
         self._held = {model.setup.index: model for model in left}
         if self._next < self._requests or self.open_requests:
@@ -315,12 +322,12 @@ class World:
             model.refusal = action.reason
             self._decide("refuse", action.model, "", "", action.reason)
         if self.policy.evicts:
-            # There is no room for it unless requests make some: it waits for the first one.
+            # The model is activated once a request arrives, for which others may be evicted.
             model.wanted = False
 
     def _resident(self, model: SimModel, device: str) -> Resident | None:
-        """The copy that an action is about; None, and counted as failed, where none is active
-        there any more, as an agent would answer."""
+        """Returns the active copy that an action names. Records a failure, as an agent reports it,
+        and returns None if there is none any more."""
         for resident in model.residents:
             if resident.home.name == device and resident.stage is Stage.ACTIVE:
                 return resident
@@ -328,7 +335,8 @@ class World:
         return None
 
     def _observe(self, now_s: float) -> None:
-        """Tokens per model so far: prompts of admitted requests and decoded ones."""
+        """Updates the token rates from the tokens per model: prompts of admitted requests and
+        output."""
         grown: dict[str, int] = {}
         for index, model in list(self._growing.items()):
             total = model.tokens_total
@@ -342,24 +350,24 @@ class World:
         self._rates.observe("cluster", 1, grown, now_s)
 
     def _wake(self) -> None:
-        """The scheduler looks as soon as everything of this moment has happened."""
+        """Schedules a plan after all events of the present time."""
         if not self._wake_due:
             self._wake_due = True
-            self.kernel.after(0.0, self._woken)
+            self.kernel.after(0.0, self._on_wake)
 
-    def _woken(self) -> None:
+    def _on_wake(self) -> None:
         self._wake_due = False
-        policy, asked = self.policy, self._asked()
+        policy, needed = self.policy, self._needs_copy()
         due = policy.search is not None or self._scheduler.due(self.kernel.time_s)
-        if asked or due or policy.is_balanced is None:
+        if needed or due or policy.is_balanced is None:
             self._plan()
-        if asked:
-            self._look.after(self._pause_s())
+        if needed:
+            self._alarm.after(self._pause_s())
 
     def _replace(self, replacement: Replacement) -> None:
-        """The placement is searched anew, as long as requests come."""
+        """Searches the placement again, periodically while requests arrive."""
         assert self._target is not None
-        target = replacement.look(self.kernel.time_s, self._next, self._target, self._play)
+        target = replacement.update(self.kernel.time_s, self._next, self._target, self._simulate)
         if target.units != self._target.units:
             self.records.count("replacements")
         self._target = target
@@ -371,32 +379,33 @@ class World:
         if not self._is_balanced():
             self._plan()
         if self._next < self._requests or self.open_requests:
-            self._look.after(self._pause_s())
+            self._alarm.after(self._pause_s())
 
     def _is_balanced(self) -> bool:
-        """The policy would do nothing: views of the whole cluster are not made for that."""
+        """Returns True if the policy would plan nothing. Avoids views of the whole cluster."""
         is_balanced, settings = self.policy.is_balanced, self.setup.settings
-        if is_balanced is None or self._asked():
+        if is_balanced is None or self._needs_copy():
             return False
         return is_balanced(self._device_loads(), settings)
 
-    def _asked(self) -> bool:
-        """Some model is to come up."""
-        return any(model.asked for model in self.models)
+    def _needs_copy(self) -> bool:
+        """Returns whether some model should be activated."""
+        return any(model.needs_copy for model in self.models)
 
     def _device_loads(self) -> Iterator[DeviceLoad]:
-        """Looked at only by policies that ask for them."""
+        """Yields the device loads, computed only if the policy reads them."""
         now_s = self.kernel.time_s
         self._observe(now_s)
         yield from self._viewer.loads(now_s, self._rates.rates(now_s), self.setup.settings)
 
     def _pause_s(self) -> float:
-        """Where a backlog starts another copy, it is looked for as often as requests nowhere."""
+        """Returns the time to the next plan. It is shorter if requests wait for a copy, or if the
+        policy adds copies for a backlog."""
         soon = self.policy.asks_startup or any(model.unplaced for model in self.models)
         return self.setup.retry_s if soon else self.setup.interval_s
 
     def _plan(self) -> None:
         self._scheduler.step(self.kernel.time_s)
-        self._look.after(self._scheduler.next_step_in_s)
+        self._alarm.after(self._scheduler.next_step_in_s)
         if self._bindings is not None:
             self._start_bound(self._bindings)

@@ -1,8 +1,8 @@
-"""Placements that are searched anew while the cluster runs (SeaLLM §4.3).
+"""Periodic search for a new placement while the cluster runs (SeaLLM §4.3).
 
-After each interval the search sees the requests of that interval. The next interval is longer where
-the last estimate held, else shorter, as the policy's `next_interval` says (equation 8); the metric
-is the attainment of the end-to-end SLO.
+After each interval the search gets the requests of that interval. The policy's `next_interval`
+lengthens the interval if the last estimate held, else shortens it (equation 8). The metric is the
+attainment of the end-to-end SLO.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from prism_sim.core.setup import ClusterSetup
 from prism_sim.core.workload import Workload, window
 from prism_sim.placement.search import outcome, sample_of, search
 
-Play = Callable[[Placement, Workload], Records]
+Simulation = Callable[[Placement, Workload], Records]
 REQUESTS_MIN = 20
-"""Fewer in an interval say too little to move models for."""
+"""Minimum number of requests in an interval for a new search."""
 
 
 class Replacement:
-    """`interval_s` until the next look. REQUIRES: the policy has a search and a next_interval."""
+    """Search for new placements. REQUIRES: the policy has `search` and `next_interval`."""
 
     def __init__(
         self, policy: Policy, setup: ClusterSetup, records: Records, base: Sequence[ModelLoad]
@@ -35,12 +35,18 @@ class Replacement:
         self._setup = setup
         self._records = records
         self._base = base
+        # Time to the next search.
         self.interval_s = setup.replacement_interval_s
         self._since = 0
 
-    def look(self, now_s: float, until: int, target: Placement, play: Play) -> Placement:
-        """The placement from now on: the new one if it does better than `target` on the requests
-        of the last interval, those up to index `until`; moving is not free."""
+    def update(
+        self, now_s: float, until: int, target: Placement, simulate: Simulation
+    ) -> Placement:
+        """Returns the placement for the next interval.
+
+        A new placement replaces `target` only if it does better on the requests of the last
+        interval, which end before index `until`, since moving models has a cost.
+        """
         first, self._since = self._since, until
         if until - first < REQUESTS_MIN:
             return target
@@ -48,9 +54,9 @@ class Replacement:
         self.interval_s = self._follow(self.interval_s, real, target.score)
         recent = window(self._records.work, first, until)
         seen = self._loads(recent)
-        found = search(self._find, self._setup, seen, play, recent)
+        found = search(self._find, self._setup, seen, simulate, recent)
         sample = sample_of(recent, self._setup.search_requests)
-        kept, moved = (outcome(play(p, sample), seen) for p in (target, found))
+        kept, moved = (outcome(simulate(p, sample), seen) for p in (target, found))
         if (moved.attainment, -moved.mean_normalized_latency) <= (
             kept.attainment,
             -kept.mean_normalized_latency,
@@ -59,7 +65,7 @@ class Replacement:
         return found
 
     def _loads(self, recent: Workload) -> list[ModelLoad]:
-        """Rates of the interval; lengths and times from the profile, which is of the services."""
+        """Returns loads with the rates of the interval, and lengths and times of the profile."""
         rates = loads(self._setup, recent, max(recent.end_s, 1.0))
         return [
             replace(base, requests=new.requests, rate_rps=new.rate_rps)
@@ -68,8 +74,8 @@ class Replacement:
 
 
 def attainment(records: Records, first: int, until: int, now_s: float) -> float:
-    """Of the requests [first, until): the part that met the end-to-end SLO, among those of which
-    this is known now; 1 without any."""
+    """Returns the part of the requests [first, until) that met the end-to-end SLO, among those for
+    which this is known now. Returns 1 if there are none."""
     work, met, known = records.work, 0, 0
     for i in range(first, until):
         due_s = work.arrival_s[i] + work.slo_e2e_s[i]

@@ -1,5 +1,5 @@
-"""Placement searches: what they are given of the cluster, the models and the recent requests, and
-the simulator inside (AlpaServe §4, MuxServe §3.2, SeaLLM §4.1)."""
+"""Inputs of placement searches: cluster, models, recent requests, and a simulator (AlpaServe §4,
+MuxServe §3.2, SeaLLM §4.1)."""
 
 from __future__ import annotations
 
@@ -26,33 +26,37 @@ from prism_sim.costs.model import PromptChunk, slowdown
 SEARCH_RATES = ("mean", "peak", "equal")
 PIECES = 10
 WINDOWS = 6
-"""Pieces of the trace that these are taken from, so that a model that is quiet for a while counts
-with what it asks for at other times."""
+"""Number of pieces of the trace from which a sample is taken, so that it covers a model's idle and
+busy times."""
 LATENCY_DIGITS = 6
-"""After the point, of normalised latencies (1 is a request alone): the rest is rounding of step
-times, and would choose between placements that do equally well."""
+"""Digits after the point of normalised latencies (1: a request that runs alone). Further digits are
+rounding errors of step times, and would decide between equally good placements."""
 
 
 def search(
     find: Search,
     setup: ClusterSetup,
     loads: Sequence[ModelLoad],
-    play: Callable[[Placement, Workload], Records],
+    simulate: Callable[[Placement, Workload], Records],
     work: Workload,
 ) -> Placement:
-    """play: simulates a workload on a placement with the policy's own scheduling."""
+    """Returns the placement that `find` selects. simulate: Runs a workload on a placement with the
+    policy's own scheduling."""
     sample = sample_of(work, setup.search_requests)
     given = expected(loads, work, setup.search_rates)
 
-    def simulate(placement: Placement) -> PlacementOutcome:
-        return outcome(play(placement, sample), loads)
+    def outcome_of(placement: Placement) -> PlacementOutcome:
+        return outcome(simulate(placement, sample), loads)
 
-    return find(problem(setup, given, simulate))
+    return find(problem(setup, given, outcome_of))
 
 
 def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[ModelLoad]:
-    """What models are placed for. rates: "mean" over the workload, as the papers have it; "peak",
-    of the busiest of PIECES equal pieces of it, each model's own; "equal" for all models."""
+    """Returns the loads that the search assumes.
+
+    rates: "mean": Mean rates over the workload, as in the papers. "peak": The rate of each model in
+    its busiest of PIECES equal pieces. "equal": The same rate for all models.
+    """
     if rates == "mean":
         return list(loads)
     if rates == "equal":
@@ -94,7 +98,7 @@ def problem(
 
 
 def step_times(setup: ClusterSetup) -> StepTimes:
-    """Of the simulator's own cost models."""
+    """Returns the step times of the simulator's cost models."""
     parts = {model.name: model.parts for model in setup.models}
 
     @lru_cache(maxsize=1 << 16)
@@ -112,8 +116,11 @@ def step_times(setup: ClusterSetup) -> StepTimes:
 
 
 def outcome(records: Records, loads: Sequence[ModelLoad]) -> PlacementOutcome:
-    """Unserved: missed its end-to-end SLO, or never served. Latencies are rounded, so that equal
-    ones are equal however steps are taken."""
+    """Returns the outcome of a simulated placement.
+
+    A request is unserved if it missed its end-to-end SLO or failed. Latencies are rounded, so that
+    they do not depend on the mode of `steps`.
+    """
     work = records.work
     names = work.models
     requests, unserved = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -132,7 +139,7 @@ def outcome(records: Records, loads: Sequence[ModelLoad]) -> PlacementOutcome:
 
 
 def sample_of(work: Workload, size: int) -> Workload:
-    """At most `size` requests: WINDOWS pieces of the workload, evenly spaced, one after another."""
+    """Returns at most `size` requests: WINDOWS evenly spaced pieces of the workload, joined."""
     if len(work) <= size:
         return work
     each = size // WINDOWS

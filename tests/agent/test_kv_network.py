@@ -30,7 +30,7 @@ from prism.engines import kv_file
 from prism.messages.engine import Activated, Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
-from prism_sim.cluster.resident import Resident
+from prism_sim.cluster.device import Resident
 from prism_sim.cluster.world import World
 from prism_sim.core.setup import ActivationSettings
 from tests.agent.harness import model_spec, until

@@ -100,7 +100,7 @@ def test_the_interval_grows_while_estimates_hold_and_shrinks_when_they_do_not() 
         for i in range(40):
             records.end_s[i] = trace.arrival_s[i] + 1.0
         look = replacement.Replacement(policy, setup, records, world._loads or [])
-        look.look(10.0, 40, target, world._play)
+        look.update(10.0, 40, target, world._simulate)
         assert look.interval_s == pytest.approx(expected)
 
 

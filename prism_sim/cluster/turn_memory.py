@@ -1,5 +1,8 @@
-"""The memory of a device that models take turns on: the weights of one model, those of the next
-one ahead of its turn, and KV of the first. All of it also lies in the host's memory."""
+"""Memory of a device on which models take turns.
+
+It holds the weights and KV of the present model, and the weights of the next model ahead of its
+turn. Host memory has a copy of everything.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from prism_sim.core.setup import ClusterSetup, ModelSetup
 from prism_sim.engine.memory import Account
 
 
-class Seat:
-    """One device. Weights come at the rate at which any policy's do, KV over the device's link."""
+class TurnMemory:
+    """Memory of one device. Weights load at the same rate as under other policies, KV is copied
+    over the device's link."""
 
     def __init__(self, kernel: Kernel, setup: ClusterSetup, device: SimDevice) -> None:
         self._kernel = kernel
@@ -19,14 +23,15 @@ class Seat:
         self._ledger = device.ledger
         self.device = device
         self.model: ModelSetup | None = None
-        # Whose weights come ahead, and when they are all there.
-        self._ahead: ModelSetup | None = None
-        self._ahead_s = 0.0
+        # Model whose weights are prefetched.
+        self._next: ModelSetup | None = None
+        # Time at which the prefetch is complete.
+        self._next_s = 0.0
         self._kv = Account("kv")
         self._ledger.open(self._kv)
 
     def load_s(self, model: ModelSetup) -> float:
-        """Its weights from the host's memory."""
+        """Returns the time to load the model's weights from host memory."""
         settings = self._setup.activation
         where = home_node(model, self._setup)
         ranks = [self.device.setup]
@@ -34,55 +39,55 @@ class Seat:
         return max(0.0, whole_s - settings.layout_s)
 
     def copy_s(self, model: ModelSetup, tokens: int) -> float:
-        """KV of so many tokens between device and host."""
+        """Returns the time to copy the KV of `tokens` between device and host."""
         return tokens * model.token_bytes / self._setup.activation.load_bytes_s
 
     def switch_s(self, model: ModelSetup) -> float:
-        """From another model to this one, if nothing was fetched ahead."""
+        """Returns the time of a switch to the model without a prefetch."""
         return self._setup.activation.layout_s + self.load_s(model)
 
-    def take(self, model: ModelSetup) -> float:
-        """The model is the device's; returns the seconds until it can compute. REQUIRES: no KV is
-        held."""
+    def switch_to(self, model: ModelSetup) -> float:
+        """Gives the device to the model. Returns the seconds until it can compute. REQUIRES: no KV
+        is held."""
         if model is self.model:
             return 0.0
-        now_s, ready_s = self._kernel.time_s, self._ahead_s
-        if model is not self._ahead:
+        now_s, ready_s = self._kernel.time_s, self._next_s
+        if model is not self._next:
             ready_s = now_s + self.load_s(model)
-            self._close(self._ahead)
+            self._close(self._next)
             self._close(self.model)
             self._open(model)
         else:
             self._close(self.model)
-        self.model, self._ahead = model, None
+        self.model, self._next = model, None
         return self._setup.activation.layout_s + max(0.0, ready_s - now_s)
 
-    def fetch_ahead(self, model: ModelSetup, kv_bytes: int) -> None:
-        """Begin to load the next model's weights, if they have room beside `kv_bytes` of KV."""
-        if model is self._ahead or model is self.model:
+    def prefetch(self, model: ModelSetup, kv_bytes: int) -> None:
+        """Starts to load the next model's weights if they fit in addition to `kv_bytes` of KV."""
+        if model is self._next or model is self.model:
             return
-        self.drop_ahead()
+        self.drop_prefetched()
         left_bytes = self._ledger.free_bytes - max(0, kv_bytes - self._kv.kv_bytes)
         if self._static_bytes(model) <= left_bytes:
             self._open(model)
-            self._ahead, self._ahead_s = model, self._kernel.time_s + self.load_s(model)
+            self._next, self._next_s = model, self._kernel.time_s + self.load_s(model)
 
-    def drop_ahead(self) -> bool:
-        """KV needs the memory of weights that were fetched ahead. False: there were none."""
-        dropped, self._ahead = self._ahead, None
+    def drop_prefetched(self) -> bool:
+        """Frees the memory of prefetched weights for KV. Returns False if there are none."""
+        dropped, self._next = self._next, None
         self._close(dropped)
         return dropped is not None
 
     def kv_room_bytes(self) -> int:
-        """What its model's KV may take in all."""
+        """Returns the maximum size of the present model's KV."""
         return self._kv.kv_bytes + self._ledger.free_bytes
 
     def most_kv_bytes(self, model: ModelSetup) -> int:
-        """What KV could take beside the model's weights alone."""
+        """Returns the memory left for KV by the model's weights alone."""
         return self._ledger.capacity_bytes - self._static_bytes(model)
 
-    def hold(self, blocks: int) -> None:
-        """The KV of the model is so many blocks now. REQUIRES: they fit."""
+    def set_kv(self, blocks: int) -> None:
+        """Sets the KV of the present model to `blocks`. REQUIRES: they fit."""
         assert self.model is not None
         self._ledger.set_kv(self._kv, kv_bytes(self.model, blocks))
 
@@ -98,11 +103,11 @@ class Seat:
 
 
 def kv_bytes(model: ModelSetup, blocks: int) -> int:
-    """Of so many blocks on the one device, in whole quanta."""
+    """Returns the size of `blocks` on a single device, in whole quanta."""
     part = model.parts[1]
     return -(-blocks // part.quantum_blocks) * part.quantum_bytes
 
 
 def blocks_of(model: ModelSetup, tokens: int) -> int:
-    """That so many tokens of one request fill."""
+    """Returns the number of blocks that `tokens` of one request fill."""
     return -(-tokens // model.block_tokens)
