@@ -160,10 +160,8 @@ def run_scenario(
 
 
 def _policy_and_package(policy: str) -> str:
-    package = (
-        "" if policy in registry.own_names() else f" of the package {registry.package(policy)}"
-    )
-    return f"{policy!r}{package}"
+    package = registry.package(policy)
+    return f"{policy!r} of the package {package}" if package else repr(policy)
 
 
 class _Rows(msgspec.Struct):

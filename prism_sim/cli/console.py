@@ -1,4 +1,4 @@
-"""What the terminal shows of simulations."""
+"""Terminal output of simulations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODELS_SHOWN = 12
 
 
 class Bar:
-    """A progress bar on a terminal, nothing elsewhere. Call it with (done, total)."""
+    """Progress bar on a terminal, hidden elsewhere. Call it with (done, total)."""
 
-    def __init__(self, console: Console, what: str) -> None:
+    def __init__(self, console: Console, label: str) -> None:
         self._bar = Progress(
-            TextColumn(what),
+            TextColumn(label),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
             TimeElapsedColumn(),
@@ -29,7 +29,7 @@ class Bar:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(what, total=None)
+        self._task = self._bar.add_task(label, total=None)
 
     def __enter__(self) -> Bar:
         self._bar.start()
@@ -43,7 +43,7 @@ class Bar:
 
 
 def print_run(console: Console, found: SimResults, replay: ReplayResults, since_s: float) -> None:
-    """Tables of one run. since_s: `time.perf_counter()` at its start."""
+    """Prints the tables of one run. since_s: `time.perf_counter()` at its start."""
     if len(found.summary.models) <= MODELS_SHOWN:
         console.print(attainment_table(replay))
         console.print(latency_table(replay))
@@ -61,8 +61,7 @@ def print_run(console: Console, found: SimResults, replay: ReplayResults, since_
 
 
 def overview(*runs: SimResults) -> Table:
-    """Attainment over all requests: a row for each SLO scale, and each policy if there are
-    several."""
+    """Returns a table of attainment over all requests, with a row per policy and SLO scale."""
     policies = [found.config.policy for found in runs]
     title = f"{', '.join(policies)} on {len(runs[0].gpus)} x {runs[0].config.gpus.type}"
     heads = ("SLO x", "TTFT", "TPOT", "E2E", "all", "P99 TTFT", "GPU busy", "activations")

@@ -1,4 +1,4 @@
-"""`prism-sim calibrate`: show the shipped step costs, and measure those of a live engine."""
+"""`prism-sim calibrate`: shows the shipped step costs and measures those of a live engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show(
     tp: Annotated[int, typer.Option(help="GPUs per model.", min=1)] = 1,
     host_ms: Annotated[float, typer.Option(help="Host time per step.", min=0)] = HOST_S * 1000,
 ) -> None:
-    """Print prefill and decode times of a model on a GPU, and their source."""
+    """Prints prefill and decode times of a model on a GPU, and their source."""
     cost = cost_model(gpu, model, tp, host_ms / 1000)
     shape, spec = model_shape(model), gpu_spec(gpu)
     console = Console()
@@ -58,21 +58,21 @@ def show(
 )
 def engine(
     *,
-    url: Annotated[str, typer.Option(help="Server with OpenAI's routes.")],
+    url: Annotated[str, typer.Option(help="Server with OpenAI's API.")],
     model: Annotated[str, typer.Option(help="Model to measure.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File of tables to write or add to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to which the table is added.")],
     gpu: Annotated[str, typer.Option(help="Name of the GPU type in the table.")] = "host",
     tp: Annotated[int, typer.Option(help="GPUs that serve the model.", min=1)] = 1,
     prompts: Annotated[str, typer.Option(help="Prompt lengths.")] = "32,64,128,256,512,1024,2048",
     batches: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,2,4,8,16",
     output_tokens: Annotated[int, typer.Option(help="Tokens of a decode.", min=4)] = 32,
-    repeats: Annotated[int, typer.Option(help="Times to measure each point.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Measurements per point.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
 ) -> None:
-    """Measure an idle live engine, on a GPU or a CPU, and write its table.
+    """Measures an idle live engine, on a GPU or a CPU, and writes its table of step costs.
 
-    Simulations read it by `cost_files`. The fit's error at every point is printed.
+    Simulations read the table through `cost_files`. The fit's error at every point is printed.
     """
     from prism_replay.live.prompts import PromptSource, parse_token_range
     from prism_sim.costs.calibrate import CalibrationPlan, calibrate, save
@@ -86,7 +86,7 @@ def engine(
         repeats=repeats,
         source=PromptSource(seed, *parse_token_range(token_ids)),
     )
-    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp, _tell)
+    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp, _print_step)
     save(out, fitted.table)
     table = Table("step", "tokens", "context", "measured (ms)", "error of the fit")
     for step, error in zip(steps, fitted.errors, strict=True):
@@ -96,8 +96,8 @@ def engine(
     Console().print(f"{out}: {fitted.table.name}, {fitted.table.source}", soft_wrap=True)
 
 
-def _tell(step: MeasuredStep) -> None:
-    """What is measured, on stderr, as it comes: it takes minutes on a CPU."""
+def _print_step(step: MeasuredStep) -> None:
+    """Prints a measured step to stderr as progress, since a calibration on a CPU takes minutes."""
     kind = "prompt of" if step.prompt else "decode of"
     context = "" if step.prompt else f" at {step.context_tokens} tokens of context"
     text = f"{kind} {step.tokens}{context}: {step.seconds * 1e3:.2f} ms"
@@ -105,11 +105,13 @@ def _tell(step: MeasuredStep) -> None:
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
-    """`"32,64"` to (32, 64), rising. Raises ConfigError."""
+    """Parses a list such as `"32,64"` into sorted numbers. Raises ConfigError."""
     try:
         counts = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: write whole numbers such as 32,64,128") from error
+        raise ConfigError(
+            f"{option} {text!r}: not a list of whole numbers such as 32,64"
+        ) from error
     if counts[0] < 1:
-        raise ConfigError(f"{option} {text!r}: numbers must be above 0")
+        raise ConfigError(f"{option} {text!r}: numbers must be > 0")
     return counts

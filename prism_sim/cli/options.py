@@ -1,4 +1,4 @@
-"""Options that the commands share, and how they are read."""
+"""Options shared by the commands, and their parsers."""
 
 from __future__ import annotations
 
@@ -17,51 +17,52 @@ EXAMPLES = Path(prism_sim.__file__).parent / "examples"
 EXAMPLE = EXAMPLES / "eight-models.yaml"
 
 Config = Annotated[
-    Path, typer.Argument(metavar="[CONFIG]", help="YAML; without one, the bundled example.")
+    Path, typer.Argument(metavar="[CONFIG]", help="YAML. Default: the bundled example.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results.")]
 NAMES = ", ".join(registry.names())
 PolicyOption = Annotated[
-    str | None, typer.Option(help=f"Policy, instead of the file's. Installed: {NAMES}.")
+    str | None, typer.Option(help=f"Policy; replaces the file's. Installed: {NAMES}.")
 ]
 PoliciesOption = Annotated[
-    str | None, typer.Option(help="Several policies, one after the other: prism,static; or all.")
+    str | None, typer.Option(help="Several policies in turn: prism,static; or all.")
 ]
 GpusOption = Annotated[
-    int | None, typer.Option(help="Number of GPUs, instead of the file's gpus.count.")
+    int | None, typer.Option(help="Number of GPUs; replaces the file's gpus.count.")
 ]
-RateScale = Annotated[float | None, typer.Option(help="Multiplies the number of requests.")]
-SloScale = Annotated[float | None, typer.Option(help="Multiplies every SLO.")]
+RateScale = Annotated[float | None, typer.Option(help="Factor on the number of requests.")]
+SloScale = Annotated[float | None, typer.Option(help="Factor on every SLO.")]
 Seed = Annotated[
     int | None, typer.Option(help="Seed of the trace. The same seed gives the same results.")
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Any key of the YAML: --set engine.mixed_chunk=true. May be repeated."
+        "--set", help="Sets a key of the YAML: --set engine.mixed_chunk=true. May be repeated."
     ),
 ]
 
 
 def named(**options: Any) -> dict[str, Any]:
-    """Options that were given, by the keys of the YAML."""
+    """Returns the given options by their keys in the YAML."""
     keys = {"gpus": "gpus.count"}
     return {keys.get(k, k): value for k, value in options.items() if value is not None}
 
 
 def parse_sets(texts: list[str]) -> dict[str, Any]:
-    """`["engine.max_running=8"]` to {"engine.max_running": 8}. Raises ConfigError."""
+    """Parses texts such as "engine.max_running=8" into {"engine.max_running": 8}. Raises
+    ConfigError."""
     found = {}
     for text in texts:
         key, separator, value = text.partition("=")
         if not separator or not key:
-            raise ConfigError(f"--set {text!r}: write KEY=VALUE, such as engine.max_running=64")
+            raise ConfigError(f"--set {text!r}: not KEY=VALUE, such as engine.max_running=64")
         found[key] = parse_value(value, f"--set {text!r}")
     return found
 
 
 def parse_value(text: str, where: str) -> Any:
-    """What YAML says. Raises ConfigError that begins with `where`."""
+    """Parses a YAML value. Raises ConfigError that begins with `where`."""
     try:
         return parse(text)
     except ConfigError as error:
@@ -69,7 +70,8 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def policy_names(text: str) -> list[str]:
-    """`"prism,static"`, or "all" that can be had. Raises ConfigError for one that there is not."""
+    """Parses "prism,static", or "all" for all usable policies. Raises ConfigError for an unknown
+    policy."""
     if text == "all":
         return [name for name in registry.names() if problem_of(name) is None]
     for name in text.split(","):
@@ -78,7 +80,7 @@ def policy_names(text: str) -> list[str]:
 
 
 def problem_of(policy: str) -> str | None:
-    """Why it cannot be had."""
+    """Returns why a policy cannot be used, or None."""
     try:
         registry.get(policy)
     except ConfigError as error:
@@ -87,13 +89,14 @@ def problem_of(policy: str) -> str | None:
 
 
 def warn_of_policies() -> None:
-    """On stderr: packages whose policies are left out because of their names."""
+    """Warns on stderr of packages whose policies are left out because of their names."""
     for line in registry.refused():
         print(f"warning: {line}", file=sys.stderr)
 
 
 def make_folder(path: Path | None) -> None:
-    """Before minutes of work: raise ConfigError if nothing can be written there."""
+    """Makes the folder of the results, before a simulation that may take minutes. Raises
+    ConfigError."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""`prism-sim`: what SLO attainment do these models get on these GPUs, and how many are needed."""
+"""`prism-sim`: predicts the SLO attainment of models on shared GPUs, and the GPUs they need."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ def run(
     slo_scale: opts.SloScale = None,
     seed: opts.Seed = None,
     set_: opts.SetOption = None,
-    judge: Annotated[str, typer.Option(help="Judge at these SLO scales as well: 0.5,1,2")] = "1",
+    judge: Annotated[
+        str, typer.Option(help="SLO scales at which attainment is measured: 0.5,1,2")
+    ] = "1",
     out: opts.Out = None,
     requests: Annotated[bool, typer.Option(help="Write the table of requests.")] = True,
     timeline: Annotated[bool, typer.Option(help="Also write a Chrome trace.")] = False,
 ) -> None:
-    """Simulate one cluster and trace under one policy, or under each of several.
+    """Simulates one cluster and trace under one policy, or under each of several.
 
     --out gets results.json, report.html, and the tables requests, models, devices and decisions as
-    CSV and Parquet; with --policies in a folder for each of them.
+    CSV and Parquet. With --policies each policy has its own folder there.
     """
     given = opts.named(gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed)
     given |= opts.parse_sets(set_ or [])
@@ -61,7 +63,7 @@ def run(
     if timeline and out is None:
         raise ConfigError("--timeline needs --out FOLDER")
     if policy is not None and policies is not None:
-        raise ConfigError("--policy and --policies: give one of the two")
+        raise ConfigError("--policy: cannot be combined with --policies; remove one of them")
     opts.make_folder(out)
     opts.warn_of_policies()
     if policies is None:
@@ -82,21 +84,21 @@ def run(
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")
 def example() -> None:
-    """Print the bundled example's YAML, to start from."""
+    """Prints the YAML of the bundled example, as a start for another file."""
     typer.echo(opts.EXAMPLE.read_text(), nl=False)
 
 
 @app.command(epilog="Example: prism-sim policies")
 def policies() -> None:
-    """List the policies and what each needs of its engines; those of packages with their names."""
+    """Lists the policies with their requirements on engines, and the packages that add policies."""
     opts.warn_of_policies()
     for name in registry.names():
         problem = opts.problem_of(name)
         if problem is not None:
             typer.echo(f"warning: {problem}", err=True)
             continue
-        whose = f" (package {registry.package(name)})" if name not in registry.own_names() else ""
-        typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}{whose}")
+        origin = f" (package {registry.package(name)})" if name not in registry.own_names() else ""
+        typer.echo(f"{name}: {', '.join(sorted(registry.get(name).needs))}{origin}")
 
 
 app.command(
@@ -119,7 +121,7 @@ def _run_one(
     requests: bool,
     timeline: bool,
 ) -> SimResults:
-    """Simulate, print, and write into `out`."""
+    """Simulates, prints the results, and writes them to `out`."""
     console = Console()
     since_s = time.perf_counter()
     scenario = load(config, changes)
@@ -130,7 +132,7 @@ def _run_one(
         return results.found
     results.write(out, requests=requests, timeline=timeline)
     if not has_polars():
-        console.print("no Parquet: it needs polars, which the extra [frames] brings")
+        console.print("no Parquet: polars is not installed; run pip install 'prism-sim[frames]'")
     console.print(f"results: {out}")
     return results.found
 

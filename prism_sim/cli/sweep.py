@@ -1,4 +1,4 @@
-"""`prism-sim sweep` and `prism-sim plan`: many points on all cores."""
+"""`prism-sim sweep` and `prism-sim plan`, which simulate many points on all cores."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ from prism_sim.sweeps.points import (
     simulate,
 )
 
-Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
+Jobs = Annotated[
+    int, typer.Option(help="Number of processes; 0: one per core. Does not change the results.")
+]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
 Seeds = Annotated[
     int,
     typer.Option(
-        help="Simulate each point with so many seeds, from the file's on: means and 95 % confidence"
-        " intervals."
+        help="Number of seeds per point, starting at the file's seed. Results are means with 95 %"
+        " confidence intervals."
     ),
 ]
 SHORT = {"gpus": "gpus.count"}
@@ -66,10 +68,10 @@ def sweep(
     seeds: Seeds = 1,
     jobs: Jobs = 0,
 ) -> None:
-    """Simulate every combination of the varied keys.
+    """Simulates every combination of the varied keys.
 
-    --out gets sweep.json, sweep.csv and report.html. Points that are there already are not
-    simulated again: the same command continues a sweep that was stopped.
+    --out gets sweep.json, sweep.csv and report.html. Points with an outcome there are not simulated
+    again: the same command resumes an interrupted sweep.
     """
     warn_of_policies()
     varied = parse_varies(vary)
@@ -77,7 +79,7 @@ def sweep(
     make_folder(out)
     scales = parse_scales(judge, "--judge")
     if seeds != 1 and "seed" in varied:
-        raise ConfigError("--seeds: --vary seed names them already")
+        raise ConfigError("--seeds: cannot be combined with --vary seed; remove one of them")
     each = seeded(seeds_of(config, fixed, seeds))
     combinations = grid(varied)
     all_ = [changes | seed for changes in combinations for seed in each]
@@ -108,17 +110,17 @@ def plan(
         float, typer.Option(help="The part of the requests that must meet their SLO.", min=0, max=1)
     ] = 0.99,
     metric: Annotated[str, typer.Option(help="ttft, tpot, e2e or all.")] = "ttft",
-    max_gpus: Annotated[int, typer.Option(help="The most GPUs to try.")] = 32,
+    max_gpus: Annotated[int, typer.Option(help="Maximum number of GPUs to try.")] = 32,
     set_: SetOption = None,
     seeds: Seeds = 1,
     jobs: Jobs = 0,
     out: Out = None,
 ) -> None:
-    """Find the fewest GPUs at which each policy meets the target, in the mean over seeds.
+    """Finds the fewest GPUs at which each policy meets the target, in the mean over seeds.
 
-    Each policy gets the same budget: doubling, then bisection. --out gets plan.json, plan.csv and
-    report.html, with every point that was tried. Points that are there already are not simulated
-    again.
+    The search doubles the number of GPUs, then bisects; its budget is the same for each policy.
+    --out gets plan.json, plan.csv and report.html, with every point that was tried. Points with an
+    outcome there are not simulated again.
     """
     warn_of_policies()
     names = policy_names(policies)
@@ -145,44 +147,48 @@ def plan(
 
 
 def parse_vary(text: str) -> tuple[str, list[Any]]:
-    """`"rate_scale=1,2,4"` to ("rate_scale", [1, 2, 4]). Raises ConfigError."""
+    """Parses a text such as "rate_scale=1,2,4" into ("rate_scale", [1, 2, 4]). Raises
+    ConfigError."""
     key, _, values = text.partition("=")
     if not key or not values:
-        raise ConfigError(f"--vary {text!r}: write KEY=A,B,C, such as rate_scale=1,2,4")
+        raise ConfigError(f"--vary {text!r}: not KEY=A,B,C, such as rate_scale=1,2,4")
     return SHORT.get(key, key), [
         parse_value(value, f"--vary {text!r}") for value in values.split(",")
     ]
 
 
 def parse_varies(texts: list[str]) -> dict[str, list[Any]]:
-    """By key. Raises ConfigError for one that is given twice."""
+    """Parses all --vary options into key -> values. Raises ConfigError for a duplicate key."""
     found: dict[str, list[Any]] = {}
     for text in texts:
         key, values = parse_vary(text)
         if key in found:
-            raise ConfigError(f"--vary {text!r}: {key} is varied already; give all values at once")
+            raise ConfigError(
+                f"--vary {text!r}: {key} is given twice; put all values in one option"
+            )
         found[key] = values
     return found
 
 
 def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:
-    """So many, from the file's own on; none for a single one. Raises ConfigError."""
+    """Returns `count` seeds from the file's seed on, or none for a count of 1. Raises
+    ConfigError."""
     if count < 1:
-        raise ConfigError(f"--seeds {count}: give at least 1")
+        raise ConfigError(f"--seeds {count}: must be >= 1")
     if count == 1:
         return ()
     read = read_config(config, fixed)
     if read.trace is not None:
         print(
-            "warning: --seeds: the trace is a file, of which a seed changes at most what rate_scale"
-            " and source draw: intervals do not say how other traces differ",
+            "warning: --seeds: the trace is a file, so seeds change only the random choices of"
+            " rate_scale and source: intervals do not cover the differences between traces",
             file=sys.stderr,
         )
     return tuple(range(read.seed, read.seed + count))
 
 
 def sweep_table(groups: list[SeedGroup], keys: list[str]) -> Table:
-    """A row per group, at the SLO scale nearest to 1."""
+    """Returns a table with a row per group, at the SLO scale nearest to 1."""
     table = new_table(None, *keys, "TTFT", "TPOT", "E2E", "all", "busy")
     for group in groups:
         heads = [str(group.changes[key]) for key in keys]
@@ -214,8 +220,8 @@ def _shown(found: Interval, *, many: bool) -> str:
 
 
 def _run(
-    points: list[Point], jobs: int, store: Store[PointOutcome], what: str
+    points: list[Point], jobs: int, store: Store[PointOutcome], label: str
 ) -> list[PointOutcome]:
-    with Bar(Console(stderr=True), what) as bar:
+    with Bar(Console(stderr=True), label) as bar:
         cores = jobs or os.cpu_count() or 1
         return run_points(points, simulate, jobs=cores, store=store, progress=bar)

@@ -110,7 +110,7 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
 
 def _too_long(request: TraceRequest, where: str) -> TraceError:
     key = "input_length" if request.input_length > TOKENS_MAX else "output_length"
-    return TraceError(f"{where}: {key}: {getattr(request, key)} must be at most {TOKENS_MAX}")
+    return TraceError(f"{where}: {key}: {getattr(request, key)} must be <= {TOKENS_MAX}")
 
 
 def _whole_blocks(request: TraceRequest) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""How long an engine's steps take: one interface, tables behind it (grid, roofline, calibrated)."""
+"""Times of engine steps: one interface over tables from a grid, a roofline, or a calibration."""

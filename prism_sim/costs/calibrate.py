@@ -1,8 +1,8 @@
-"""Measure the steps of a live engine behind OpenAI's routes and fit a table to them.
+"""Measurement of a live engine's steps through OpenAI's API, and the fit of a table to them.
 
 Prompts are measured alone, by the time to their single token. Decode steps are measured in batches
-of streams that run together, by the pace of their tokens while all of them run: not by single gaps,
-since tokens reach a busy client in clumps.
+of concurrent streams, by the mean time per token while all streams run. Single gaps between tokens
+are not used, since tokens reach a busy client in bursts.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What to measure."""
+    """Steps to measure."""
 
     model: str
-    # Tokens. Each prompt is sent once more before, since an engine's first step of a size takes
-    # longer.
+    # Prompt lengths in tokens. Each is also sent once as warm-up, since an engine's first step of a
+    # size takes longer.
     prompts: tuple[int, ...]
-    # Each decodes `output_tokens` after the shortest and after half of the longest prompt.
+    # Batch sizes. Each decodes `output_tokens` after the shortest prompt, and after half of the
+    # longest prompt.
     batches: tuple[int, ...]
     output_tokens: int = 32
-    # Of each measurement; medians are kept.
+    # Number of repetitions of each measurement, of which the median is used.
     repeats: int = 3
     source: PromptSource = field(default_factory=PromptSource)
     timeout_s: float = 600.0
@@ -47,7 +48,7 @@ class CalibrationPlan:
     def __post_init__(self) -> None:
         numbers = (*self.prompts, *self.batches, self.repeats)
         if min(numbers) < 1 or self.output_tokens < 4:
-            raise ConfigError("calibration: counts must be above 0, --output-tokens at least 4")
+            raise ConfigError("calibration: counts must be > 0, --output-tokens >= 4")
 
     @property
     def contexts(self) -> tuple[int, int]:
@@ -56,7 +57,7 @@ class CalibrationPlan:
 
 @dataclass
 class TimedStream(Stream):
-    """An answer with the time at which each token came."""
+    """Response with the arrival time of each token."""
 
     times_s: list[float] = field(default_factory=list)
 
@@ -72,8 +73,8 @@ Observer = Callable[[MeasuredStep], None]
 async def measure(
     url: str, plan: CalibrationPlan, observe: Observer | None = None
 ) -> list[MeasuredStep]:
-    """`observe` gets each step once it is measured. Raises ConfigError: no server, an unknown
-    model, a request that fails."""
+    """Measures the steps of a plan. Raises ConfigError: no server, an unknown model, a failed
+    request. observe: Called with each measured step."""
     async with connect(url) as http:
         models = await served_models(http)
         if plan.model not in models:
@@ -92,7 +93,8 @@ async def measure(
 def calibrate(
     url: str, plan: CalibrationPlan, gpu: str, tp: int, observe: Observer | None = None
 ) -> tuple[list[MeasuredStep], Fitted]:
-    """Measure and fit; the table's source says how well. Raises ConfigError."""
+    """Measures steps and fits a table, whose `source` has the errors of the fit. Raises
+    ConfigError."""
     steps = asyncio.run(measure(url, plan, observe))
     fitted = fit(steps, gpu, plan.model, tp, "")
     sizes = np.abs(fitted.errors)
@@ -102,7 +104,7 @@ def calibrate(
 
 
 def save(path: Path, table: StepTable) -> None:
-    """Into the file's other tables, in place of an older one of the same (GPU, model, TP). Raises
+    """Adds the table to the file. Replaces a table of the same (GPU, model, TP). Raises
     ConfigError."""
     key = (table.gpu, table.model, table.tp)
     others = read_grid(path).tables if path.exists() else ()
@@ -121,7 +123,7 @@ class _Probe:
     sent: int = 0
 
     async def steps(self) -> AsyncIterator[MeasuredStep]:
-        """All of the plan, one after the other."""
+        """Yields all steps of the plan, measured in order."""
         for tokens in self.plan.prompts:
             yield await self.prompt(tokens)
         for batch in self.plan.batches:
@@ -141,7 +143,7 @@ class _Probe:
         if not paces_s:
             raise ConfigError(
                 f"calibration: {batch} streams of {context}-token prompts never ran together;"
-                " raise --output-tokens or leave this batch out"
+                " raise --output-tokens or remove this batch"
             )
         held = batch * (context + output // 2)
         return MeasuredStep(False, batch, held, float(np.median(paces_s)))
@@ -152,7 +154,7 @@ class _Probe:
         return stream.times_s[0] - start_s
 
     async def streams(self, batch: int, tokens: int, output: int) -> list[TimedStream]:
-        """`batch` requests at once, no two with a common prefix."""
+        """Sends `batch` concurrent requests, no two with a common prefix. Returns the responses."""
         answers = [TimedStream() for _ in range(batch)]
         await asyncio.gather(*(self._answer(tokens, output, answer) for answer in answers))
         for answer in answers:
@@ -167,11 +169,12 @@ class _Probe:
             timestamp=0, model=self.plan.model, input_length=tokens, output_length=output
         )
         prompt = self.plan.source.prompt(request, self.sent)
-        await self.sender.answer(request, prompt, answer)
+        await self.sender.receive(request, prompt, answer)
 
 
 def common_paces_s(streams: Sequence[TimedStream]) -> list[float]:
-    """Per stream: seconds a token while all streams ran; nothing for one with fewer than 2 then."""
+    """Returns for each stream the seconds per token while all streams ran. Streams with fewer than
+    2 tokens in that time are left out."""
     start_s = max(stream.times_s[0] for stream in streams)
     end_s = min(stream.times_s[-1] for stream in streams)
     inside = [[t for t in stream.times_s if start_s <= t <= end_s] for stream in streams]
@@ -187,5 +190,5 @@ def _check_context(plan: CalibrationPlan, context: int | None) -> None:
     if context is not None and needed > context:
         raise ConfigError(
             f"calibration: prompts of {max(plan.prompts)} tokens need a context of {needed},"
-            f" {plan.model} has {context}; give shorter --prompts"
+            f" and {plan.model} has {context}; use shorter --prompts"
         )

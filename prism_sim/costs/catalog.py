@@ -1,5 +1,7 @@
-"""A model's shape by its name, and the table that serves a (GPU, model, TP): a user's, the shipped
-grid's, or the roofline."""
+"""Lookup of a model's shape, and of the cost table for a (GPU, model, TP).
+
+The table is the user's, the shipped grid's, or the roofline's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from prism_sim.costs.shapes import MODELS, ModelShape, known_shape, short_name
 from prism_sim.costs.table import StepTable, TableCost, with_host
 
 HOST_S = 1e-3
-"""Per step: minimises the median TPOT error over the rows of docs/cost-validation.md."""
+"""Host time per step, which minimises the median TPOT error over docs/cost-validation.md."""
 Key = tuple[str, ModelShape, int]
 
 
@@ -27,20 +29,26 @@ def cost_model(
     host_s: float = HOST_S,
     files: tuple[Path, ...] = (),
 ) -> CostModel:
-    """The best costs known for this (GPU, model, TP). The same arguments give the same object, as
-    long as the files that they name stay as they are.
+    """Returns the best known costs for a (GPU, model, TP). Raises ConfigError.
 
-    gpu: a known type's name, or a type of the user's own.
-    files: tables of the user's own (`prism-sim calibrate engine` writes them), the last of which
-    goes first; they name any GPU and model (`name_of` a path) and hold their host time.
-    host_s: time per step not hidden behind the GPU, for all other tables. Raises ConfigError.
+    The same arguments give the same object while the named files do not change.
+
+    Args:
+        gpu: Name of a known type, or a type that the user defined.
+        model: Name of a public model, or path of a config.json.
+        tp: Tensor-parallel degree.
+        host_s: Host time per step that does not overlap with the GPU. Ignored for tables in
+            `files`, which include it.
+        files: Tables from `prism-sim calibrate engine`, for any GPU and model (`name_of` a path).
+            Later files have precedence.
     """
     read = (*files, Path(model)) if _is_path(model) else files
     return _cost_model(gpu, model, tp, host_s, files, tuple(_changed_ns(path) for path in read))
 
 
 def _changed_ns(path: Path) -> int:
-    """0 of a file that is not there: whoever reads it says so."""
+    """Returns the modification time of a file, or 0 if it does not exist, which reading it
+    reports."""
     file = path / "config.json" if path.is_dir() else path
     return file.stat().st_mtime_ns if file.exists() else 0
 
@@ -64,7 +72,7 @@ def _cost_model(
 
 
 def cost_table(gpu: str | GpuSpec, model: str, tp: int = 1) -> StepTable:
-    """The shipped grid's table, or the roofline where it has none; without host time. Raises
+    """Returns the shipped grid's table, or else the roofline's, without host time. Raises
     ConfigError."""
     spec = gpu_spec(gpu) if isinstance(gpu, str) else gpu
     shape = model_shape(model)
@@ -81,7 +89,7 @@ def _shipped_tables() -> dict[Key, StepTable]:
 
 
 def model_shape(name: str) -> ModelShape:
-    """Of a model that `known_shape` knows, else of the path `name`, by its config.json. Raises
+    """Returns the shape of a known model, or else of the config.json at the path `name`. Raises
     ConfigError that lists the known models."""
     known = known_shape(name)
     if known is not None:

@@ -1,4 +1,4 @@
-"""The shape of a model that a user has: from its config.json, without its weights."""
+"""Shape of a user's model from its config.json. The weights are not needed."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from prism.models.files import (
 from prism_sim.costs.shapes import ModelShape
 
 PLAIN_FFN = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom"}
-"""model_type of architectures without gated MLPs."""
+"""Values of model_type for architectures without gated MLPs."""
 TIED = {"opt", "gpt2", "bloom", "falcon"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def name_of(path: Path) -> str:
-    """Of the model: that of its folder, or of a file that is not called config.json."""
+    """Returns the model's name: that of its folder, or of a file that is not named config.json."""
     file = config_file(path)
     return file.parent.name if file.name == "config.json" else file.stem
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Of a folder with a config.json, or of such a file under any name that ends in .json. Raises
-    ConfigError: no such file, a key that it lacks or that has a wrong value, a mixture of experts,
-    whose steps depend on more than shapes, or a quantization other than fp8."""
+    """Reads the shape from a folder with a config.json, or from such a file with any name that ends
+    in .json.
+
+    Raises ConfigError for a missing file, a missing key or invalid value, a quantization other than
+    fp8, and a mixture of experts, whose step times depend on more than the shape.
+    """
     key = f"model {path}"
     config = read_config(path, key)
     text = with_defaults(text_part(config, path, key))
     found = Lookup(text, path, key)
     if any(text.get(name) for name in EXPERTS):
-        raise ConfigError(f"{key}: a mixture of experts has no roofline here; calibrate it")
+        raise ConfigError(f"{key}: mixtures of experts have no roofline; calibrate the model")
     quantized = config.get("quantization_config") or {"quant_method": None}
     if not isinstance(quantized, dict):
         raise Lookup(config, path, key).mistake("quantization_config", "an object")
     method = quantized.get("quant_method")
     if method not in (None, "fp8"):
-        raise ConfigError(f"{key}: quantization_config: {method!r} has no roofline here, fp8 has")
+        raise ConfigError(f"{key}: quantization_config: {method!r} has no roofline, only fp8 has")
     kind = str(text.get("model_type"))
     hidden = found.integer("hidden_size", "n_embd")
     heads = found.integer("num_attention_heads", "n_head")

@@ -1,9 +1,9 @@
-"""A step table from measured steps, by least squares.
+"""Fit of a step table to measured steps, by least squares.
 
-Unknown are the dense part at a few token counts, the seconds per pair of tokens (prefill
-attention), the seconds per token of context (decode attention) and a constant per request. All are
-0 or more and the dense part rises, so that the table is one; errors count relative to the time, and
-large ones not by their square.
+The unknowns are the dense part at a few token counts, the seconds per pair of tokens (prefill
+attention), the seconds per token of context (decode attention), and a constant per request. All are
+>= 0 and the dense part does not decrease, as a table requires. Errors are relative to the measured
+time, and large errors count linearly.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ KNOT_RATIO = 2.0
 REWEIGHTED = 10
 EXACT = 1e-6
 STRAIGHT_FROM = 4
-"""The dense part goes on straight beyond a quarter of the longest prompt: what is bent there is
+"""The dense part is linear beyond a quarter of the longest prompt, where any curvature is due to
 attention."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step."""
+    """One measured step."""
 
+    # True for a prompt, False for decodes.
     prompt: bool
-    # Of the prompt, or requests that decode.
+    # Prompt tokens, or number of decoding requests.
     tokens: int
-    # KV that the decodes read; 0 for a prompt.
+    # KV tokens that the decodes read; 0 for a prompt.
     context_tokens: int
-    # A prompt's include what a request costs outside of steps.
+    # For a prompt, includes the time of a request outside of steps.
     seconds: float
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit found."""
+    """Result of a fit."""
 
     table: StepTable
-    # Per measured step, predicted / measured - 1.
+    # predicted / measured - 1 of each measured step.
     errors: tuple[float, ...]
 
 
 def fit(steps: Sequence[MeasuredStep], gpu: str, model: str, tp: int, source: str) -> Fitted:
-    """Raises ConfigError if `steps` cannot tell the unknowns apart."""
+    """Fits a table to measured steps. Raises ConfigError if they do not determine the unknowns."""
     _check(steps)
     knots = dense_knots(steps)
     seconds = np.array([step.seconds for step in steps])
@@ -84,9 +85,12 @@ def predict(cost: TableCost, step: MeasuredStep) -> float:
 
 
 def dense_knots(steps: Sequence[MeasuredStep]) -> list[float]:
-    """Measured token counts, each at least twice the one before, where the dense part may bend. Not
-    at the shortest prompt, unless as many decoded together: a rise just up to there could not be
-    told from what every request costs, and all of it would be taken for that."""
+    """Returns the token counts at which the slope of the dense part may change.
+
+    They are measured counts, each at least twice the previous one. The shortest prompt is excluded
+    unless as many requests decoded together: a slope up to that prompt cannot be distinguished from
+    the constant per request, and the fit would attribute all of it to the constant.
+    """
     end = max(max(step.tokens for step in steps if step.prompt) / STRAIGHT_FROM, 2.0)
     shortest = min(step.tokens for step in steps if step.prompt)
     decoded = max((step.tokens for step in steps if not step.prompt), default=0)
@@ -100,8 +104,8 @@ def dense_knots(steps: Sequence[MeasuredStep]) -> list[float]:
 
 
 def robust_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """least_squares with Huber's weights: a step that was disturbed, far from the others' error,
-    counts by its distance and not by its square."""
+    """Returns the least squares with Huber's weights, where outliers such as disturbed steps count
+    by their error instead of its square."""
     found = least_squares(matrix, target)
     for _ in range(REWEIGHTED):
         errors = np.abs(matrix @ found - target)
@@ -114,8 +118,8 @@ def robust_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def least_squares(matrix: Floats, target: Floats) -> Floats:
-    """x >= 0 that minimises |matrix x - target| (Lawson and Hanson, Solving Least Squares
-    Problems, chapter 23): unknowns enter one by one, those that would fall below 0 leave."""
+    """Returns x >= 0 that minimises |matrix x - target| (Lawson and Hanson, Solving Least Squares
+    Problems, chapter 23). Unknowns enter one by one; those that would become negative leave."""
     size = matrix.shape[1]
     found, free = np.zeros(size), np.zeros(size, dtype=bool)
     for _ in range(10 * size):
@@ -130,7 +134,8 @@ def least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def _descend(matrix: Floats, target: Floats, found: Floats, free: NDArray[np.bool_]) -> Floats:
-    """The least squares over `free` alone, dropping from `free` what would be 0 or less."""
+    """Returns the least squares over the unknowns in `free`. Removes those from `free` that would
+    be <= 0."""
     while True:
         step = np.zeros(len(found))
         step[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
@@ -149,7 +154,8 @@ def _row(step: MeasuredStep, knots: Sequence[float]) -> list[float]:
 
 
 def _rises(tokens: float, knots: Sequence[float]) -> list[float]:
-    """1 and, per piece of the dense part, how far along it `tokens` lies; the last has no end."""
+    """Returns 1 and, for each piece of the dense part, the position of `tokens` on it. Positions
+    are clipped to 0..1, except at the open end of the last piece."""
     along = [(tokens - low) / (high - low) for low, high in pairwise(knots)]
     return [1.0, *(min(max(part, 0.0), 1.0) for part in along[:-1]), max(along[-1], 0.0)]
 

@@ -1,4 +1,4 @@
-"""GPU types: vendors' peak rates, and links as the papers' testbeds have them."""
+"""GPU types with the vendors' peak rates, and with the links of the papers' testbeds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class GpuSpec:
     bandwidth_bytes_s: float
     # Dense 16-bit peak.
     flops_s: float
-    # One direction, per GPU, as nvlink_bytes_s is. Without NVLink peers talk over PCIe.
+    # Per GPU, in one direction.
     pcie_bytes_s: float
+    # Per GPU, in one direction. None: GPUs communicate over PCIe.
     nvlink_bytes_s: float | None = None
-    # The part of the peak that large kernels reach.
+    # The part of the compute peak that large kernels reach.
     compute_efficiency: float = 0.65
+    # The part of the memory bandwidth that large kernels reach.
     bandwidth_efficiency: float = 0.8
     # Latency of one small all-reduce.
     allreduce_s: float = 12e-6
@@ -40,14 +42,14 @@ GPUS: dict[str, GpuSpec] = {
         GpuSpec("h100", 80 * GIB, 3.35e12, 989e12, 64e9, 450e9),
         GpuSpec("h200", 141 * 10**9, 4.8e12, 989e12, 64e9, 450e9),
         GpuSpec("l40s", 48 * GIB, 0.864e12, 362e12, 32e9),
-        # a CPU with memory standing in for a GPU: rates of two desktop cores; calibrate instead
+        # A CPU used as a GPU, with the rates of two desktop cores. A calibration is more accurate.
         GpuSpec("host", 8 * GIB, 20e9, 0.1e12, 10e9, None, 0.5, 0.7, 1e-4),
     )
 }
 
 
 def gpu_spec(name: str) -> GpuSpec:
-    """Raises ConfigError that lists the known types."""
+    """Returns a GPU type. Raises ConfigError that lists the known types."""
     if name not in GPUS:
         raise ConfigError(f"gpu {name!r}: known types are {', '.join(GPUS)}")
     return GPUS[name]

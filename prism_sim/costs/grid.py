@@ -1,4 +1,4 @@
-"""The file of tables that the wheel ships, and any file of tables a user calibrated."""
+"""Files of cost tables: the one in the wheel, and those from calibrations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SHIPPED = Path(__file__).parent / "data" / "aiconfigurator.json.gz"
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tables and where they are from. package, version, license: of the measurements' source."""
+    """Tables and their source."""
 
+    # Package, version and license of the source of the measurements.
     package: str = ""
     version: str = ""
     license: str = ""
@@ -25,7 +26,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def write_grid(path: Path, grid: Grid) -> None:
-    """JSON, compressed where the name ends in .gz; the same grid gives the same bytes. Raises
+    """Writes JSON, compressed if the name ends in .gz. The same grid gives the same bytes. Raises
     ConfigError."""
     content = msgspec.json.encode(grid) + b"\n"
     if path.suffix == ".gz":
@@ -38,7 +39,7 @@ def write_grid(path: Path, grid: Grid) -> None:
 
 
 def read_grid(path: Path) -> Grid:
-    """Raises ConfigError: file and key."""
+    """Reads a file of tables. Raises ConfigError that names file and key."""
     try:
         raw = path.read_bytes()
         content = gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -48,12 +49,12 @@ def read_grid(path: Path) -> Grid:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; docs/costs.md has the keys") from error
+        raise ConfigError(f"{path}: {error}; docs/costs.md lists the keys") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: not a file of cost tables: {error}") from error
+        raise ConfigError(f"{path}: is not a file of cost tables: {error}") from error
 
 
 @cache
 def shipped_grid() -> Grid:
-    """The tables exported from aiconfigurator-core."""
+    """Returns the tables exported from aiconfigurator-core."""
     return read_grid(SHIPPED)

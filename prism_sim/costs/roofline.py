@@ -1,8 +1,8 @@
-"""Costs from a model's shape and a GPU's rates, for what was never measured.
+"""Roofline costs from a model's shape and a GPU's rates, for combinations without measurements.
 
-The dense part is bound by reading the weights once or by the multiplications, decode attention by
-reading KV, prefill attention by its multiplications; TP adds two all-reduces per layer. The
-embedding's look-up is free, the output matrix is read in each step.
+The dense part is bound by reading the weights once or by the multiplications. Decode attention is
+bound by reading KV, prefill attention by its multiplications. TP adds two all-reduces per layer.
+The embedding look-up is free; the output matrix is read in each step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prism_sim.costs.table import FAR_TOKENS, StepTable, linear_decode
 
 
 def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
-    """Without host time. Raises ConfigError if tp is impossible."""
+    """Returns the roofline's table, without host time. Raises ConfigError for an invalid tp."""
     if tp < 1 or model.heads % tp:
         raise ConfigError(f"tp {tp}: {model.name} has {model.heads} heads; tp must divide them")
     bandwidth_bytes_s = gpu.bandwidth_bytes_s * gpu.bandwidth_efficiency
@@ -43,13 +43,14 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
 
 
 def _read_bytes(model: ModelShape) -> int:
-    """Weights that a step reads: without the embedding's table where the output has its own."""
+    """Returns the size of the weights that a step reads. Excludes the embedding's table unless it
+    is also the output matrix."""
     unread = model.positions + (0 if model.tied else model.vocab)
     return (model.parameters - unread * model.hidden) * model.weight_dtype_bytes
 
 
 def _allreduce_s(gpu: GpuSpec, model: ModelShape, tp: int, tokens: float) -> float:
-    """Two ring all-reduces per layer of the step's activations."""
+    """Returns the time of two ring all-reduces of the step's activations per layer."""
     if tp == 1:
         return 0.0
     moved_bytes = 2 * (tp - 1) / tp * tokens * model.hidden * model.kv_dtype_bytes

@@ -1,4 +1,4 @@
-"""Shapes of public models, from their config.json: weight and KV bytes follow from these."""
+"""Shapes of public models, from their config.json, and the sizes of weights and KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder."""
+    """Shape of a dense decoder."""
 
     name: str
     layers: int
@@ -17,18 +17,19 @@ class ModelShape:
     head_dim: int
     ffn: int
     vocab: int
-    # The output matrix is the embedding.
+    # True if the output matrix is the embedding.
     tied: bool = False
     # 3 for gated MLPs, 2 for plain ones.
     ffn_matrices: int = 3
+    # Number of learned position embeddings.
     positions: int = 0
-    # 1 for 8-bit checkpoints, whose KV stays in 16 bits.
+    # 1 for 8-bit checkpoints, whose KV has 16 bits.
     weight_dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
 
     @property
     def geometry(self) -> ModelShape:
-        """What costs depend on: models that differ only by name have the same."""
+        """Shape without the name, which determines the costs."""
         return replace(self, name="")
 
     @property
@@ -37,7 +38,8 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices of one layer; norms and biases (under 0.1 %) left out."""
+        """Number of parameters in the matrices of one layer, without norms and biases (under
+        0.1 %)."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + self.ffn_matrices * self.hidden * self.ffn
 
@@ -47,11 +49,12 @@ class ModelShape:
         return self.layers * self.layer_parameters + tables * self.hidden
 
     def weight_bytes(self, tp: int = 1) -> int:
-        """Of one of `tp` parts, rounded up."""
+        """Returns the weights on one of `tp` GPUs, rounded up."""
         return -(-self.parameters * self.weight_dtype_bytes // tp)
 
     def kv_token_bytes(self, tp: int = 1) -> int:
-        """KV of one token on one of `tp` GPUs; beyond kv_heads GPUs the heads are repeated."""
+        """Returns the KV of one token on one of `tp` GPUs. With more than kv_heads GPUs the heads
+        are replicated."""
         heads = max(1, -(-self.kv_heads // tp))
         return 2 * self.layers * heads * self.head_dim * self.kv_dtype_bytes
 
@@ -94,8 +97,11 @@ MODELS: dict[str, ModelShape] = {
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """By its full name or the part after the slash, in any case, "-Instruct" or not; "-FP8" at the
-    end means 8-bit weights."""
+    """Returns the shape of a public model, or None.
+
+    The name is the full one or the part after the slash, case-insensitive, with or without
+    "-Instruct". A suffix "-FP8" means 8-bit weights.
+    """
     short = short_name(name)
     stem = short.removesuffix(FP8)
     found = next((shape for known, shape in MODELS.items() if short_name(known) == stem), None)
@@ -103,12 +109,12 @@ def known_shape(name: str) -> ModelShape | None:
 
 
 def in_fp8(shape: ModelShape) -> ModelShape:
-    """The same model with 8-bit weights."""
+    """Returns the same model with 8-bit weights."""
     return replace(shape, name=shape.name + FP8.upper(), weight_dtype_bytes=1)
 
 
 def short_name(name: str) -> str:
-    """The name that `known_shape` compares."""
+    """Returns the normalised name that `known_shape` compares."""
     short = name.rpartition("/")[2].lower()
     stem = short.removesuffix(FP8)
     return stem.removesuffix("-instruct").removesuffix("-hf") + short[len(stem) :]

@@ -1,8 +1,8 @@
-"""A cost model made of measured or computed points: the one implementation behind all sources.
+"""Cost model from a table of measured or computed points, used for all sources.
 
-A step takes host_s + dense(tokens) + prefill attention + decode attention. `dense` is everything
-that depends only on the number of tokens in the step. All parts are piecewise linear, so sums over
-runs of decode steps have closed forms.
+A step takes host_s + dense(tokens) + prefill attention + decode attention. The dense part depends
+only on the number of tokens in the step. All parts are piecewise linear, so sums over runs of
+decode steps have closed forms.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ CHUNKS_KEPT = 1 << 14
 class StepTable(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Points of one (GPU, model, TP), as they are in files. Between points linear, beyond the last
-    with its slope."""
+    """Points of one (GPU, model, TP), in the format of files. Costs are linear between points, and
+    continue with the last slope beyond them."""
 
     gpu: str
     model: str
     tp: int
     source: str
-    # dense_s[i]: seconds at dense_tokens[i] tokens.
     dense_tokens: Row
+    # dense_s[i]: seconds at dense_tokens[i] tokens.
     dense_s: Row
-    # Prefill attention per pair of a new token and a token it attends to; prefill_s[i][j] is added
-    # to it at prefill_tokens[i] new tokens after prefill_context[j] (empty: nothing).
+    # Prefill attention per pair of a new token and a token that it attends to.
     pair_s: float
     prefill_tokens: Row = ()
     prefill_context: Row = ()
+    # prefill_s[i][j]: seconds added to the pairs' time at prefill_tokens[i] new tokens after
+    # prefill_context[j] tokens. Empty: none.
     prefill_s: tuple[Row, ...] = ()
-    # decode_s[i][j]: attention of decode_batch[i] requests of decode_context[j] tokens each.
     decode_batch: Row
     decode_context: Row
+    # decode_s[i][j]: attention of decode_batch[i] requests of decode_context[j] tokens each.
     decode_s: tuple[Row, ...]
-    # Per step, not hidden behind the GPU.
+    # Host time per step that does not overlap with the GPU.
     host_s: float = 0.0
-    # Before a request's first token, outside of steps (HTTP, queues), where it was measured.
+    # Time before a request's first token outside of steps (HTTP, queues), if measured.
     request_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -64,11 +65,14 @@ class StepTable(
         if len(self.prefill_s) != len(self.prefill_tokens) or any(
             len(row) != len(self.prefill_context) for row in self.prefill_s
         ):
-            raise ConfigError(f"{self.name}: prefill_s: one row per prefill_tokens is needed")
+            raise ConfigError(
+                f"{self.name}: prefill_s: must have a row for each of prefill_tokens, with a value"
+                " for each of prefill_context"
+            )
         times_s = (self.host_s, self.request_s, self.pair_s)
         if self.tp < 1 or not all(0 <= time_s < math.inf for time_s in times_s):
             raise ConfigError(
-                f"{self.name}: tp must be above 0, host_s, request_s and pair_s not below"
+                f"{self.name}: tp must be > 0; host_s, request_s and pair_s >= 0 and finite"
             )
 
     @property
@@ -77,7 +81,7 @@ class StepTable(
 
 
 class TableCost:
-    """CostModel over a StepTable. Keeps the decode line of each batch size it was asked for."""
+    """CostModel over a StepTable. Caches the decode line of each batch size."""
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
@@ -121,7 +125,7 @@ class TableCost:
         return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
 
     def _chunk_s(self, chunk: PromptChunk) -> float:
-        """A step of one chunk, kept like the chunks' attention."""
+        """Returns the time of a step of one chunk, cached like the chunks' attention."""
         found = self._alone_s.get(chunk)
         if found is None:
             if len(self._alone_s) >= CHUNKS_KEPT:
@@ -133,7 +137,7 @@ class TableCost:
         return found
 
     def _chunks_attention_s(self, chunks: Sequence[PromptChunk]) -> float:
-        """The same chunks are asked for again and again: they are kept."""
+        """Returns the attention time of the chunks. Cached, since the same chunks recur often."""
         total_s, kept = 0.0, self._chunks_s
         last_s, last = 0.0, None
         for chunk in chunks:
@@ -184,8 +188,10 @@ class TableCost:
 
 
 class _Line:
-    """Seconds of a decode step of `batch` requests against their total context: piecewise linear,
-    the last piece going on beyond the knots, which start at 0."""
+    """Seconds of a decode step of `batch` requests as a function of their total context.
+
+    The function is piecewise linear. The knots start at 0, and the last piece extends beyond them.
+    """
 
     def __init__(self, batch: int, knots: Row, seconds: Row) -> None:
         self._batch = batch
@@ -205,7 +211,7 @@ class _Line:
         return self._long_run_s(piece, context, steps)
 
     def _long_run_s(self, piece: int, context: int, steps: int) -> float:
-        """Over several pieces, each summed as by `_sum_s`."""
+        """Returns the time of a run over several pieces, each summed as by `_sum_s`."""
         batch, knots, last, total_s = self._batch, self._knots, self._last, 0.0
         slopes, seconds = self._slopes, self._seconds
         while piece < last and context + (steps - 1) * batch >= knots[piece + 1]:
@@ -221,7 +227,7 @@ class _Line:
         return total_s + self._sum_s(piece, context, steps)
 
     def _stays(self, piece: int, context: int, steps: int) -> bool:
-        """Whether all of the steps lie on `piece`."""
+        """Returns whether all of the steps are on `piece`."""
         if piece == self._last:
             return True
         return context + (steps - 1) * self._batch < self._knots[piece + 1]
@@ -247,7 +253,8 @@ class _Line:
         return self._seconds[piece] + self._slopes[piece] * (context - self._knots[piece])
 
     def _steps_on(self, piece: int, context: int) -> int:
-        """Steps until the context has left `piece`. REQUIRES: not the last one."""
+        """Returns the number of steps until the context leaves `piece`. REQUIRES: it is not the
+        last piece."""
         return max(1, math.ceil((self._knots[piece + 1] - context) / self._batch))
 
     def _sum_s(self, piece: int, context: int, steps: int) -> float:
@@ -256,7 +263,8 @@ class _Line:
         return steps * first_s + slope * self._batch * (steps * (steps - 1) / 2)
 
     def _most_steps(self, piece: int, context: int, seconds: float, most: int) -> int:
-        """Largest n <= most whose sum fits: the quadratic's root, put right where it rounds."""
+        """Returns the largest n <= most whose sum is at most `seconds`: the root of a quadratic,
+        corrected for rounding."""
         slope = self._slopes[piece]
         first_s = self._seconds[piece] + slope * (context - self._knots[piece])
         growth_s = slope * self._batch
@@ -268,7 +276,7 @@ class _Line:
         else:
             steps = int(seconds / linear_s)
         steps = max(0, min(steps, most))
-        # as `_sum_s` has it, to the last bit
+        # The same expression as in `_sum_s`, to the last bit.
         while steps > 0 and steps * first_s + growth_s * (steps * (steps - 1) / 2) > seconds:
             steps -= 1
         while steps < most and (
@@ -279,13 +287,13 @@ class _Line:
 
 
 def linear_decode(context_s: float) -> tuple[Row, Row, tuple[Row, ...]]:
-    """decode_batch, decode_context and decode_s of `context_s` per token of the context."""
+    """Returns decode_batch, decode_context and decode_s for `context_s` per token of context."""
     rows = tuple((0.0, batch * FAR_TOKENS * context_s) for batch in (1, 2))
     return (1.0, 2.0), (0.0, FAR_TOKENS), rows
 
 
 def with_host(table: StepTable, host_s: float) -> StepTable:
-    """The same table with another host time per step."""
+    """Returns the same table with another host time per step."""
     return msgspec.structs.replace(table, host_s=host_s)
 
 
@@ -297,7 +305,7 @@ def _slopes(knots: Row, values: Row) -> Row:
 
 
 def _from_zero(knots: Row, values: Row) -> tuple[Row, Row]:
-    """With a knot at 0, in line with the first two but not below 0."""
+    """Returns the line with a knot at 0, extrapolated from the first two knots but not below 0."""
     if knots[0] == 0:
         return knots, values
     slope = _slopes(knots, values)[0]
@@ -305,13 +313,14 @@ def _from_zero(knots: Row, values: Row) -> tuple[Row, Row]:
 
 
 def _place(knots: Row, x: float) -> tuple[int, float]:
-    """The piece that x lies on and how far along it x is (below 0 or above 1 beyond the ends)."""
+    """Returns the piece of x, and the position of x on it (below 0 or above 1 beyond the ends)."""
     piece = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
     return piece, (x - knots[piece]) / (knots[piece + 1] - knots[piece])
 
 
 def _interpolate(knots: Row, values: Row, x: float) -> float:
-    """Linear between knots, the last slope beyond them, the first value before them."""
+    """Returns the value at x: linear between knots, with the last slope beyond them, and the first
+    value before them."""
     if x <= knots[0] or len(knots) == 1:
         return values[0]
     piece, part = _place(knots, x)
@@ -319,7 +328,7 @@ def _interpolate(knots: Row, values: Row, x: float) -> float:
 
 
 def _blend(knots: Row, rows: tuple[Row, ...], x: float) -> Row:
-    """The row at x, interpolated like `_interpolate`."""
+    """Returns the row at x, interpolated like `_interpolate`."""
     if x <= knots[0] or len(knots) == 1:
         return rows[0]
     piece, part = _place(knots, x)
@@ -327,7 +336,7 @@ def _blend(knots: Row, rows: tuple[Row, ...], x: float) -> Row:
 
 
 def _at(knots: Row, columns: Row, rows: tuple[Row, ...], x: float, y: float) -> float:
-    """`_interpolate` at y of the `_blend` at x, without blending columns that it does not read."""
+    """Returns `_interpolate` at y of the `_blend` at x, computed only from the columns around y."""
     flat = y <= columns[0] or len(columns) == 1
     column, part = (0, 0.0) if flat else _place(columns, y)
     first = x <= knots[0] or len(knots) == 1
@@ -343,15 +352,15 @@ def _at(knots: Row, columns: Row, rows: tuple[Row, ...], x: float, y: float) -> 
 def _check_axis(table: StepTable, key: str, axis: Row) -> None:
     rising = all(left < right for left, right in pairwise(axis))
     if not axis or axis[0] < 0 or not 0 < axis[-1] < math.inf or not rising:
-        raise ConfigError(f"{table.name}: {key}: give rising numbers, none below 0")
+        raise ConfigError(f"{table.name}: {key}: must be finite, increasing and >= 0")
 
 
 def _check_values(
     table: StepTable, key: str, rows: tuple[Row, ...], height: int, width: int
 ) -> None:
     if len(rows) != height or any(len(row) != width for row in rows):
-        raise ConfigError(f"{table.name}: {key}: give {height} rows of {width} values")
+        raise ConfigError(f"{table.name}: {key}: must have {height} rows of {width} values")
     if any(not 0 <= value < math.inf for row in rows for value in row):
-        raise ConfigError(f"{table.name}: {key}: seconds must be 0 or more, and finite")
+        raise ConfigError(f"{table.name}: {key}: seconds must be >= 0 and finite")
     if any(high < low for row in rows for low, high in pairwise(row)):
         raise ConfigError(f"{table.name}: {key}: more tokens must not take less time")

@@ -1,4 +1,4 @@
-"""The HTML page of a run."""
+"""HTML report of a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ DECISIONS_SHOWN = 200
 
 
 def write_report(path: Path, found: SimResults, replay: ReplayResults) -> None:
-    """One run's page, everything inline. `replay`: the same run in prism-replay's form."""
+    """Writes the page of one run, with all resources inline. replay: The run in prism-replay's
+    format."""
     page = environment("prism_sim", "prism_replay").get_template("simulation.html")
     shown = sections(replay)
-    # simulated engines count no page maps
+    # Simulated engines do not count page maps.
     shown["plots"].pop("maps", None)
     decisions = found.decisions[:DECISIONS_SHOWN]
     path.write_text(page.render(**shown, sim=found, decisions=decisions), encoding="utf-8")

@@ -1,5 +1,7 @@
-"""One run as a whole, as results.json has it. Nothing in it depends on the machine or on the wall
-clock. `tables.py` has its tables."""
+"""Results of one run, as in results.json. They do not depend on the machine or on the wall clock.
+
+`tables.py` has the tables of a run.
+"""
 
 from __future__ import annotations
 
@@ -28,36 +30,37 @@ PLOTTED_REQUESTS = 50_000
 
 
 class GpuUse(msgspec.Struct, frozen=True):
-    """One GPU's part in the run."""
+    """Use of one GPU in the run."""
 
     name: str
     node: str
     capacity_bytes: int
-    # The most memory that was reserved.
+    # Maximum of the reserved memory.
     peak_bytes: int
-    # The part of the time in which some engine computed.
+    # The part of the time in which an engine computed.
     busy: float
 
 
 class SimResults(msgspec.Struct, frozen=True, kw_only=True):
-    """All of one run."""
+    """Results of one run."""
 
     config: SimYaml
     summary: Summary
-    # Decisions and retractions.
+    # Number of decisions of each kind, of retractions and other events.
     counts: dict[str, int]
     gpus: list[GpuUse]
     decisions: list[Decision]
     samples: list[ClusterSample]
-    # Of the kernel, for speed.
+    # Number of kernel events, to measure speed.
     events: int
-    # With `engine.prefix_reuse`: model -> part of its prompt tokens that were cached, and "total".
+    # Model, and "total" -> part of its prompt tokens that were cached. Set by
+    # `engine.prefix_reuse`.
     prefix_hits: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
     schema: str = SCHEMA
 
 
 def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimResults:
-    """REQUIRES: `world` has run."""
+    """Returns the results of a simulation. REQUIRES: `world` has run."""
     records = world.records
     seconds = max(records.end_time_s, 1e-9)
     return SimResults(
@@ -87,7 +90,7 @@ def write_json(path: Path, found: SimResults | Sequence[msgspec.Struct]) -> None
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A column for each key of any row, empty where a row lacks it."""
+    """Writes a column for each key of any row; cells of missing keys are empty."""
     heads = heads_of(rows)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -96,12 +99,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys of all rows, in the order in which they come up."""
+    """Returns the keys of all rows, in the order of their first appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> ReplayResults:
-    """In prism-replay's form, for its tables and plots; of many requests a sample."""
+    """Returns the run in prism-replay's format, for its tables and plots. Has a sample of the
+    requests if there are many."""
     config = results.config
     counts = results.counts
     counters = Counters(

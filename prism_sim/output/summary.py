@@ -1,7 +1,7 @@
-"""Latencies and SLO attainment of a simulation, in prism-replay's terms and structs.
+"""Latencies and SLO attainment of a simulation, in prism-replay's structs.
 
-The same definitions as `prism_replay.metrics`, over columns instead of records: a million requests
-take a second.
+The definitions are those of `prism_replay.metrics`, over columns instead of records: a million
+requests take a second.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Per request; times in ms. NaN: it has no such time. ok: it ended without an error."""
+    """Columns of requests. Times are in ms, NaN if a request has no such time."""
 
     model: NDArray[np.int32]
+    # True if the request ended without an error.
     ok: Bools
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
@@ -46,13 +47,13 @@ class Columns:
         return len(self.model)
 
     def of(self, model: int) -> Columns:
-        """The rows of one model."""
+        """Returns the rows of one model."""
         chosen = self.model == model
         return Columns(*(getattr(self, name)[chosen] for name in Columns.__slots__))
 
 
 def columns(records: Records) -> Columns:
-    """REQUIRES: every request has ended."""
+    """Returns the columns of a run. REQUIRES: every request has ended."""
     work = records.work
     arrival_s, first_s = np.array(work.arrival_s), np.array(records.first_s)
     end_s, output = np.array(records.end_s), np.array(records.output_tokens)
@@ -77,7 +78,8 @@ def columns(records: Records) -> Columns:
 
 
 def attainment(found: Columns, scale: float) -> Attainment:
-    """As `metrics.attainment`: an error misses every SLO; a single token meets its TPOT."""
+    """Returns the attainment, as `metrics.attainment` does. An error misses every SLO; an output of
+    a single token meets its TPOT SLO."""
     if not len(found):
         return Attainment(0)
     within = met(found, scale)
@@ -87,7 +89,7 @@ def attainment(found: Columns, scale: float) -> Attainment:
 
 
 def met(found: Columns, scale: float) -> dict[str, Bools]:
-    """Metric -> which requests are within their SLO."""
+    """Returns metric -> mask of the requests within their SLO."""
     return {
         "ttft": found.ok & (found.ttft_ms <= found.slo_ttft_ms * scale),
         "tpot": found.ok & ~(found.tpot_ms > found.slo_tpot_ms * scale),
@@ -96,7 +98,8 @@ def met(found: Columns, scale: float) -> dict[str, Bools]:
 
 
 def summarize(records: Records, scales: Sequence[float]) -> Summary:
-    """Models without requests are left out; the others come by requests, then by name."""
+    """Returns the summary of a run. Models are sorted by number of requests, then by name; those
+    without requests are left out."""
     found, work = columns(records), records.work
     seconds = max(float(np.max(np.array(records.end_s))), 1e-9)
     codes = [records.errors.get(i) for i in range(len(work))] if records.errors else []
@@ -122,7 +125,7 @@ def summarize(records: Records, scales: Sequence[float]) -> Summary:
 
 
 def prefix_hits(records: Records) -> dict[str, float]:
-    """Model -> part of its prompt tokens that were found in a cache; "total" of all. Models
+    """Returns model, and "total" -> part of its prompt tokens found in a prefix cache. Models
     without requests are left out."""
     work = records.work
     model, prompt = np.array(work.model), np.array(work.prompt_tokens, dtype=np.float64)
@@ -134,7 +137,8 @@ def prefix_hits(records: Records) -> dict[str, float]:
 
 
 def request_records(records: Records, at_most: int) -> list[RequestRecord]:
-    """As prism-replay has them; of more than `at_most` an evenly spaced sample."""
+    """Returns the requests in prism-replay's format, or an evenly spaced sample of `at_most` if
+    there are more."""
     found, work = columns(records), records.work
     size = len(work)
     chosen = range(size) if size <= at_most else (i * size // at_most for i in range(at_most))

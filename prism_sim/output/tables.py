@@ -1,6 +1,7 @@
-"""The tables of a run: requests, models, devices and decisions, for CSV, Parquet and DataFrames.
+"""Tables of a run: requests, models, devices and decisions, for CSV, Parquet and DataFrames.
 
-docs/prism-sim-results.md is made from the columns' notes. Columns stay: later versions add some.
+docs/prism-sim-results.md is generated from the columns' notes. Columns are a stable format: later
+versions only add some.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ if TYPE_CHECKING:
 Data = Mapping[str, NDArray[Any] | Sequence[Any]]
 Row = dict[str, Any]
 CSV_ROWS = 1 << 16
-"""Converted at a time, so that a million requests need no more memory."""
+"""Number of rows that are converted at a time, which bounds memory for a million requests."""
 TEXT, WHOLE, NUMBER, YES_NO = "text", "whole number", "number", "true or false"
 
 
 class Column(NamedTuple):
-    """kind: TEXT, WHOLE, NUMBER or YES_NO."""
+    """Description of a column."""
 
     name: str
+    # TEXT, WHOLE, NUMBER or YES_NO.
     kind: str
     note: str
 
 
 class TableSource(NamedTuple):
-    """What the tables are made of."""
+    """Input of the tables."""
 
     found: SimResults
     records: Records
@@ -53,7 +55,7 @@ class TableSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A row for each of something; None and NaN: there is no such value."""
+    """Description and content of a table. None and NaN mark missing values."""
 
     note: str
     columns: tuple[Column, ...]
@@ -88,7 +90,7 @@ def requests(run: TableSource) -> Data:
 
 
 def models(run: TableSource) -> Data:
-    """The rows of all models with requests, then `total`."""
+    """Returns the rows of all models with requests, then `total`."""
     setups = {model.name: model for model in run.setup.models}
     counted = Counter((decision.model, decision.kind) for decision in run.found.decisions)
     counted.update(("total", decision.kind) for decision in run.found.decisions)
@@ -112,7 +114,7 @@ def models(run: TableSource) -> Data:
 def devices(run: TableSource) -> Data:
     started = np.asarray(run.records.device)
     tokens = np.asarray(run.records.output_tokens, dtype=np.float64)
-    # the last place is of requests that started nowhere
+    # Bin 0 counts requests that never started (device -1).
     requests_of = np.bincount(started + 1, minlength=len(run.found.gpus) + 1)[1:]
     tokens_of = np.bincount(started + 1, tokens, len(run.found.gpus) + 1)[1:]
     active = Counter(d.device for d in run.found.decisions if d.kind == "active")
@@ -139,26 +141,26 @@ def decisions(run: TableSource) -> Data:
 
 
 REQUESTS = (
-    Column("index", WHOLE, "Place in the trace, from 0."),
-    Column("model", TEXT, "Its model."),
-    Column("device", TEXT, "Where it started last (rank 0); empty if it never did."),
-    Column("arrival_s", NUMBER, "Simulated time, like the next three."),
-    Column("started_s", NUMBER, "When its engine took it; the first time, if it was retracted."),
-    Column("first_token_s", NUMBER, "When its first token was there."),
-    Column("end_s", NUMBER, "When its last token was there, or it was given up."),
-    Column("prompt_tokens", WHOLE, "Tokens of its prompt."),
-    Column("output_tokens", WHOLE, "Tokens that it was given."),
-    Column("cached_tokens", WHOLE, "Of its prompt, found in a cache (`engine.prefix_reuse`)."),
-    Column("ttft_s", NUMBER, "Arrival to first token."),
-    Column("tpot_s", NUMBER, "Mean time of each further token; empty with fewer than two."),
-    Column("e2e_s", NUMBER, "Arrival to last token; empty with an error."),
-    Column("slo_ttft_s", NUMBER, "Its SLOs, at the file's `slo_scale`; infinite: none."),
-    Column("slo_tpot_s", NUMBER, "Likewise."),
-    Column("slo_e2e_s", NUMBER, "Likewise."),
-    Column("met_ttft", YES_NO, "Whether it kept to its TTFT SLO. An error misses all SLOs."),
-    Column("met_tpot", YES_NO, "Likewise; a single token meets it."),
-    Column("met_e2e", YES_NO, "Likewise, from end to end."),
-    Column("error", TEXT, "`unserved`: nothing could serve it. Empty: it got all its tokens."),
+    Column("index", WHOLE, "Index in the trace, from 0."),
+    Column("model", TEXT, "Model of the request."),
+    Column("device", TEXT, "Device (rank 0) where it last started; empty if it never started."),
+    Column("arrival_s", NUMBER, "Arrival, in simulated time."),
+    Column("started_s", NUMBER, "First admission by an engine, in simulated time."),
+    Column("first_token_s", NUMBER, "First output token, in simulated time."),
+    Column("end_s", NUMBER, "Last output token or failure, in simulated time."),
+    Column("prompt_tokens", WHOLE, "Prompt tokens."),
+    Column("output_tokens", WHOLE, "Output tokens."),
+    Column("cached_tokens", WHOLE, "Prompt tokens found in a cache (`engine.prefix_reuse`)."),
+    Column("ttft_s", NUMBER, "Time from arrival to first token."),
+    Column("tpot_s", NUMBER, "Mean time of each further token; empty with fewer than two tokens."),
+    Column("e2e_s", NUMBER, "Time from arrival to last token; empty with an error."),
+    Column("slo_ttft_s", NUMBER, "TTFT SLO at the file's `slo_scale`; infinite without an SLO."),
+    Column("slo_tpot_s", NUMBER, "TPOT SLO, likewise."),
+    Column("slo_e2e_s", NUMBER, "End-to-end SLO, likewise."),
+    Column("met_ttft", YES_NO, "True if it met its TTFT SLO. An error misses all SLOs."),
+    Column("met_tpot", YES_NO, "True if it met its TPOT SLO, as a single token always does."),
+    Column("met_e2e", YES_NO, "True if it met its end-to-end SLO."),
+    Column("error", TEXT, "Error code: `unserved`. Empty: it got all its tokens."),
 )
 LATENCY_PARTS = ("mean", "p50", "p95", "p99")
 LATENCIES = tuple(
@@ -167,18 +169,18 @@ LATENCIES = tuple(
     for part in LATENCY_PARTS
 )
 MODELS = (
-    Column("model", TEXT, "The model; `total` in the last rows is all of them."),
-    Column("tp", WHOLE, "GPUs that it is spread over, unless a placement chose otherwise."),
-    Column("weight_bytes", WHOLE, "Of all its GPUs together."),
-    Column("costs", TEXT, "Where its step costs are from."),
-    Column("activations", WHOLE, "How often it came up on a device, moves included."),
-    Column("evictions", WHOLE, "How often it left one, moves included."),
-    Column("migrations", WHOLE, "How often it moved."),
-    Column("requests", WHOLE, "Of the trace."),
+    Column("model", TEXT, "Model; `total` in the last rows covers all models."),
+    Column("tp", WHOLE, "Tensor-parallel degree, unless a placement set another one."),
+    Column("weight_bytes", WHOLE, "Weights on all its GPUs together."),
+    Column("costs", TEXT, "Source of its step costs."),
+    Column("activations", WHOLE, "Number of activations, including migrations."),
+    Column("evictions", WHOLE, "Number of evictions, including migrations."),
+    Column("migrations", WHOLE, "Number of migrations."),
+    Column("requests", WHOLE, "Requests in the trace."),
     Column("completed", WHOLE, "Requests that got all their tokens."),
-    Column("input_tokens", WHOLE, "Of completed requests."),
-    Column("output_tokens", WHOLE, "Of all requests."),
-    Column("slo_scale", NUMBER, "At which attainment is judged (`--judge`)."),
+    Column("input_tokens", WHOLE, "Prompt tokens of completed requests."),
+    Column("output_tokens", WHOLE, "Output tokens of all requests."),
+    Column("slo_scale", NUMBER, "SLO scale of the attainment (`--judge`)."),
     Column("attainment_ttft", NUMBER, "Part of the requests within their TTFT SLO, 0 to 1."),
     Column("attainment_tpot", NUMBER, "Likewise, TPOT."),
     Column("attainment_e2e", NUMBER, "Likewise, end to end."),
@@ -186,38 +188,40 @@ MODELS = (
     *LATENCIES,
 )
 DEVICES = (
-    Column("device", TEXT, "The GPU."),
-    Column("node", TEXT, "Its machine."),
+    Column("device", TEXT, "GPU."),
+    Column("node", TEXT, "Machine of the GPU."),
     Column("capacity_bytes", WHOLE, "Memory that models may use."),
-    Column("peak_bytes", WHOLE, "The most that was reserved at a time."),
-    Column("busy", NUMBER, "The part of the time in which some engine computed."),
-    Column("requests", WHOLE, "Requests that started there last."),
-    Column("output_tokens", WHOLE, "Tokens of these."),
-    Column("activations", WHOLE, "Models that came up there."),
+    Column("peak_bytes", WHOLE, "Maximum of the reserved memory."),
+    Column("busy", NUMBER, "The part of the time in which an engine computed."),
+    Column("requests", WHOLE, "Requests that last started on the GPU."),
+    Column("output_tokens", WHOLE, "Output tokens of these requests."),
+    Column("activations", WHOLE, "Number of activations on the GPU."),
 )
 DECISIONS = (
     Column("time_s", NUMBER, "Simulated time."),
     Column("kind", TEXT, "activate, evict, migrate, refuse; active, evicted, migrated, failed."),
-    Column("model", TEXT, "The model that it is about."),
-    Column("device", TEXT, "Where (rank 0); the source of a migration. Empty: nowhere."),
-    Column("target", TEXT, "Where a migration goes; empty for all else."),
-    Column("reason", TEXT, "The policy's."),
+    Column("model", TEXT, "Model of the action."),
+    Column("device", TEXT, "Device (rank 0); the source of a migration. Empty: none."),
+    Column("target", TEXT, "Target device of a migration; otherwise empty."),
+    Column("reason", TEXT, "Reason that the policy gave."),
 )
 TABLES: dict[str, Table] = {
-    "requests": Table("A row for each request, in the order of arrival.", REQUESTS, requests),
-    "models": Table("A row for each model with requests and each SLO scale.", MODELS, models),
-    "devices": Table("A row for each GPU.", DEVICES, devices),
+    "requests": Table("One row per request, in the order of arrival.", REQUESTS, requests),
+    "models": Table("One row per model with requests and SLO scale.", MODELS, models),
+    "devices": Table("One row per GPU.", DEVICES, devices),
     "decisions": Table(
-        "A row for each action of the cluster scheduler, and for its end.", DECISIONS, decisions
+        "One row for each action of the cluster scheduler, and one for its completion.",
+        DECISIONS,
+        decisions,
     ),
 }
 
 
 def frame(name: str, run: TableSource) -> pl.DataFrame:
-    """A table as a polars DataFrame, null where there is no value. Raises ConfigError without
-    polars."""
+    """Returns a table as a polars DataFrame with null for missing values. Raises ConfigError
+    without polars."""
     if not has_polars():
-        raise ConfigError("polars: is not installed; pip install 'prism-sim[frames]' brings it")
+        raise ConfigError("polars: is not installed; run pip install 'prism-sim[frames]'")
     table = TABLES[name]
     return _frame(table, table.data(run))
 
@@ -235,7 +239,7 @@ def _frame(table: Table, data: Data) -> pl.DataFrame:
 
 
 def _plain(values: NDArray[Any] | Sequence[Any]) -> NDArray[Any] | Sequence[Any]:
-    """polars reads texts from lists."""
+    """Returns texts as a list, from which polars reads them."""
     if isinstance(values, np.ndarray) and values.dtype == object:
         return list(values)
     return values
@@ -246,7 +250,7 @@ def has_polars() -> bool:
 
 
 def write_tables(folder: Path, run: TableSource, names: Sequence[str] = tuple(TABLES)) -> None:
-    """NAME.csv, and NAME.parquet where polars is installed."""
+    """Writes NAME.csv and, if polars is installed, NAME.parquet."""
     for name in names:
         table = TABLES[name]
         data = table.data(run)
@@ -256,7 +260,7 @@ def write_tables(folder: Path, run: TableSource, names: Sequence[str] = tuple(TA
 
 
 def _write_csv(path: Path, table: Table, data: Data) -> None:
-    """With one header line; empty where there is no value."""
+    """Writes a header line and the rows, with empty cells for missing values."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.name for column in table.columns)
@@ -277,7 +281,7 @@ def _cells(part: NDArray[Any] | Sequence[Any]) -> Sequence[Any]:
     if part.dtype.kind == "f":
         return ["" if math.isnan(cell) else cell for cell in cells]
     if part.dtype.kind == "b":
-        # as polars, pandas and R read it
+        # polars, pandas and R read these.
         return ["true" if cell else "false" for cell in cells]
     return cells
 

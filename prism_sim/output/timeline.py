@@ -1,5 +1,8 @@
-"""A simulation as a Chrome trace (chrome://tracing, Perfetto): a process per GPU, each request's
-waiting, prefill and decode, the cluster scheduler's decisions, memory and queue over time."""
+"""Chrome trace of a simulation (chrome://tracing, Perfetto).
+
+It has a process per GPU, the wait, prefill and decode of each request, the decisions of the cluster
+scheduler, and memory and queue length over time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Event = dict[str, Any]
 
 
 def write_timeline(path: Path, setup: ClusterSetup, records: Records) -> None:
-    """One JSON object; an event per line."""
+    """Writes one JSON object with an event per line."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         lines = (json.dumps(event, separators=(",", ":")) for event in _events(setup, records))
@@ -56,7 +59,7 @@ def _events(setup: ClusterSetup, records: Records) -> Iterator[Event]:
 
 
 def _request(records: Records, index: int) -> Iterator[Event]:
-    """Phases of one request, as nested asynchronous events of one id."""
+    """Yields the phases of one request, as nested asynchronous events of one id."""
     work = records.work
     model = work.models[work.model[index]]
     end_s = records.end_s[index]

@@ -1,4 +1,4 @@
-"""SLOs as the papers set them: the P95 latencies of each model on GPUs of its own (Prism §7.2)."""
+"""SLOs as in the papers: P95 latencies of each model on dedicated GPUs (Prism §7.2)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Latencies = tuple[float, float]
 
 
 def base_slos(setup: ClusterSetup, work: Workload) -> list[Latencies]:
-    """Per model: P95 of its requests on as many GPUs as its tp, like the cluster's; what a model
-    without any gets is the largest of the others."""
+    """Returns for each model the P95 of its requests on as many dedicated GPUs as its tp. A model
+    without requests gets the maximum over the other models."""
     devices: list[DeviceSetup] = []
     units: list[Unit] = []
     for model in setup.models:
@@ -40,8 +40,8 @@ def base_slos(setup: ClusterSetup, work: Workload) -> list[Latencies]:
 def with_base_slos(
     setup: ClusterSetup, work: Workload, base: Workload, scale: float
 ) -> ClusterSetup:
-    """The cluster with the SLOs that `base` gives, times `scale`, which overwrite those of the
-    requests of `work`."""
+    """Returns the cluster with the SLOs from `base`, times `scale`. Overwrites the SLOs in
+    `work`."""
     found = [(ttft_s * scale, tpot_s * scale) for ttft_s, tpot_s in base_slos(setup, base)]
     for i, model in enumerate(work.model):
         ttft_s, tpot_s = found[model]

@@ -1,4 +1,4 @@
-"""The YAML of `prism-sim`, as it is written. `scenario.py` resolves it."""
+"""Schema of the `prism-sim` YAML; `scenario.py` resolves it."""
 
 from __future__ import annotations
 
@@ -17,184 +17,186 @@ class GpusYaml(Strict, frozen=True):
 
     # a100-40, a100-80, h100, h200, l40s, or a type of `gpu_files`.
     type: str = "h100"
-    # How many in all.
+    # Number of GPUs.
     count: int = 1
-    # Over how many machines they are spread evenly.
+    # Number of machines over which the GPUs are spread evenly.
     nodes: int = 1
-    # Of each GPU. Default: the type's.
+    # Memory of each GPU. Default: the type's.
     memory: Bytes | None = None
     # The part of the memory that models may use.
     memory_fraction: float = 0.9
     # The unit in which KV memory is mapped.
     page: Bytes = Bytes("2MiB")
-    # The most models on a GPU at a time.
+    # Maximum number of models on a GPU at a time.
     engines: int = 16
     # Bytes per second between nodes.
     network_rate: Bytes = Bytes("12.5GB")
 
 
 class SimSloYaml(SloYaml, frozen=True):
-    """The latencies that a request should keep to."""
+    """Latency targets of a request."""
 
     # From arrival to the last token. Default: TTFT + TPOT x (output tokens - 1) of each request.
     e2e: Seconds | None = None
 
 
 class SimModelYaml(Strict, frozen=True):
-    """One model, or `count` equal ones."""
+    """One model, or `count` identical models."""
 
-    # What the trace calls the model.
+    # Name of the model in the trace.
     name: str
-    # A public model whose shape `prism_sim.costs` knows; or Hugging Face's config.json under any
-    # name that ends in .json, or a folder with one, relative to this file. Default: the name.
+    # A public model that `prism_sim.costs` knows; or a Hugging Face config.json under any name that
+    # ends in .json, or a folder with one, relative to this file. Default: the name.
     shape: str | None = None
-    # Over how many GPUs it is spread (tensor parallel).
+    # Tensor-parallel degree: number of GPUs of one copy.
     tp: int = 1
-    # With more than 1: so many models of this kind, called NAME-0, NAME-1, ...
+    # Number of identical models. If above 1, they are named NAME-0, NAME-1, ...
     count: int = 1
     # Default: the SLO of the whole file.
     slo: SimSloYaml | None = None
     # Size of the weights. Default: from the shape.
     weights: Bytes | None = None
-    # KV that is always the model's own. Default, and with 0: its longest request.
+    # KV reserved for the model. Default, and with 0: KV of its longest request.
     kv_reserve_tokens: int | None = None
-    # Whether the model keeps its place while it is idle.
+    # True: the model is not evicted while it is idle.
     never_evict: bool = False
-    # The only GPU that may serve the model, gpu:0 or a later one. Policies that search for a
-    # placement or take turns are refused with it. Default: the scheduler chooses.
+    # The only GPU that may serve the model, such as gpu:0. Cannot be combined with policies that
+    # search a placement or let models take turns. Default: the scheduler chooses.
     device: str | None = None
     # This model's fraction of its GPU's KV memory under the static policy, above 0 and at most 1.
     static_share: float | None = None
     replicas: ReplicasYaml = ReplicasYaml()
-    # Its part of the requests of a generated trace. Default: by the trace's kind.
+    # The model's part of the requests of a generated trace. Default: by the trace's kind.
     share: float | None = None
 
 
 class GenerateYaml(Strict, frozen=True):
-    """A trace that is generated. Models are most popular first."""
+    """A generated trace. The order of the models is their popularity, highest first."""
 
-    # "production": calm sessions with the statistics of Prism §3.1. "bursty": groups of models that
-    # come and go. "steady": MuxServe's power law.
+    # "production": sessions with the statistics of Prism §3.1. "bursty": groups of models with
+    # changing load. "steady": MuxServe's power law.
     kind: str = "production"
-    # Of bursty: a preset of `prism-sim trace generate`. It needs as many models as the file has.
+    # For bursty: a preset of `prism-sim trace generate`, for as many models as the file has.
     preset: str | None = None
-    # How long the trace is.
+    # Length of the trace.
     seconds: float = 600.0
     # Requests per second of all models. Default: 4, or the preset's.
     rate: float | None = None
-    # Of production: the part of the models that is active at a time. Default: 0.5.
+    # For production: the part of the models that is active at a time. Default: 0.5.
     active_fraction: float | None = None
-    # The coefficient of variation of gaps. Default: 2.5 for production, 1 for steady.
+    # Coefficient of variation of the gaps between requests. Default: 2.5 for production, 1 for
+    # steady.
     gap_cv: float | None = None
-    # Of steady: the exponent of the power law. Default: 0.9.
+    # For steady: the exponent of the power law. Default: 0.9.
     alpha: float | None = None
-    # Default of these four: the lengths of the Chatbot Arena sample, of ShareGPT for steady.
+    # Median length of prompts. Default of this and the next three: as in the Chatbot Arena sample,
+    # or in ShareGPT for steady.
     input_median: float | None = None
-    # The longest prompt.
+    # Maximum length of prompts.
     input_max: int | None = None
-    # The median answer.
+    # Median length of outputs.
     output_median: float | None = None
-    # The longest answer.
+    # Maximum length of outputs.
     output_max: int | None = None
 
 
 class SourceYaml(Strict, frozen=True):
-    """How the file of `trace` is read; not beside `generate`."""
+    """Format of the file in `trace`. Cannot be combined with `generate`."""
 
     # prism, arena, azure, burstgpt, csv (a folder has a file per model), maf, mooncake, servegen,
     # sharegpt or vidur.
     format: str = "prism"
-    # Puts its models onto those of `models`, most popular first: "popularity" or "round-robin".
+    # Mapping of the file's models onto `models`, most popular first: "popularity" or "round-robin".
     # Default: names must agree.
     map: str | None = None
-    # Where the part to take begins.
+    # Start of the part to use.
     start: str = "0s"
-    # How long the part to take is. Default: to the end.
+    # Length of the part to use. Default: to the end.
     window: Seconds | None = None
-    # The most requests to take.
+    # Maximum number of requests to use.
     limit: int | None = None
-    # Requests per second of sources without times.
+    # Requests per second, for sources without times.
     rate: float = 1.0
-    # The part to keep of sources of rates.
+    # Part of the requests to keep, for sources of rates.
     thin: float = 1.0
-    # FORMAT=FILE, relative to this file, that lengths are drawn from, for sources without any.
+    # FORMAT=FILE, relative to this file: source of lengths, for sources without lengths.
     lengths: str | None = None
 
 
 class SimEngineYaml(Strict, frozen=True):
     """The engines."""
 
-    # The most requests that an engine runs at a time.
+    # Maximum number of running requests of an engine.
     max_running: int = 256
-    # Memory of an active engine beside weights and KV, on each of its GPUs.
+    # Memory of an active engine on each of its GPUs, in addition to weights and KV.
     static: Bytes = Bytes("1GiB")
-    # The most prompt tokens that one step computes.
+    # Maximum number of prompt tokens in one step.
     prefill_chunk_tokens: int = 8192
-    # Whether a step computes prompts and decodes together.
+    # True: a step may combine prompts and decodes.
     mixed_chunk: bool = False
     # Tokens of a KV block.
     block_tokens: int = 16
-    # As in prism-serve.
+    # Layout of KV memory, as in prism-serve: "per_layer", "token_interleaved" or "auto".
     kv_layout: str = "per_layer"
-    # Time per step that the GPU does not hide. Default: the cost table's.
+    # Host time per step that does not overlap with the GPU. Default: the cost table's.
     host: Seconds | None = None
-    # From a request's arrival to its device's queue (HTTP, tokenizer, queues). Default: none.
+    # Time from a request's arrival to its device's queue (HTTP, tokenizer, queues). Default: none.
     request: Seconds | None = None
-    # Whether an engine needs KV of its own to start.
+    # True: an engine needs reserved KV to start.
     memory_reserve: bool = True
-    # Room for output tokens that admission asks for.
+    # Output tokens for which admission requires free memory.
     headroom_tokens: int = 64
-    # Whether engines keep the beginnings of prompts that the trace names by hash_ids.
+    # True: engines cache prompt prefixes, which the trace identifies by hash_ids.
     prefix_reuse: bool = False
 
 
 class ActivationYaml(Strict, frozen=True):
-    """How long a model takes to come up. Rates are bytes per second."""
+    """Times and rates of model activation. Rates are bytes per second."""
 
-    # Laying out the virtual space in a running engine.
+    # Time to lay out the virtual space in a running engine.
     layout: Seconds = Seconds("30ms")
-    # A new engine process, for policies that restart engines.
+    # Start of a new engine process, for policies that restart engines.
     restart: Seconds = Seconds("15s")
-    # One GPU's share of a parallel load from host memory.
+    # Rate of one GPU in a parallel load from host memory.
     load_rate: Bytes = Bytes("23GB")
-    # All GPUs of a node together.
+    # Rate of all GPUs of a node together.
     node_load_rate: Bytes = Bytes("95GB")
-    # The load of a restarted engine.
+    # Load rate of a restarted engine.
     plain_load_rate: Bytes = Bytes("4GB")
-    # From another GPU of the node.
+    # Rate between two GPUs of a node.
     peer_rate: Bytes = Bytes("400GB")
-    # How much of the models each node keeps in host memory, most recently used. All are on its disk
-    # as well, and come from there, or from another node's host memory if `gpus.network_rate` is
-    # above `disk_rate`. Default: host memory holds all, as `weights_everywhere` says.
+    # Host memory of each node for the most recently used weights. Other weights come from the
+    # node's disk, or from another node's host memory if `gpus.network_rate` is above `disk_rate`.
+    # Default: host memory has all weights, subject to `weights_everywhere`.
     host_store: Bytes | None = None
-    # From a node's disk into its host memory.
+    # Rate from a node's disk into its host memory.
     disk_rate: Bytes = Bytes("2GB")
-    # Whether every node holds all weights in host memory. If not, each model's lie on one node.
+    # True: every node has all weights in host memory. False: each model is stored on one node.
     weights_everywhere: bool = True
-    # Whether the first plan's activations take no time.
+    # True: activations of the first plan take no time.
     warm_start: bool = True
 
 
 class BaselinesYaml(Strict, frozen=True):
-    """What single policies can be tuned with; their papers leave it open."""
+    """Parameters of single policies that their papers do not specify."""
 
-    # The rates that placement searches are given: each model's "mean" over the trace, its "peak" in
-    # the busiest tenth, or "equal" ones.
+    # Rates for placement searches: each model's "mean" over the trace, its "peak" in the busiest
+    # tenth, or "equal" rates.
     search_rates: str = "mean"
-    # How static divides a device's KV memory among models without a static_share: "equal" parts, or
-    # room for as many "tokens" each.
+    # static: division of a device's KV memory among models without a static_share, in "equal" parts
+    # or for an equal number of "tokens".
     static_kv: str = "equal"
-    # The most requests of a group of qlm.
+    # qlm: maximum number of requests in a group.
     qlm_group: int = 64
-    # Of muxserve: the part of a GPU's compute that a prefill waits for.
+    # muxserve: the part of a GPU's compute that must be free for a prefill to start.
     muxserve_prefill: float = 0.5
-    # Of muxserve: how often quotas of token blocks move.
+    # muxserve: interval at which quotas of token blocks are adapted.
     muxserve_adapt: Seconds = Seconds("5s")
-    # The most services in a sharing group of seallm.
+    # seallm: maximum number of services in a sharing group.
     seallm_services: int = 2
-    # Of seallm: a request that has waited for so many budgets goes first.
+    # seallm: a request that has waited for this many budgets has priority.
     seallm_starvation: float = 5.0
-    # Of aegaeon: the part of the GPUs that prefill. At least one does, and one decodes.
+    # aegaeon: the part of the GPUs that prefill. At least one GPU prefills, and one decodes.
     aegaeon_prefill: float = 0.375
 
 
@@ -204,69 +206,69 @@ class SimYaml(Strict, frozen=True):
     # At least one model.
     models: list[SimModelYaml]
     gpus: GpusYaml = GpusYaml()
-    # A file with requests, relative to this one. Give this or `generate`.
+    # File of requests, relative to this file. Set either this or `generate`.
     trace: str | None = None
     source: SourceYaml = SourceYaml()
     generate: GenerateYaml | None = None
-    # `prism-sim policies` lists all.
+    # Policy; `prism-sim policies` lists all.
     policy: str = "prism"
-    # Policy -> what it is tuned with, for policies that other packages add.
+    # Policy -> its parameters, for policies of other packages.
     knobs: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (msgspec copies it)
     slo: SimSloYaml = SimSloYaml()
-    # Multiplies the requests.
+    # Factor on the number of requests.
     rate_scale: float = 1.0
-    # Multiplies every SLO.
+    # Factor on every SLO.
     slo_scale: float = 1.0
-    # SLOs are P95 latencies of each model on GPUs of its own at rate scale 1 (Prism §7.2), times
-    # slo_scale, whatever `slo` and the trace say.
+    # True: SLOs are the P95 latencies of each model on dedicated GPUs at rate scale 1 (Prism §7.2),
+    # times slo_scale. They replace those of `slo` and of the trace.
     base_slos: bool = False
-    # Of all that is drawn by chance.
+    # Seed of all random numbers.
     seed: int = 0
-    # Step costs that `prism-sim calibrate engine` measured, relative to this file, for the GPU,
-    # model and TP in them.
+    # Files of step costs from `prism-sim calibrate engine`, relative to this file. Each applies to
+    # the GPU, model and TP that it names.
     cost_files: tuple[str, ...] = ()
-    # Types of GPUs of your own, relative to this file. See [`types[]`](#types).
+    # Files of additional GPU types, relative to this file. See [`types[]`](#types).
     gpu_files: tuple[str, ...] = ()
     scheduler: SchedulerConfig = SchedulerConfig()
     engine: SimEngineYaml = SimEngineYaml()
     activation: ActivationYaml = ActivationYaml()
     baselines: BaselinesYaml = BaselinesYaml()
-    # Requests of the trace on which searches with a simulator inside try placements.
+    # Number of requests on which placement searches simulate a placement.
     search_requests: int = 600
-    # After the last arrival, requests that still wait are given up after this time.
+    # Time after the last arrival at which open requests fail with `unserved`.
     patience: Seconds = Seconds("10m")
-    # The time to seallm's first new placement.
+    # Time to seallm's first new placement.
     replacement_interval: Seconds = Seconds("5m")
-    # "runs" takes runs of decode steps as one event. "single" takes one step per event: the same
-    # results, slower.
+    # "runs": a run of decode steps is one event. "single": each step is an event; the results are
+    # the same, slower.
     steps: str = "runs"
 
 
 class GpuTypeYaml(Strict, frozen=True):
-    """A type of GPUs, in the list `types` of a file of `gpu_files`. Rates are per second."""
+    """A GPU type, in the list `types` of a file of `gpu_files`. Rates are per second."""
 
-    # What `gpus.type` and cost tables call it. No name that Prism knows.
+    # Name in `gpus.type` and in cost tables. Must differ from the names that Prism knows.
     name: str
-    # Of one GPU.
+    # Memory of one GPU.
     memory: Bytes
-    # Peak rate of its memory.
+    # Peak memory bandwidth.
     bandwidth: Bytes
     # Dense 16-bit peak, in 10^12 operations.
     tflops: float
-    # One direction, per GPU.
+    # PCIe bandwidth per GPU, in one direction.
     pcie: Bytes = Bytes("32GB")
-    # Likewise. Default: peers talk over PCIe.
+    # NVLink bandwidth per GPU, in one direction. Default: GPUs communicate over PCIe.
     nvlink: Bytes | None = None
-    # The part of the peak that large kernels reach.
+    # The part of the compute peak that large kernels reach.
     compute_efficiency: float = 0.65
-    # The part of the memory's peak rate that they reach.
+    # The part of the memory bandwidth that large kernels reach.
     bandwidth_efficiency: float = 0.8
     # Latency of one small all-reduce.
     allreduce: Seconds = Seconds("12us")
 
     def __post_init__(self) -> None:
         if not 0 < self.tflops < math.inf:
-            raise ValueError("tflops must be above 0 and finite")
+            raise ValueError("tflops must be > 0 and finite")
         if not (0 < self.compute_efficiency <= 1 and 0 < self.bandwidth_efficiency <= 1):
             raise ValueError("compute_efficiency and bandwidth_efficiency must be in (0, 1]")
 

@@ -1,4 +1,4 @@
-"""Types of GPUs that a user describes in files."""
+"""GPU types, including those in the user's files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from prism_sim.scenario.config import GpuFileYaml, GpuTypeYaml
 
 
 def gpu_type(name: str, files: Sequence[Path]) -> GpuSpec:
-    """Of Prism or of the files, which are read in any case. Raises ConfigError: file and key, or
-    the types there are."""
+    """Returns a GPU type of Prism or of the files. All files are checked. Raises ConfigError that
+    names file and key, or lists the known types."""
     known = dict(GPUS)
     for file in files:
         for number, given in enumerate(_types(file)):
             if given.name in known:
                 raise ConfigError(
-                    f"{file}: types[{number}].name: {given.name!r} is a type already; rename it"
+                    f"{file}: types[{number}].name: {given.name!r} already exists; rename it"
                 )
             known[given.name] = _spec(given)
     if name not in known:

@@ -1,4 +1,4 @@
-"""What a model takes of memory and time, from its shape."""
+"""Memory and step costs of a model, from its shape."""
 
 from __future__ import annotations
 
@@ -21,55 +21,57 @@ TP_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """What a model's setup depends on besides itself."""
+class ModelContext:
+    """Cluster settings on which a model's setup depends."""
 
     gpu: GpuSpec
-    # Of the YAML, for relative paths.
+    # Folder of the YAML, for relative paths.
     folder: Path
     engine: SimEngineYaml
     page_bytes: int
     capacity_bytes: int
-    # Of each device.
+    # Node of each device.
     nodes: tuple[str, ...]
-    # Models per device, for the layout that "auto" chooses.
+    # Number of models per device, for the layout "auto".
     shared: int
     slo: SloYaml
     slo_scale: float
     cost_files: tuple[Path, ...] = ()
 
 
-def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Around) -> ModelSetup:
-    """longest_tokens: the most KV that one of its requests holds. Raises ConfigError: the model is
-    unknown; TooLargeError: it does not fit on its GPUs."""
-    shape = _shape(model, around.folder)
-    tp, engine = model.tp, around.engine
+def model_setup(
+    index: int, model: SimModelYaml, longest_tokens: int, context: ModelContext
+) -> ModelSetup:
+    """Returns a model's setup. Raises ConfigError if the model is unknown, TooLargeError if it does
+    not fit on its GPUs. longest_tokens: KV tokens of its longest request."""
+    shape = _shape(model, context.folder)
+    tp, engine = model.tp, context.engine
     if tp < 1:
-        raise ConfigError(f"{model.name}.tp: {tp} must be at least 1")
-    if tp > len(around.nodes):
+        raise ConfigError(f"{model.name}.tp: {tp} must be >= 1")
+    if tp > len(context.nodes):
         raise TooLargeError(
-            f"{model.name}.tp: {tp} GPUs are needed, the cluster has {len(around.nodes)}"
+            f"{model.name}.tp: needs {tp} GPUs, and the cluster has {len(context.nodes)}"
         )
     weights_bytes = shape.weight_bytes()
     if model.weights is not None:
         weights_bytes = int(model.weights)
     static_bytes = int(engine.static)
     rank_token_bytes = shape.kv_token_bytes(tp)
-    parts = model_parts(model, shape, around)
+    parts = model_parts(model, shape, context)
     part = parts[tp]
     reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
     blocks = -(-reserve // engine.block_tokens)
     floor_bytes = -(-blocks // part.quantum_blocks) * part.quantum_bytes
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
-    if rank_bytes > around.capacity_bytes:
+    if rank_bytes > context.capacity_bytes:
         raise TooLargeError(
             f"{model.name}: weights, engine and one request of {reserve} tokens need"
-            f" {format_size(rank_bytes)} per GPU at tp {tp}, a GPU has"
-            f" {format_size(around.capacity_bytes)}; raise its tp"
+            f" {format_size(rank_bytes)} per GPU at tp {tp}, and a GPU has"
+            f" {format_size(context.capacity_bytes)}; raise its tp"
         )
-    slo = model.slo or around.slo
+    slo = model.slo or context.slo
     chunk = engine.prefill_chunk_tokens
-    nodes = around.nodes if model.device is None else around.nodes[:1]
+    nodes = context.nodes if model.device is None else context.nodes[:1]
     fewest, most = model.replicas.bounds(model.name, nodes, tp)
     return ModelSetup(
         index=index,
@@ -80,8 +82,8 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
         token_bytes=rank_token_bytes * tp,
         kv_floor_bytes=floor_bytes * tp,
         block_tokens=engine.block_tokens,
-        slo_ttft_s=slo.ttft * around.slo_scale,
-        slo_tpot_s=slo.tpot * around.slo_scale,
+        slo_ttft_s=slo.ttft * context.slo_scale,
+        slo_tpot_s=slo.tpot * context.slo_scale,
         parts=parts,
         prefill_tokens_per_s=chunk / part.cost.prefill_s(chunk),
         never_evict=model.never_evict or fewest > 1,
@@ -93,37 +95,42 @@ def model_setup(index: int, model: SimModelYaml, longest_tokens: int, around: Ar
     )
 
 
-def model_parts(model: SimModelYaml, shape: ModelShape, around: Around) -> dict[int, DegreeSetup]:
-    """For its own degree and the usual ones that its heads allow."""
-    given = around.engine.host
+def model_parts(
+    model: SimModelYaml, shape: ModelShape, context: ModelContext
+) -> dict[int, DegreeSetup]:
+    """Returns the setup at the model's degree and at the usual degrees that divide its heads."""
+    given = context.engine.host
     host_s = HOST_S if given is None else float(given)
-    name = shape_source(model, around.folder)
-    usual = (d for d in TP_DEGREES if d <= len(around.nodes) and not shape.heads % d)
+    name = shape_source(model, context.folder)
+    usual = (d for d in TP_DEGREES if d <= len(context.nodes) and not shape.heads % d)
     return {
         d: DegreeSetup(
-            cost_model(around.gpu, name, d, host_s, around.cost_files),
-            *kv_quantum(shape, d, around),
+            cost_model(context.gpu, name, d, host_s, context.cost_files),
+            *kv_quantum(shape, d, context),
             KvShape(
                 shape.layers,
                 max(1, -(-shape.kv_heads // d)),
                 shape.head_dim,
                 shape.kv_dtype_bytes,
-                around.engine.block_tokens,
+                context.engine.block_tokens,
             ),
         )
         for d in sorted({model.tp, *usual})
     }
 
 
-def kv_quantum(shape: ModelShape, tp: int, around: Around) -> tuple[int, int]:
-    """(KV blocks, bytes on one device) of the smallest growth: a page in each of the model's K and
-    V buffers, or, token-interleaved, as many pages as hold a block."""
-    layout, block_tokens = around.engine.kv_layout, around.engine.block_tokens
-    page_bytes, buffers = around.page_bytes, 2 * shape.layers
+def kv_quantum(shape: ModelShape, tp: int, context: ModelContext) -> tuple[int, int]:
+    """Returns (KV blocks, bytes on one device) of a quantum, the smallest growth of KV memory.
+
+    With the layout "per_layer" a quantum is a page in each of the model's K and V buffers. With
+    "token_interleaved" it is the pages that hold one block.
+    """
+    layout, block_tokens = context.engine.kv_layout, context.engine.block_tokens
+    page_bytes, buffers = context.page_bytes, 2 * shape.layers
     block_bytes = shape.kv_token_bytes(tp) * block_tokens
     per_layer_pages = math.ceil(block_bytes / buffers / page_bytes)
     per_layer_bytes = per_layer_pages * page_bytes * buffers
-    finer = layout == "auto" and per_layer_bytes * around.shared > 0.05 * around.capacity_bytes
+    finer = layout == "auto" and per_layer_bytes * context.shared > 0.05 * context.capacity_bytes
     if layout == "per_layer" or (layout == "auto" and not finer):
         return per_layer_bytes // block_bytes, per_layer_bytes
     pages_bytes = math.ceil(block_bytes / page_bytes) * page_bytes
@@ -131,7 +138,7 @@ def kv_quantum(shape: ModelShape, tp: int, around: Around) -> tuple[int, int]:
 
 
 def shape_source(model: SimModelYaml, folder: Path) -> str:
-    """A public model's name, or a path that goes on from `folder`."""
+    """Returns the name of a public model, or a path relative to `folder`."""
     given = model.shape or model.name
     if known_shape(given) is not None:
         return given

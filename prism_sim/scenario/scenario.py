@@ -1,4 +1,7 @@
-"""From a `prism-sim` YAML to what a simulation runs on. Every mistake is one line with the key."""
+"""Resolution of a `prism-sim` YAML into the input of a simulation.
+
+Every error is one line with the key.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from prism_sim.placement.search import SEARCH_RATES
 from prism_sim.scenario.base_slos import with_base_slos
 from prism_sim.scenario.config import BaselinesYaml, SimModelYaml, SimYaml, SourceYaml
 from prism_sim.scenario.gpu_files import gpu_type
-from prism_sim.scenario.models import Around, model_setup
+from prism_sim.scenario.models import ModelContext, model_setup
 from prism_sim.scenario.traces import load_trace
 
 Overrides = Mapping[str, Any]
@@ -53,39 +56,44 @@ STATIC_KV = ("equal", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One point: a cluster, a policy and a workload. `config` is the YAML that it came from, with
-    the overrides in it."""
+    """Cluster, policy and workload of one simulation."""
 
+    # The parsed YAML with the overrides applied.
     config: SimYaml
     setup: ClusterSetup
     work: Workload
 
 
 def read_config(path: Path, overrides: Overrides | None = None) -> SimYaml:
-    """`overrides`: dotted keys such as "gpus.count" -> value. Raises ConfigError."""
-    with _named(path):
-        data = read_mapping(path, "gpus: and models:", "name a YAML file that is there")
+    """Reads the YAML. Raises ConfigError. overrides: Dotted keys such as "gpus.count" -> value."""
+    with _prefixed_errors(path):
+        data = read_mapping(path, "gpus: and models:", "name an existing YAML file")
     return with_changes(data, overrides or {}, path)
 
 
 def with_changes(data: dict[str, Any], overrides: Overrides, path: Path) -> SimYaml:
-    """Of the file's keys, which change. `path`: for messages. Raises ConfigError."""
-    with _named(path):
+    """Applies the overrides to the file's keys in `data`, and returns the parsed result. Raises
+    ConfigError. path: Used in messages."""
+    with _prefixed_errors(path):
         for key, value in overrides.items():
             _put(data, key, value)
         return convert(data, SimYaml)
 
 
 def load(path: Path, overrides: Overrides | None = None) -> Scenario:
-    """Read, check and resolve the file. Raises ConfigError, TraceError: one line."""
+    """Reads, checks and resolves the file. Raises ConfigError or TraceError."""
     return resolve(read_config(path, overrides), path)
 
 
 def resolve(config: SimYaml, path: Path, rows: Trace | None = None) -> Scenario:
-    """`path`: of the YAML, for messages and relative paths. rows: in place of the file that
-    `config.trace` names. Raises ConfigError, TraceError."""
+    """Checks and resolves a parsed YAML. Raises ConfigError or TraceError.
+
+    Args:
+        path: Path of the YAML, for messages and relative paths.
+        rows: Requests that replace the file in `config.trace`.
+    """
     check(config, path)
-    with _named(path):
+    with _prefixed_errors(path):
         models = expand(config.models)
         work = _workload(config, models, path.parent, rows)
         setup = cluster_setup(config, models, work, path.parent)
@@ -99,14 +107,14 @@ def resolve(config: SimYaml, path: Path, rows: Trace | None = None) -> Scenario:
 
 
 def check(config: SimYaml, path: Path) -> None:
-    """What can be said without the trace and the models' shapes. Raises ConfigError."""
-    with _named(path):
+    """Runs the checks that need neither the trace nor the shapes of models. Raises ConfigError."""
+    with _prefixed_errors(path):
         _check(config)
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors begin with the file's name."""
+def _prefixed_errors(path: Path) -> Iterator[None]:
+    """Prefixes errors with the file's path."""
     try:
         yield
     except ConfigError as error:
@@ -124,11 +132,11 @@ def _workload(
 
 
 def expand(models: list[SimModelYaml]) -> list[SimModelYaml]:
-    """`count` written out. Raises ConfigError for a name given twice."""
+    """Returns the models with each `count` expanded. Raises ConfigError for a duplicate name."""
     found: dict[str, SimModelYaml] = {}
     for number, model in enumerate(models):
         if model.count < 1:
-            raise ConfigError(f"models[{number}].count: {model.count} must be at least 1")
+            raise ConfigError(f"models[{number}].count: {model.count} must be >= 1")
         for copy in range(model.count):
             name = model.name if model.count == 1 else f"{model.name}-{copy}"
             if name in found:
@@ -141,11 +149,11 @@ def expand(models: list[SimModelYaml]) -> list[SimModelYaml]:
 def cluster_setup(
     config: SimYaml, models: list[SimModelYaml], work: Workload, folder: Path
 ) -> ClusterSetup:
-    """`folder`: of the YAML, for relative paths. Raises ConfigError."""
+    """Returns the resolved cluster. Raises ConfigError. folder: Start of relative paths."""
     gpu = gpu_type(config.gpus.type, [folder / name for name in config.gpu_files])
     devices = _devices(config, gpu)
     page_bytes, capacity_bytes = devices[0].page_bytes, devices[0].capacity_bytes
-    around = Around(
+    context = ModelContext(
         gpu=gpu,
         folder=folder,
         engine=config.engine,
@@ -161,7 +169,7 @@ def cluster_setup(
     scheduler, engine = config.scheduler, config.engine
     return ClusterSetup(
         devices=devices,
-        models=tuple(model_setup(i, m, longest[i], around) for i, m in enumerate(models)),
+        models=tuple(model_setup(i, m, longest[i], context) for i, m in enumerate(models)),
         policy=config.policy,
         settings=scheduler.settings(),
         limits=Limits(
@@ -231,23 +239,23 @@ def _knobs(config: SimYaml) -> Knobs:
 
 
 def _check(config: SimYaml) -> None:
-    """Values that no cluster can have. Raises ConfigError."""
+    """Raises ConfigError for values that are invalid for any trace and model."""
     policy = registry.get(config.policy)
     registry.with_knobs(policy, own_knobs(config.policy, config.knobs))
     gpus, engine = config.gpus, config.engine
     if not config.models:
-        raise ConfigError("models: name at least one")
+        raise ConfigError("models: add at least one model")
     _check_models(config.models)
     _check_trace(config)
     if not 1 <= gpus.nodes <= gpus.count:
         raise ConfigError(
-            f"gpus.count: {gpus.count} GPUs on {gpus.nodes} nodes; at least one GPU a node"
+            f"gpus.count: {gpus.count} GPUs on {gpus.nodes} nodes; each node needs at least one GPU"
         )
     if not 0 < gpus.memory_fraction <= 1 or gpus.engines < 1:
         raise ConfigError("gpus.memory_fraction must be in (0, 1], gpus.engines at least 1")
     for key, value in (("rate_scale", config.rate_scale), ("slo_scale", config.slo_scale)):
         if not 0 < value < math.inf:
-            raise ConfigError(f"{key}: {value:g} must be above 0 and finite")
+            raise ConfigError(f"{key}: {value:g} must be > 0 and finite")
     for key, number, least in (
         ("seed", config.seed, 0),
         ("engine.max_running", engine.max_running, 1),
@@ -259,7 +267,7 @@ def _check(config: SimYaml) -> None:
         ("scheduler.contended_requests", config.scheduler.contended_requests, 0),
     ):
         if number < least:
-            raise ConfigError(f"{key}: {number} must be at least {least}")
+            raise ConfigError(f"{key}: {number} must be >= {least}")
     if engine.prefix_reuse:
         _check_prefix_reuse(config)
     if config.activation.host_store is not None:
@@ -279,26 +287,26 @@ def _check(config: SimYaml) -> None:
 
 
 def _check_pins(config: SimYaml, policy: Policy) -> None:
-    """That each `device` is there, and that the policy keeps to it. Raises ConfigError;
-    TooLargeError: it takes more GPUs."""
-    # A search is not told of pins, and with turns no model has a place.
-    places = policy.search is None and policy.turns is None
+    """Raises ConfigError for a `device` that is not valid or that the policy does not support,
+    TooLargeError if it needs more GPUs."""
+    # Searches do not get pins as input, and with turns no model is bound to a device.
+    supports_pins = policy.search is None and policy.turns is None
     gpus = [f"gpu:{i}" for i in range(config.gpus.count)]
     for index, model in enumerate(config.models):
         if model.device is None:
             continue
         key = f"models[{index}].device"
-        if not places:
+        if not supports_pins:
             raise ConfigError(
-                f"{key}: {config.policy} keeps no model to a GPU; leave the key out or take another"
-                " policy"
+                f"{key}: cannot be combined with policy {config.policy!r}; remove the key or use"
+                " another policy"
             )
         if model.tp > 1:
-            raise ConfigError(f"{key}: with tp {model.tp} there are several; leave the key out")
+            raise ConfigError(f"{key}: cannot be combined with tp {model.tp}; remove the key")
         if model.device not in gpus:
             kind = TooLargeError if re.fullmatch(r"gpu:\d+", model.device) else ConfigError
-            there = gpus[0] if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]}"
-            raise kind(f"{key}: there is no {model.device!r}; the GPUs are {there}")
+            known = gpus[0] if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]}"
+            raise kind(f"{key}: {model.device!r} does not exist; the GPUs are {known}")
 
 
 def _check_turns(config: SimYaml, policy: Policy) -> None:
@@ -316,58 +324,58 @@ def _check_models(models: list[SimModelYaml]) -> None:
         if share is not None and not 0 < share <= 1:
             raise ConfigError(f"{key}.static_share: {share} is not in (0, 1]; write 0.5")
         if reserve is not None and reserve < 0:
-            raise ConfigError(f"{key}.kv_reserve_tokens: {reserve} must be at least 0")
+            raise ConfigError(f"{key}.kv_reserve_tokens: {reserve} must be >= 0")
 
 
 def _check_trace(config: SimYaml) -> None:
     if (config.trace is None) == (config.generate is None):
-        raise ConfigError("trace: give either trace: FILE or generate:, not both")
+        raise ConfigError("trace: set either trace: FILE or generate:")
     if config.generate is not None and config.source != SourceYaml():
-        raise ConfigError("source: is of trace: FILE, and this trace is generated; leave it out")
+        raise ConfigError("source: cannot be combined with generate:; remove one of them")
 
 
 def _check_baselines(given: BaselinesYaml) -> None:
     if min(given.qlm_group, given.seallm_services) < 1:
-        raise ConfigError("baselines.qlm_group and seallm_services: must be at least 1")
+        raise ConfigError("baselines.qlm_group and seallm_services: must be >= 1")
     if not 0 < given.aegaeon_prefill < 1:
         raise ConfigError("baselines.aegaeon_prefill: must be between 0 and 1")
     if not 0 < given.muxserve_prefill <= 1 or not given.seallm_starvation > 0:
-        raise ConfigError("baselines.muxserve_prefill must be in (0, 1], seallm_starvation above 0")
+        raise ConfigError("baselines.muxserve_prefill must be in (0, 1], seallm_starvation > 0")
 
 
 def _check_prefix_reuse(config: SimYaml) -> None:
     if HASH_TOKENS % config.engine.block_tokens:
         raise ConfigError(
-            f"engine.block_tokens: {config.engine.block_tokens} does not divide the"
-            f" {HASH_TOKENS} tokens of a hash_ids block, as engine.prefix_reuse needs"
+            f"engine.block_tokens: with engine.prefix_reuse, {config.engine.block_tokens} must"
+            f" divide the {HASH_TOKENS} tokens of a hash_ids block"
         )
     if registry.get(config.policy).steps is not None:
         raise ConfigError(
-            f"engine.prefix_reuse: {config.policy} controls steps and reckons each prompt in whole;"
-            " take another policy or leave it off"
+            f"engine.prefix_reuse: cannot be combined with policy {config.policy!r}, which computes"
+            " whole prompts; use another policy or set it to false"
         )
 
 
 def _check_host_store(config: SimYaml) -> None:
     if not config.activation.weights_everywhere:
         raise ConfigError(
-            "activation.weights_everywhere: with host_store every node's disk has all weights;"
-            " leave it out"
+            "activation.weights_everywhere: false cannot be combined with host_store, where every"
+            " node's disk has all weights; remove it"
         )
     if min(config.activation.disk_rate, config.gpus.network_rate) < 1:
-        raise ConfigError("activation.disk_rate, gpus.network_rate: must be at least 1 byte/s")
+        raise ConfigError("activation.disk_rate, gpus.network_rate: must be >= 1 byte/s")
     policy = registry.get(config.policy)
     if policy.asks_startup or policy.assign is not None or policy.turns is not None:
         raise ConfigError(
-            f"activation.host_store: {config.policy} reckons with weights in host memory; take"
-            " another policy or leave it out"
+            f"activation.host_store: cannot be combined with policy {config.policy!r}, which"
+            " assumes all weights in host memory; use another policy or remove it"
         )
 
 
 def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> None:
-    """A request without an SLO of its own, as all of a generated trace, gets its model's, at the
-    SLO scale. Its end-to-end one follows from its other two where the model has none."""
-    all_open = config.trace is None
+    """Fills missing SLOs of requests, and all SLOs of a generated trace, with their model's at the
+    SLO scale. A missing end-to-end SLO follows from the other two if the model has none."""
+    fill_all = config.trace is None
     found = []
     for model in models:
         slo = model.slo or config.slo
@@ -379,17 +387,17 @@ def _fill_slos(work: Workload, config: SimYaml, models: list[SimModelYaml]) -> N
         found.append((ttft_s, tpot_s, e2e_s))
     for i, model_index in enumerate(work.model):
         ttft_s, tpot_s, e2e_s = found[model_index]
-        if all_open or work.slo_ttft_s[i] == NO_SLO:
+        if fill_all or work.slo_ttft_s[i] == NO_SLO:
             work.slo_ttft_s[i] = ttft_s
-        if all_open or work.slo_tpot_s[i] == NO_SLO:
+        if fill_all or work.slo_tpot_s[i] == NO_SLO:
             work.slo_tpot_s[i] = tpot_s
-        if all_open or work.slo_e2e_s[i] == NO_SLO:
+        if fill_all or work.slo_e2e_s[i] == NO_SLO:
             parts_s = work.slo_ttft_s[i] + work.slo_tpot_s[i] * (work.output_tokens[i] - 1)
             work.slo_e2e_s[i] = parts_s if e2e_s == NO_SLO else e2e_s
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. Raises ConfigError where the file has no mapping on the way to it."""
+    """Sets a dotted key. Raises ConfigError if a parent of the key is not a mapping."""
     *path, last = key.split(".")
     for name in path:
         data = data.setdefault(name, {})

@@ -1,4 +1,4 @@
-"""The trace of a `prism-sim` YAML: read as `source` says, or generated as `generate` says."""
+"""Trace of a `prism-sim` YAML, read according to `source` or generated according to `generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prism_replay import transforms
 from prism_replay.cli.options import parse_lengths
 from prism_replay.formats.reader import FORMATS, read_window
 from prism_replay.formats.rows import ReadOptions
-from prism_replay.formats.servegen import lengths_beside
+from prism_replay.formats.servegen import lengths_file
 from prism_replay.generators.base import GeneratorConfig, generate
 from prism_replay.generators.kinds import KINDS, config_of, config_of_preset
 from prism_replay.lengths import Lengths, LengthSource
@@ -26,14 +26,15 @@ OWN_KEYS = {
     "bursty": ("preset",),
     "steady": ("alpha", "gap_cv"),
 }
-"""Keys that only some kinds take."""
+"""Generated kind -> the keys that only some kinds support."""
 LENGTHS = ("input_median", "input_max", "output_median", "output_max")
 
 
 def load_trace(
     config: SimYaml, models: Models, folder: Path, rows: Trace | None = None
 ) -> list[TraceRequest]:
-    """The trace, or the rows in its place, at the rate scale. Raises ConfigError, TraceError."""
+    """Returns the trace, or the rows if given, at the rate scale. Raises ConfigError or
+    TraceError."""
     if rows is not None:
         trace = list(rows)
     elif config.trace is not None:
@@ -49,13 +50,13 @@ def load_trace(
 def read_source(
     file: str, source: SourceYaml, models: Models, seed: int, folder: Path
 ) -> list[TraceRequest]:
-    """`folder`: where relative paths start. Raises ConfigError, TraceError: one line with the key
-    or the row."""
+    """Reads a trace file. Raises ConfigError or TraceError: one line with the key or the row.
+    folder: Start of relative paths."""
     if source.format not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"source.format: {source.format!r} is not one of {known}")
     if source.limit is not None and source.limit < 1:
-        raise ConfigError(f"source.limit: {source.limit} must be at least 1")
+        raise ConfigError(f"source.limit: {source.limit} must be >= 1")
     window_s = None if source.window is None else float(source.window)
     options = _options(source, folder, window_s, seed)
     trace = read_window(folder / file, source.format, options, window_s)
@@ -68,14 +69,14 @@ def read_source(
 
 
 def trace_paths(config: SimYaml, folder: Path) -> list[Path]:
-    """The files and folders that `load_trace` reads, whether or not they are there."""
+    """Returns the files and folders that `load_trace` reads, including missing ones."""
     if config.trace is None:
         return []
     path = folder / config.trace
-    beside = lengths_beside(path) if config.source.format == "servegen" else None
+    paired = lengths_file(path) if config.source.format == "servegen" else None
     lengths = (config.source.lengths or "").partition("=")[2]
     drawn = folder / lengths if lengths else None
-    return [found for found in (path, beside, drawn) if found is not None]
+    return [found for found in (path, paired, drawn) if found is not None]
 
 
 def _options(source: SourceYaml, folder: Path, window_s: float | None, seed: int) -> ReadOptions:
@@ -87,17 +88,17 @@ def _options(source: SourceYaml, folder: Path, window_s: float | None, seed: int
 
 
 def generated(how: GenerateYaml, models: Models, seed: int) -> list[TraceRequest]:
-    """Raises ConfigError: one line with the key."""
+    """Returns a generated trace. Raises ConfigError: one line with the key."""
     if how.kind not in KINDS:
         raise ConfigError(f"generate.kind: {how.kind!r} is not one of {', '.join(KINDS)}")
     every = {key for keys in OWN_KEYS.values() for key in keys}
     for key in sorted(every - set(OWN_KEYS[how.kind])):
         if getattr(how, key) is not None:
             kinds = " or ".join(kind for kind, keys in OWN_KEYS.items() if key in keys)
-            raise ConfigError(f"generate.{key}: is of kind {kinds}, this is {how.kind}")
+            raise ConfigError(f"generate.{key}: needs kind {kinds}, and the kind is {how.kind}")
     shared = [model.name for model in models if model.share is not None]
     if shared and how.kind != "production":
-        raise ConfigError(f"{shared[0]}.share: is of generate.kind production, not {how.kind}")
+        raise ConfigError(f"{shared[0]}.share: needs generate.kind production, not {how.kind}")
     try:
         return generate(_config(how, models, seed))
     except ConfigError as error:

@@ -1,5 +1,8 @@
-"""Means over seeds, with Student's t confidence intervals. No scipy: degrees of freedom are whole
-numbers, for which the distribution has a closed form (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+"""Means over seeds, with Student's t confidence intervals.
+
+scipy is not needed: degrees of freedom are whole numbers, for which the distribution has a closed
+form (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,18 @@ LEVEL = 0.95
 
 
 class Interval(NamedTuple):
-    """mean - half_width to mean + half_width; 0 for a single value, which says nothing of it."""
+    """Interval from mean - half_width to mean + half_width. half_width is 0 for a single value."""
 
     mean: float
     half_width: float
 
 
 def interval(values: Sequence[float], level: float = LEVEL) -> Interval:
-    """Of the mean of independent runs. Another set of seeds gives an interval, too; `level` of such
-    intervals hold the mean over all seeds, if runs are about normally distributed."""
+    """Returns the confidence interval of the mean of independent runs.
+
+    If runs are about normally distributed, the intervals of a part `level` of all sets of seeds
+    contain the mean over all seeds.
+    """
     mean, count = fmean(values), len(values)
     if count < 2:
         return Interval(mean, 0.0)
@@ -30,7 +36,8 @@ def interval(values: Sequence[float], level: float = LEVEL) -> Interval:
 
 @cache
 def t_quantile(freedom: int, level: float = LEVEL) -> float:
-    """The t with P(-t < T < t) = level, to rounding. REQUIRES: freedom >= 1, 0 < level < 1."""
+    """Returns t with P(-t < T < t) = level, up to rounding. REQUIRES: freedom >= 1,
+    0 < level < 1."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < level:
         high *= 2
@@ -41,7 +48,7 @@ def t_quantile(freedom: int, level: float = LEVEL) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(-t < T < t)."""
+    """Returns P(-t < T < t)."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(angle)
     odd = freedom % 2

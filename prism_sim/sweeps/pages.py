@@ -1,4 +1,4 @@
-"""The results of a sweep and of a plan: HTML page, JSON and CSV."""
+"""Result files of a sweep and of a plan: HTML report, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "all SLOs"}
 
 Rows = Sequence[dict[str, Any]]
 LinePoint = tuple[Any, float, float]
-"""x, per cent, half-width of its interval (0: none)."""
+"""x, per cent, half-width of the interval (0: none)."""
 Lines = Mapping[str, Sequence[LinePoint]]
-"""By label."""
+"""Label -> points."""
 
 
 def write_sweep(out: Path, groups: Sequence[SeedGroup], title: str) -> None:
-    """sweep.json, sweep.csv and report.html in `out`. The last varied key is the x axis."""
+    """Writes sweep.json, sweep.csv and report.html to `out`. The last varied key is the x axis."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     _write(out, "sweep", outcomes, sweep_rows(groups), title=title, plots=figures(groups))
 
 
 def write_plans(out: Path, plans: Sequence[CapacityPlan], title: str) -> None:
-    """plan.json, plan.csv and report.html in `out`."""
+    """Writes plan.json, plan.csv and report.html to `out`."""
     plots = draw({"plan": partial(_plan_figure, plans)})
     _write(out, "plan", plans, plan_rows(plans), title=title, plots=plots)
 
@@ -48,8 +48,8 @@ def _write(
 
 
 def sweep_rows(groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
-    """A row per group and SLO scale: means over its seeds, and half-widths where there are
-    several."""
+    """Returns a row per group and SLO scale: means over the seeds, and half-widths if there are
+    several seeds."""
     rows = []
     for group in groups:
         summary = group.outcomes[0].summary
@@ -63,7 +63,7 @@ def sweep_rows(groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
 
 
 def _measured(outcome: PointOutcome, scale: str) -> dict[str, float | None]:
-    """What one point gave. REQUIRES: it was simulated."""
+    """Returns the values of one point. REQUIRES: it was simulated."""
     summary = outcome.summary
     assert summary is not None
     found = summary.total.attainment[scale]
@@ -81,7 +81,7 @@ def _measured(outcome: PointOutcome, scale: str) -> dict[str, float | None]:
 
 
 def _over_seeds(found: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """A single point's values as they are."""
+    """Returns means and half-widths, or the values themselves for a single seed."""
     if len(found) == 1:
         return dict(found[0])
     row: dict[str, Any] = {"seeds": len(found)}
@@ -117,7 +117,8 @@ def _plan_interval(plan: CapacityPlan) -> dict[str, Any]:
 
 
 def figures(groups: Sequence[SeedGroup]) -> dict[str, str]:
-    """Attainment over the last varied key, a line for each combination of the others."""
+    """Returns plots of attainment over the last varied key, with a line for each combination of the
+    other keys."""
     keys = list(groups[0].changes) if groups else []
     simulated = [group for group in groups if not group.problem]
     if not keys or not simulated:

@@ -1,4 +1,4 @@
-"""The fewest GPUs at which a policy meets its SLOs, by search."""
+"""Search for the fewest GPUs at which a policy meets its SLOs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from prism_sim.sweeps.points import (
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):
-    """The result of one policy's search."""
+    """Result of the search for one policy."""
 
     policy: str
-    # The fewest found; None where even `most` are too few.
+    # Fewest GPUs that meet the target; None if `most` GPUs are too few.
     gpus: int | None
     attainment: float
     target: float
     metric: str
-    # GPUs -> attainment, the mean over seeds, in the order of trying. Every policy has the same
-    # budget.
+    # GPUs -> attainment, the mean over seeds, in the order of trying. The budget is the same for
+    # every policy.
     tried: dict[int, float]
-    # Of 95 % confidence intervals of these; empty for a single seed.
+    # GPUs -> half-width of the 95 % confidence interval; empty for a single seed.
     half_widths: dict[int, float] = {}
     seeds: int = 1
 
 
 class Search(msgspec.Struct, frozen=True):
-    """One policy's search, which any process can do. points: the folder of outcomes, if any. seeds:
-    each point is simulated with all of them; empty: with that of the file."""
+    """Search for one policy, which can run in any process."""
 
     config: str
     changes: dict[str, Any]
@@ -48,14 +47,16 @@ class Search(msgspec.Struct, frozen=True):
     target: float
     metric: str
     most: int
+    # Folder of outcomes, if they are stored.
     points: Path | None = None
+    # Seeds with which each point is simulated; empty: the seed of the file.
     seeds: tuple[int, ...] = ()
 
 
 def plans(
     searches: Sequence[Search], *, jobs: int, progress: Callable[[int, int], None]
 ) -> list[CapacityPlan]:
-    """In the order of `searches`; jobs: processes, one search each at a time."""
+    """Returns the plans in the order of `searches`. jobs: Number of processes."""
     found: dict[int, CapacityPlan] = {}
     progress(0, len(searches))
     for index, made in in_processes(list(enumerate(searches)), plan_one, jobs):
@@ -82,7 +83,7 @@ def plan_one(search: Search) -> CapacityPlan:
 
 
 def _silent(done: int, total: int) -> None:
-    """Searches are shown as a whole."""
+    """Shows nothing: progress is shown per search."""
 
 
 def fewest_gpus(
@@ -93,10 +94,14 @@ def fewest_gpus(
     most: int,
     simulate: Callable[[int], Sequence[PointOutcome]],
 ) -> CapacityPlan:
-    """Double until the target is met, then bisect between the last two. Attainment need not rise
-    with every GPU; what is returned meets the target in the mean over seeds and one GPU less, as
-    tried, does not. `simulate`: the outcomes on so many GPUs, one for each seed. At most
-    2 log2(most) + 2 points."""
+    """Returns the plan of one policy, after at most 2 log2(most) + 2 points.
+
+    Doubles the number of GPUs until the target is met, then bisects between the last two numbers.
+    The result meets the target in the mean over seeds, and one GPU less was tried and does not. As
+    attainment may fall with an additional GPU, even fewer GPUs may meet the target.
+
+    simulate: Returns the outcomes for a number of GPUs, one per seed.
+    """
     tried: dict[int, Interval] = {}
     seeds = 1
 

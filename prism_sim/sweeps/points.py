@@ -1,8 +1,9 @@
-"""Points of a sweep or a search: each a scenario of its own, simulated in any process.
+"""Points of a sweep or a search: separate scenarios, which can be simulated in any process.
 
-A point's outcome depends on its YAML, trace and this code alone, so the same points give the same
-bytes on any number of cores. Outcomes are kept in files named by what they depend on: a sweep that
-was cut off goes on where it stopped. `lab.papers` adds points and outcomes of another kind.
+The outcome of a point depends only on its YAML, its trace and this code, so the same points give
+the same bytes on any number of cores. Outcomes are stored in files whose names are digests of these
+inputs: an interrupted sweep resumes where it stopped. `lab.papers` adds other kinds of points and
+outcomes.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ from prism_sim.scenario.traces import trace_paths
 from prism_sim.sweeps.intervals import Interval, interval
 
 SCHEMA = "prism-sim-point/1"
-SIMULATED = ("config", "models", "policies", "scheduler")  # of prism
+SIMULATED = ("config", "models", "policies", "scheduler")
+"""Packages of prism that a simulation runs."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A YAML with changes: dotted key -> value."""
+    """YAML with changes."""
 
+    # Path of the YAML.
     config: str
+    # Dotted key -> value.
     changes: dict[str, Any]
     judge: tuple[float, ...] = (1.0,)
 
 
 class PointOutcome(msgspec.Struct, frozen=True):
-    """What one point gave: a summary, or the problem that kept it from being simulated (such as a
-    model larger than its GPUs)."""
+    """Outcome of one point: a summary, or the problem that prevented its simulation, such as a
+    model larger than its GPUs."""
 
     changes: dict[str, Any]
     summary: Summary | None = None
@@ -57,8 +61,8 @@ class PointOutcome(msgspec.Struct, frozen=True):
     schema: str = SCHEMA
 
     def attainment(self, metric: str, scale: str) -> float:
-        """Part of the requests that met `metric` ("ttft", "tpot", "e2e", "all") at an SLO scale;
-        0 for a point that could not be simulated."""
+        """Returns the part of the requests that met `metric` ("ttft", "tpot", "e2e", "all") at an
+        SLO scale; 0 for a point that could not be simulated."""
         if self.summary is None:
             return 0.0
         value = getattr(self.summary.total.attainment[scale], metric)
@@ -66,8 +70,9 @@ class PointOutcome(msgspec.Struct, frozen=True):
 
 
 class SeedGroup(NamedTuple):
-    """Outcomes that differ by their seed alone. changes: without the seed."""
+    """Outcomes that differ only by their seed."""
 
+    # Changes without the seed.
     changes: dict[str, Any]
     outcomes: Sequence[PointOutcome]
 
@@ -76,7 +81,8 @@ class SeedGroup(NamedTuple):
         return next((o.problem for o in self.outcomes if o.summary is None), "")
 
     def attainment(self, metric: str) -> Interval:
-        """At the SLO scale nearest to 1; 0 for outcomes that could not be simulated."""
+        """Returns the attainment at the SLO scale nearest to 1. Outcomes that could not be
+        simulated count as 0."""
         summary = self.outcomes[0].summary
         scales = summary.total.attainment if summary else {"1"}
         scale = min(scales, key=lambda scale: abs(float(scale) - 1))
@@ -84,7 +90,7 @@ class SeedGroup(NamedTuple):
 
 
 def simulate(point: Point) -> PointOutcome:
-    """Raises nothing for a ConfigError: it is the outcome."""
+    """Simulates a point. A ConfigError becomes the problem of the outcome."""
     try:
         scenario = load(Path(point.config), point.changes)
         world = World(scenario.setup, scenario.work)
@@ -97,10 +103,13 @@ def simulate(point: Point) -> PointOutcome:
 
 
 def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
-    """Check all points before any is simulated. Raises ConfigError, TraceError for the first point
-    whose file with its changes holds a mistake. Too few or too small GPUs for a model or a policy
-    are a mistake only if `large`; else that is the point's outcome. Points that differ only by
-    policy, scales and base SLOs are read once."""
+    """Checks all points before the simulation. Raises ConfigError or TraceError for the first point
+    with an error.
+
+    Too few or too small GPUs for a model or a policy are an error only if `large`; otherwise they
+    are the outcome of the point. Points that differ only by policy, scales and base SLOs are read
+    once.
+    """
     seen: set[bytes] = set()
     for point in points:
         path = Path(point.config)
@@ -148,7 +157,7 @@ class Store(Generic[Found]):
         try:
             return msgspec.json.decode(path.read_bytes(), type=self._kind)
         except msgspec.DecodeError:
-            # cut off while it was written, or of an earlier version
+            # Incomplete, or written by an earlier version.
             return None
 
     def put(self, point: Point, outcome: Found) -> None:
@@ -170,8 +179,12 @@ def run_points(
     store: Store[Found],
     progress: Callable[[int, int], None],
 ) -> list[Found]:
-    """Outcomes in the order of `points`. simulate: a function of a module, which every process can
-    find by its name. jobs: processes; 1 uses this one."""
+    """Returns the outcomes in the order of `points`.
+
+    Args:
+        simulate: Function of a module, which other processes import by its name.
+        jobs: Number of processes. 1 uses the present process.
+    """
     found = [store.get(point) for point in points]
     left = [i for i, outcome in enumerate(found) if outcome is None]
     progress(len(points) - len(left), len(points))
@@ -185,7 +198,8 @@ def run_points(
 def in_processes(
     numbered: Sequence[tuple[int, Task]], do: Callable[[Task], Done], jobs: int
 ) -> Iterator[tuple[int, Done]]:
-    """Each task done by one of `jobs` processes, as they come; by this one if `jobs` is 1."""
+    """Yields the results of the tasks in the order of completion. Uses `jobs` processes, or only
+    the present one if `jobs` is 1."""
     one = partial(_numbered, do)
     if jobs <= 1 or len(numbered) <= 1:
         yield from map(one, numbered)
@@ -200,8 +214,7 @@ def _numbered(do: Callable[[Task], Done], item: tuple[int, Task]) -> tuple[int, 
 
 
 def _key(point: Point, kind: type[PointOutcome]) -> str:
-    """What the outcome depends on: the resolved YAML, the files that are read, the point, the
-    code."""
+    """Returns a digest of the inputs of an outcome: resolved YAML, files, point and code."""
     digest = hashlib.sha256(code_digest(kind))
     path = Path(point.config)
     try:
@@ -212,7 +225,7 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
     else:
         digest.update(msgspec.json.encode(config, enc_hook=encoded))
         for file in files:
-            # a file's name can be a model's, and it tells where the bytes of one end
+            # The name can be that of a model. Name and size also delimit the bytes of each file.
             digest.update(msgspec.json.encode((file.name, file.stat().st_size)))
             digest.update(file.read_bytes())
     changes = dict(sorted(point.changes.items()))
@@ -222,7 +235,7 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
 
 
 def _files_of(config: SimYaml, folder: Path) -> list[Path]:
-    """Those that are read for the YAML, of a trace's folder all."""
+    """Returns the files that are read for the YAML, including all files of a trace's folder."""
     named = [folder / name for name in (*config.cost_files, *config.gpu_files)]
     named += trace_paths(config, folder)
     named += [config_file(Path(shape_source(model, folder))) for model in config.models]
@@ -232,8 +245,8 @@ def _files_of(config: SimYaml, folder: Path) -> list[Path]:
 
 @cache
 def code_digest(kind: type[PointOutcome]) -> bytes:
-    """Of the Python files that a simulation runs, and that make its outcomes of this kind: another
-    version simulates again."""
+    """Returns a digest of the Python files that simulate and that make outcomes of this kind.
+    Another version therefore simulates again."""
     digest = hashlib.sha256()
     simulator = Path(__file__).parents[1]
     replay, live = (Path(each.__path__[0]) for each in (prism_replay, prism))
@@ -245,7 +258,7 @@ def code_digest(kind: type[PointOutcome]) -> bytes:
 
 
 def grid(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """All combinations, the first key varying slowest."""
+    """Returns all combinations; the first key varies slowest."""
     found: list[dict[str, Any]] = [{}]
     for key, values in varied.items():
         found = [{**changes, key: value} for changes in found for value in values]
@@ -253,5 +266,5 @@ def grid(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def seeded(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """A change for each of the seeds; none at all without seeds."""
+    """Returns a change for each seed, or one empty change without seeds."""
     return [{"seed": seed} for seed in seeds] or [{}]

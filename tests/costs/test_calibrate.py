@@ -54,7 +54,7 @@ def test_each_point_is_asked_for_once_and_prompts_share_nothing(server: Scripted
     ("plan", "says"),
     [
         (CalibrationPlan("none", (8, 16, 32), (1,)), "model 'none': the server offers good"),
-        (CalibrationPlan("slow", (8, 16, 5000), (1,)), "context of 5001, slow has 4096"),
+        (CalibrationPlan("slow", (8, 16, 5000), (1,)), "context of 5001, and slow has 4096"),
         (CalibrationPlan("refused", (8, 16, 32), (1,)), "8 tokens failed: unavailable no room"),
         (CalibrationPlan("dying", (8, 16, 32), (1,)), "failed: engine_died killed"),
     ],

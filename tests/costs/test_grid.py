@@ -76,12 +76,12 @@ def test_a_file_of_tables_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"{", "not a file of cost tables"),
+        (b"{", "is not a file of cost tables"),
         (b"{}", "tables"),
         (msgspec.json.encode(GRID).replace(b'"host_s":0.05', b'"host_s":"x"'), "host_s"),
         (
             msgspec.json.encode(GRID).replace(b'"tp":1', b'"tp":0'),
-            r"tables\.json: .*tp must be above 0",
+            r"tables\.json: .*tp must be > 0",
         ),
     ],
 )

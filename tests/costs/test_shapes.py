@@ -115,7 +115,7 @@ def test_what_is_null_or_left_open_has_its_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"num_local_experts": 8}, "mixtures of experts"),
         ({"hidden_size": "large"}, "hidden_size"),
         ({"hidden_size": 3}, "config.json has hidden_size 3 for 32 heads"),
         ({"intermediate_size": "16384"}, r'config.json has intermediate_size "16384", which is'),

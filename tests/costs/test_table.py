@@ -114,8 +114,8 @@ def test_more_work_never_takes_less_time(gpu: str) -> None:
     [
         ({"dense_tokens": (1, 8, 8, 512)}, "dense_tokens"),
         ({"dense_s": (1.0, 0.9, 2.0, 3.0)}, "dense_s: more tokens"),
-        ({"dense_s": (1.0, 2.0)}, "dense_s: give"),
-        ({"decode_s": ((0.1,),)}, "decode_s: give 3 rows of 4"),
+        ({"dense_s": (1.0, 2.0)}, "dense_s: must have"),
+        ({"decode_s": ((0.1,),)}, "decode_s: must have 3 rows of 4"),
         ({"decode_batch": ()}, "decode_batch"),
         ({"dense_s": (1.0, 1.1, 2.0, float("inf"))}, "finite"),
         ({"prefill_s": ((0.0, 0.2),)}, "prefill_s"),

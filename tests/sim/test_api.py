@@ -169,7 +169,7 @@ def test_a_policy_needs_no_package() -> None:
         (SETUP, [{**ROWS[0], "timestamp": float("inf")}], r"trace\[0\]\.timestamp: inf is not"),
         (SETUP, [TraceRequest(**{**ROWS[0], "timestamp": float("nan")})], "timestamp: nan is not"),
         (SETUP, [{**ROWS[0], "output_length": 2**40}], "request 1: output_length: 1099511627776"),
-        (SETUP, [{**ROWS[0], "model": "x"}], "request 1: model: 'x' is not under models:"),
+        (SETUP, [{**ROWS[0], "model": "x"}], "request 1: model: 'x' is not in models:"),
         (SETUP, [*ROWS, ROWS[0]], "request 41: timestamp: 0 is before the request above"),
         (SETUP, [], "the trace is empty"),
         (SETUP, "none.jsonl", r"none\.jsonl"),

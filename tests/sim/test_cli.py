@@ -101,7 +101,7 @@ def test_a_policy_keeps_to_a_pin_or_refuses_it(config: Path, policy: str) -> Non
     models += [{"name": "b", "shape": "Llama-3.2-1B"}]
     changes = {"policy": policy, "gpus.count": 3, "models": models}
     if policy not in KEEP_PINS:
-        says = rf"models\[0\]\.device: {re.escape(policy)} keeps no model to a GPU"
+        says = rf"models\[0\]\.device: cannot be combined with policy '{re.escape(policy)}'"
         with pytest.raises(ConfigError, match=says):
             load(config, changes)
         return
@@ -139,7 +139,7 @@ def test_a_file_that_is_not_there_is_named_without_options_of_others(
 ) -> None:
     assert call(monkeypatch, "run", str(tmp_path / "no.yaml")) == 2
     said = capsys.readouterr().err
-    assert "name a YAML file that is there" in said
+    assert "name an existing YAML file" in said
     assert "--config" not in said
 
 
@@ -169,7 +169,7 @@ def test_the_generators_of_traces_are_those_of_trace_generate(config: Path) -> N
     made = generate(config_of("steady", names[:4], given))
     assert [request.arrival_s for request in made] == list(work.arrival_s)
     shares = [{**small, "share": 1.0}]
-    with pytest.raises(ConfigError, match=r"m\.share: is of generate\.kind"):
+    with pytest.raises(ConfigError, match=r"m\.share: needs generate\.kind"):
         load(config, {"models": shares, "generate": steady})
 
 

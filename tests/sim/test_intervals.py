@@ -120,8 +120,8 @@ def test_a_plan_over_seeds_meets_the_target_in_the_mean(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--seeds", "0"), "--seeds 0: give at least 1"),
-        (("--seeds", "2", "--vary", "seed=1,2"), "--seeds: --vary seed names them already"),
+        (("--seeds", "0"), "--seeds 0: must be >= 1"),
+        (("--seeds", "2", "--vary", "seed=1,2"), "--seeds: cannot be combined with --vary seed"),
     ],
 )
 def test_seeds_that_cannot_be(

@@ -163,9 +163,9 @@ def never(point: Point) -> PointOutcome:
         ("policy=prism,foo", "policy: 'foo' is not a policy"),
         ("gpus=2,0", "gpus.count: 0 GPUs"),
         ("rate_scale=1,fast", "(at rate_scale=fast)"),
-        ("slo_scale=1,-1", "slo_scale: -1 must be above 0"),
+        ("slo_scale=1,-1", "slo_scale: -1 must be > 0"),
         ("slo.ttft=1s,soon", "slo.ttft: 'soon' is not a time"),
-        ("generate.rate=1,0", "rate: 0 must be above 0"),
+        ("generate.rate=1,0", "rate: 0 must be > 0"),
     ],
 )
 def test_a_mistake_in_a_later_point_ends_a_sweep_before_it_begins(
@@ -192,7 +192,7 @@ def test_a_plan_refuses_what_one_of_its_policies_cannot_do(
     monkeypatch.setattr(planning, "simulate", never)
     reuse = ("--policies", "prism,seallm", "--set", "engine.prefix_reuse=true")
     assert call(monkeypatch, "plan", str(config), *reuse) == 2
-    assert "engine.prefix_reuse: seallm controls steps" in capsys.readouterr().err
+    assert "engine.prefix_reuse: cannot be combined with policy 'seallm'" in capsys.readouterr().err
 
 
 def test_a_model_too_large_for_its_gpu_stays_the_outcome_of_a_point(
@@ -218,7 +218,7 @@ def test_too_few_gpus_for_a_policy_stay_the_outcome_of_a_point(
     assert call(monkeypatch, "sweep", str(config), *given) == 0
     rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
     assert [bool(row["problem"]) for row in rows] == [False, False, True, False]
-    assert "aegaeon' prefills and decodes on different GPUs" in rows[2]["problem"]
+    assert "policy 'aegaeon' prefills and decodes on different GPUs" in rows[2]["problem"]
 
 
 def test_a_plan_goes_on_where_a_policy_has_too_few_gpus(config: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_pin_on_a_gpu_that_a_point_lacks_is_its_outcome(
     given = ("--vary", "gpus=1,2", "--out", str(tmp_path), "--jobs", "1")
     assert call(monkeypatch, "sweep", str(config), *given) == 0
     rows = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
-    assert "models[1].device: there is no 'gpu:1'; the GPUs are gpu:0" in rows[0]["problem"]
+    assert "models[1].device: 'gpu:1' does not exist; the GPUs are gpu:0" in rows[0]["problem"]
     assert not rows[1]["problem"]
     found = planning.plan_one(planning.Search(str(config), {}, "prism", 0.5, "ttft", 2))
     assert (found.gpus, found.tried[1]) == (2, 0.0)
@@ -246,9 +246,9 @@ def test_a_pin_on_a_gpu_that_a_point_lacks_is_its_outcome(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("run", "--policies", "static,aegaeon"), "at least 2"),
+        (("run", "--policies", "static,aegaeon"), "gpus.count: must be >= 2"),
         (("run", "--policies", "static,aegaeon", "--set", "engine.prefix_reuse=true"), "reuse"),
-        (("plan", "--policies", "prism,aegaeon", "--max-gpus", "1"), "at least 2"),
+        (("plan", "--policies", "prism,aegaeon", "--max-gpus", "1"), "gpus.count: must be >= 2"),
         (("sweep", "--vary", "policy=prism,aegaeon", "--set", "gpus.count=2"), "b has tp 2"),
         (("plan", "--policies", "prism,aegaeon", "--max-gpus", "2"), "b has tp 2"),
     ],

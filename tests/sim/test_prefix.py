@@ -293,7 +293,7 @@ def test_results_say_how_much_was_cached(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"policy": "muxserve"}, "engine.prefix_reuse: muxserve controls steps"),
-        ({"engine.block_tokens": 48}, "engine.block_tokens: 48 does not divide the 512 tokens"),
+        ({"engine.block_tokens": 48}, "48 must divide the 512 tokens of a hash_ids block"),
     ],
 )
 def test_what_it_cannot_go_with_is_refused(

@@ -120,14 +120,14 @@ def test_lengths_are_beside_the_yaml_and_not_beside_the_trace(tmp_path: Path) ->
 
 MISTAKES = (
     ("format: odd", "source.format: 'odd' is not one of prism"),
-    ("format: csv, map: odd", "source.map: 'odd': known are popularity"),
+    ("format: csv, map: odd", "source.map: 'odd' is not one of popularity"),
     ("format: csv, window: 0s", "source.window: '0s'"),
-    ("format: csv, limit: 0", "source.limit: 0 must be at least 1"),
-    ("format: maf, rate: 0", "rate and seconds: must be above 0"),
+    ("format: csv, limit: 0", "source.limit: 0 must be >= 1"),
+    ("format: maf, rate: 0", "rate and seconds: must be > 0"),
     ("format: csv, lengths: odd", "source.lengths: 'odd': write FORMAT=FILE"),
-    ("format: csv, lengths: odd=x", "source.lengths: 'odd=x': format 'odd': known formats"),
+    ("format: csv, lengths: odd=x", "source.lengths: 'odd=x': format 'odd' is not one of"),
     ("format: csv, lengths: csv=x", "x: cannot be read: No such file or directory"),
-    ("format: csv", "request 1: model: 'x' is not under models:"),
+    ("format: csv", "request 1: model: 'x' is not in models:"),
     ("format: burstgpt", "source.data:2"),
 )
 

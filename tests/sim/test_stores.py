@@ -162,9 +162,12 @@ def test_the_keys(tmp_path: Path) -> None:
             "activation.weights_everywhere: with host_store",
         ),
         ({"activation.disk_rate": "0.4B"}, "activation.disk_rate, gpus.network_rate: must be"),
-        ({"policy": "serverlessllm"}, "activation.host_store: serverlessllm reckons"),
-        ({"policy": "aegaeon"}, "activation.host_store: aegaeon reckons"),
-        ({"policy": "qlm"}, "activation.host_store: qlm reckons"),
+        (
+            {"policy": "serverlessllm"},
+            "activation.host_store: cannot be combined with policy 'serverlessllm'",
+        ),
+        ({"policy": "aegaeon"}, "activation.host_store: cannot be combined with policy 'aegaeon'"),
+        ({"policy": "qlm"}, "activation.host_store: cannot be combined with policy 'qlm'"),
     ],
 )
 def test_what_does_not_go_together(tmp_path: Path, change: dict[str, Any], message: str) -> None:
