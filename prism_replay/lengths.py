@@ -1,4 +1,4 @@
-"""Where the token counts of generated requests come from."""
+"""Sources of the token counts of generated requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ Floats = NDArray[np.float64]
 
 class LengthSource(Protocol):
     def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-        """`count` pairs of (input, output) tokens, each at least 1."""
+        """Returns `count` pairs of (input, output) tokens, each at least 1."""
         ...
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal token counts, clipped to [1, max]. The defaults have, clipped, the medians and
-    means of the public Chatbot Arena sample: 40 and 136 tokens in, 211 and 256 out."""
+    """Log-normal token counts, clipped to [1, max].
+
+    The defaults, after clipping, have the medians and means of the public Chatbot Arena sample:
+    40 and 136 input tokens, 211 and 256 output tokens.
+    """
 
     input_median: float = 40.0
     input_sigma: float = 1.78
@@ -34,11 +37,11 @@ class Lengths:
     output_max: int = 1024
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if a token count is out of range."""
         for key in ("input_median", "input_max", "output_median", "output_max"):
             tokens = getattr(self, key)
             if not 1 <= tokens <= TOKENS_MAX:
-                raise ConfigError(f"{key}: {tokens:g} must be from 1 to {TOKENS_MAX}")
+                raise ConfigError(f"{key}: {tokens:g} must be between 1 and {TOKENS_MAX}")
 
     def sample(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
         inputs = _log_normal(self.input_median, self.input_sigma, self.input_max, count, rng)
@@ -55,12 +58,12 @@ SHAREGPT = Lengths(
     output_sigma=1.0,
     output_max=2048,
 )
-"""Log-normals with the means that MuxServe reports of ShareGPT: 161 tokens in, 338 out."""
+"""Log-normals with the means that MuxServe reports for ShareGPT: 161 input tokens, 338 output."""
 
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """(input, output) pairs of another trace, drawn with replacement."""
+    """Source that draws (input, output) pairs of another trace with replacement."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -70,7 +73,7 @@ class EmpiricalLengths:
 
 @dataclass(frozen=True)
 class QuantileLengths:
-    """Input and output tokens drawn independently from their quantiles at `levels`."""
+    """Source that draws input and output tokens independently from quantiles at `levels`."""
 
     levels: Floats
     inputs: Floats
@@ -85,14 +88,14 @@ class QuantileLengths:
 
 
 def lengths_of(trace: Trace) -> EmpiricalLengths:
-    """The lengths of `trace`, as a source for another."""
+    """Returns the lengths of `trace` as a source for other traces."""
     return EmpiricalLengths(tuple((r.input_length, r.output_length) for r in trace))
 
 
 def requests_at(
     model: str, moments_s: Floats, lengths: LengthSource, rng: np.random.Generator
 ) -> list[TraceRequest]:
-    """One request at each of `moments_s`, with lengths drawn from `lengths`."""
+    """Returns one request at each of `moments_s`, with lengths drawn from `lengths`."""
     drawn = lengths.sample(len(moments_s), rng)
     return [
         TraceRequest(timestamp=round(moment * 1000), model=model, input_length=i, output_length=o)
@@ -101,7 +104,7 @@ def requests_at(
 
 
 def _log_normal(
-    median: float, sigma: float, most: int, size: int, rng: np.random.Generator
+    median: float, sigma: float, maximum: int, size: int, rng: np.random.Generator
 ) -> list[int]:
     drawn = rng.lognormal(math.log(median), sigma, size)
-    return [int(tokens) for tokens in np.clip(np.rint(drawn), 1, most)]
+    return [int(tokens) for tokens in np.clip(np.rint(drawn), 1, maximum)]

@@ -22,7 +22,7 @@ Records = Sequence[RequestRecord]
 
 
 def latency(values_ms: Sequence[float]) -> Latency:
-    """Mean and percentiles, interpolated linearly between order statistics."""
+    """Returns mean and percentiles, interpolated linearly between order statistics."""
     if not values_ms:
         return Latency()
     p50, p95, p99 = (float(value) for value in np.percentile(values_ms, [50, 95, 99]))
@@ -30,16 +30,16 @@ def latency(values_ms: Sequence[float]) -> Latency:
 
 
 def latency_of(records: Records, metric: str) -> Latency:
-    """Of the records that have the metric, one of METRICS."""
+    """Returns the latency over the records that have `metric`, one of METRICS."""
     values = [record.value_ms(metric) for record in records]
     return latency([value for value in values if value is not None])
 
 
 def meets(record: RequestRecord, metric: str, scale: float) -> bool | None:
-    """Whether `record` is within scale x its SLO; None if it has no such SLO.
+    """Returns whether `record` is within scale x its SLO; None if it has no such SLO.
 
-    A request with an error misses all its SLOs. One that finished with a single token has no time
-    between tokens and so meets its TPOT.
+    A request with an error misses all its SLOs. A finished request with a single token has no
+    TPOT and counts as within its TPOT SLO.
     """
     slo_ms = record.slo_ms(metric)
     if slo_ms is None:
@@ -51,18 +51,18 @@ def meets(record: RequestRecord, metric: str, scale: float) -> bool | None:
 
 
 def meets_all(record: RequestRecord, scale: float) -> bool | None:
-    """Whether `record` meets all its SLOs; None if it has none."""
+    """Returns whether `record` meets all its SLOs; None if it has none."""
     verdicts = [meets(record, metric, scale) for metric in METRICS]
     judged = [verdict for verdict in verdicts if verdict is not None]
     return all(judged) if judged else None
 
 
 def attainment(records: Records, scale: float) -> Attainment:
-    """Part of the requests within their SLOs. Interrupted requests are not judged."""
+    """Returns the fraction of requests within their SLOs. Interrupted requests do not count."""
     judged = [record for record in records if record.error != "interrupted"]
-    parts = {m: _part([meets(record, m, scale) for record in judged]) for m in METRICS}
-    every = _part([meets_all(record, scale) for record in judged])
-    return Attainment(len(judged), **parts, all=every)
+    by_metric = {m: _fraction([meets(record, m, scale) for record in judged]) for m in METRICS}
+    every = _fraction([meets_all(record, scale) for record in judged])
+    return Attainment(len(judged), **by_metric, all=every)
 
 
 def summarize_group(records: Records, scales: Sequence[float]) -> GroupSummary:
@@ -83,7 +83,7 @@ def summarize_group(records: Records, scales: Sequence[float]) -> GroupSummary:
 def summarize(
     records: Records, scales: Sequence[float], duration_s: float, counters: Counters | None
 ) -> Summary:
-    """duration_s: length of the replay, for the rates; models are ordered by requests."""
+    """Returns the summary of a replay of `duration_s`; models are ordered by requests."""
     total = summarize_group(records, scales)
     popularity = Counter(record.model for record in records)
     names = sorted(popularity, key=lambda name: (-popularity[name], name))
@@ -105,6 +105,6 @@ def summarize(
     )
 
 
-def _part(verdicts: Sequence[bool | None]) -> float | None:
+def _fraction(verdicts: Sequence[bool | None]) -> float | None:
     judged = [verdict for verdict in verdicts if verdict is not None]
     return sum(judged) / len(judged) if judged else None

@@ -1,8 +1,8 @@
-"""The results file of a replay, schema "prism-replay/1": one JSON object, written and read here.
+"""The results file of a replay, schema "prism-replay/1": its types, writer and reader.
 
-{schema, config, records: [one per request sent], samples: [server state each second],
- counters: totals over the run, summary}. Absent values are null. Only config.started_unix_s is a
-time of day.
+One JSON object: {schema, config, records: [one per request sent], samples: [server state each
+second], counters: totals over the run, summary}. Absent values are null. config.started_unix_s is
+the only absolute time.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     model: str
     arrival_s: float
-    """When the trace asks for it, in seconds since the replay's start."""
+    """Arrival time according to the trace, in seconds since the replay's start."""
     send_lag_ms: float
-    """How much later it was sent."""
+    """Delay from arrival_s until the client sent the request."""
     input_tokens: int
     expected_tokens: int
     output_tokens: int = 0
     ttft_ms: float | None = None
-    """Like e2e_ms, it counts from arrival_s: a slow client makes results worse, never better."""
+    """Counted from arrival_s, as is e2e_ms: a slow client makes results worse, never better."""
     tpot_ms: float | None = None
-    """(last - first token) / (tokens - 1); null with fewer than 2 tokens."""
+    """(time of the last token - first token) / (tokens - 1); null with fewer than 2 tokens."""
     e2e_ms: float | None = None
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     slo_e2e_ms: float | None = None
     priority: int = 0
     error: str | None = None
-    """A code such as "timeout", "connection", "http_503" or "short", or the server's own;
-    "interrupted" where the user ended the replay."""
+    """The server's error code, or one of the client's such as "timeout", "connection", "http_503"
+    or "short"; "interrupted" if the user ended the replay."""
     message: str = ""
     response_id: str | None = None
-    """The server's name of its answer."""
+    """The server's id of the response."""
 
     @property
     def ok(self) -> bool:
         return self.error is None
 
     def value_ms(self, metric: str) -> float | None:
-        """One of METRICS."""
+        """Returns the value of one of METRICS."""
         return {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2e": self.e2e_ms}[metric]
 
     def slo_ms(self, metric: str) -> float | None:
@@ -59,7 +59,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """By how much the server's counters grew."""
+    """Growth of the server's counters."""
 
     maps: int = 0
     unmaps: int = 0
@@ -74,17 +74,17 @@ class StatusSample(msgspec.Struct, frozen=True):
     """The server's state at one moment, over all devices."""
 
     t_s: float
-    """Since the replay's start."""
+    """Time since the replay's start."""
     kv_bytes: dict[str, int]
     """Model -> mapped KV memory."""
     resident_bytes: int
     capacity_bytes: int
     counters: Counters
-    """Since the replay's start."""
+    """Growth since the replay's start."""
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Milliseconds, over the requests that finished; null without any."""
+    """Latency in ms over the finished requests; null without any."""
 
     mean: float | None = None
     p50: float | None = None
@@ -93,9 +93,10 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Attainment(msgspec.Struct, frozen=True):
-    """Part (0..1) of the judged requests within their SLO; null where none has that SLO."""
+    """Fraction (0..1) of the judged requests within their SLO; null if none has that SLO."""
 
     judged: int
+    """Number of requests that count: all but the interrupted ones."""
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
@@ -103,7 +104,7 @@ class Attainment(msgspec.Struct, frozen=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """All requests, or those of one model."""
+    """Summary of all requests, or of one model's."""
 
     requests: int
     completed: int
@@ -114,14 +115,14 @@ class GroupSummary(msgspec.Struct, frozen=True):
     tpot_ms: Latency
     e2e_ms: Latency
     attainment: dict[str, Attainment]
-    """By `scale_key` of the SLO scale, such as "0.5"."""
+    """`scale_key` of each SLO scale, such as "0.5" -> its attainment."""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Of the whole replay. Rates are per `duration_s`."""
+    """Summary of the whole replay. Rates are averages over `duration_s`."""
 
     duration_s: float
-    """From the start to the last answer."""
+    """Time from the start to the last answer."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -133,12 +134,12 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def groups(self) -> dict[str, GroupSummary]:
-        """The models, and last the total."""
+        """The models' summaries, followed by the total."""
         return {**self.models, "total": self.total}
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the replay was run; enough to run it again."""
+    """Options of a replay, sufficient to repeat it."""
 
     trace: str
     url: str
@@ -155,7 +156,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def main_scale(self) -> float:
-        """The SLO scale nearest to 1, which single figures show."""
+        """The SLO scale nearest to 1, used for figures that show one scale."""
         return min(self.slo_scales, key=lambda scale: abs(scale - 1))
 
 
@@ -169,7 +170,7 @@ class ReplayResults(msgspec.Struct, frozen=True):
 
 
 def scale_key(scale: float) -> str:
-    """The key of an SLO scale in `GroupSummary.attainment`: 1.0 -> "1"."""
+    """Returns the key of an SLO scale in `GroupSummary.attainment`: 1.0 -> "1"."""
     return f"{scale:g}"
 
 
@@ -183,13 +184,13 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
 
 
 def read_results(path: Path) -> ReplayResults:
-    """Raises ConfigError where the file is not a results file of this schema."""
+    """Returns the results of a file. Raises ConfigError if it does not have this schema."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ReplayResults)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a results file of prism-replay: {error}") from error
+        raise ConfigError(f"{path}: is not a results file of prism-replay: {error}") from error
     if found.schema != SCHEMA:
-        raise ConfigError(f"{path}: schema {found.schema!r}, this version reads {SCHEMA!r}")
+        raise ConfigError(f"{path}: has schema {found.schema!r}; this version reads {SCHEMA!r}")
     return found

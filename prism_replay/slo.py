@@ -15,7 +15,7 @@ class Slo(msgspec.Struct, frozen=True):
     ttft_ms: float = 2000.0
     tpot_ms: float = 200.0
     whole_ms: float | None = None
-    """End to end; None for TTFT + TPOT x (output - 1)."""
+    """End-to-end SLO; None for TTFT + TPOT x (output tokens - 1)."""
 
     def e2e_ms(self, output_tokens: int) -> float:
         if self.whole_ms is not None:
@@ -24,8 +24,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 def parse_slo(text: str) -> Slo:
-    """`"2000/200"` is TTFT and TPOT in ms, `"2000/200/9000"` end to end as well. Raises
-    ConfigError."""
+    """Parses "TTFT/TPOT" or "TTFT/TPOT/E2E" in ms, such as "2000/200". Raises ConfigError."""
     try:
         ttft_ms, tpot_ms, *rest = times_ms = [float(part) for part in text.split("/")]
         (whole_ms,) = rest or (None,)
@@ -39,7 +38,10 @@ def parse_slo(text: str) -> Slo:
 
 
 def parse_slos(texts: list[str]) -> tuple[Slo, dict[str, Slo]]:
-    """`["2000/200", "tiny=1000/100"]` to (default, per model). Raises ConfigError."""
+    """Parses SLOs such as "2000/200" and "tiny=1000/100" to (default, SLO of each model).
+
+    Raises ConfigError.
+    """
     default, per_model = Slo(), dict[str, Slo]()
     for text in texts:
         model, separator, times = text.rpartition("=")

@@ -1,6 +1,6 @@
 """The trace format: JSON lines in Mooncake's field names plus the model and its SLOs.
 
-One request a line, ordered by `timestamp`:
+One request per line, ordered by `timestamp`:
 {"timestamp": 1250, "model": "tiny-llama", "input_length": 64, "output_length": 32,
  "slo_ttft_ms": 2000, "slo_tpot_ms": 200, "slo_e2e_ms": 8200, "hash_ids": [0, 7]}
 """
@@ -33,15 +33,17 @@ class TraceRequest(
     input_length: Tokens
     output_length: Tokens
     slo_ttft_ms: Milliseconds | None = None
-    """Objectives; None where the request has no such one."""
+    """SLO of the time to first token; None for no such SLO."""
     slo_tpot_ms: Milliseconds | None = None
+    """SLO of the time per output token; None for no such SLO."""
     slo_e2e_ms: Milliseconds | None = None
+    """SLO of the end-to-end latency; None for no such SLO."""
     priority: Priority = 0
-    """Waiting requests of a higher one start first."""
+    """Scheduling priority: of the waiting requests, those with a higher value start first."""
     hash_ids: tuple[int, ...] = ()
-    """One id per prompt block. Equal ids mean equal tokens (Mooncake's prefix sharing)."""
+    """One id per prompt block. Blocks with equal ids have equal tokens (Mooncake)."""
     prompt: str | None = None
-    """Text sent instead of synthetic tokens. Its own length then replaces input_length."""
+    """Text sent instead of synthetic tokens. The server counts its tokens, not input_length."""
 
     @property
     def arrival_s(self) -> float:
@@ -51,11 +53,11 @@ class TraceRequest(
 Trace = Sequence[TraceRequest]
 DAY_MS = 86_400_000.0
 REQUESTS_MAX = 20_000_000
-"""Of a trace that is generated, drawn from rates or scaled: more would fill the memory."""
+"""Most requests of a trace that is generated, drawn from rates or scaled; limited by memory."""
 SECONDS_MAX = 1e9
-"""Of such a trace: thirty years. Sessions are drawn one by one, and statistics are of minutes."""
+"""Longest such trace, about 30 years: time and memory grow with its sessions and minutes."""
 TOKENS_MAX = 2**31 - 1
-"""Of a prompt or an answer: tables of requests count in 32 bits."""
+"""Most tokens of a prompt or an answer: tables of requests hold 32-bit counts."""
 LONGEST_GAP_MS = 30 * DAY_MS
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 _DECODER = msgspec.json.Decoder(TraceRequest)
@@ -63,7 +65,10 @@ Line = TypeVar("Line")
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests of a `.jsonl` or `.jsonl.gz` file. Raises TraceError with file:line and key."""
+    """Returns all requests of a `.jsonl` file, which may be compressed (.gz, .xz).
+
+    Raises TraceError that names the file, the line and the key.
+    """
     requests: list[TraceRequest] = []
     before_ms = 0.0
     for where, line in numbered_lines(path):
@@ -72,7 +77,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
         requests.append(request)
         before_ms = request.timestamp
     if not requests:
-        raise TraceError(f"{path}: the trace is empty; give a file with one JSON object a line")
+        raise TraceError(f"{path}: the trace is empty; give a file with one JSON object per line")
     return requests
 
 
@@ -91,13 +96,15 @@ def _check_time(where: str, timestamp_ms: float, before_ms: float) -> None:
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """Compressed if the name ends in .gz. The same trace gives the same bytes. Raises
-    TraceError."""
+    """Writes a trace, compressed if the name ends in .gz. The same trace gives the same bytes.
+
+    Raises TraceError if the file cannot be written.
+    """
     write_bytes(path, b"".join(msgspec.json.encode(request) + b"\n" for request in trace))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Compressed if the name ends in .gz. Raises TraceError."""
+    """Writes a file, compressed if the name ends in .gz. Raises TraceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
@@ -106,13 +113,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def models_of(trace: Trace) -> list[str]:
-    """Model names, the most requested first, ties by name."""
+    """Returns the model names, the most requested first and ties by name."""
     counts = Counter(request.model for request in trace)
     return sorted(counts, key=lambda name: (-counts[name], name))
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """("file:line", content) of every line that is not blank. Raises TraceError."""
+    """Yields ("file:line", content) for every line that is not blank. Raises TraceError."""
     try:
         raw = path.read_bytes()
         content = DECOMPRESS.get(path.suffix, bytes)(raw)
@@ -125,7 +132,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def decode_line(decoder: msgspec.json.Decoder[Line], line: bytes, where: str) -> Line:
-    """Raises TraceError that begins with `where`."""
+    """Returns the decoded line. Raises TraceError that begins with `where`."""
     try:
         return decoder.decode(line)
     except msgspec.ValidationError as error:
@@ -135,7 +142,7 @@ def decode_line(decoder: msgspec.json.Decoder[Line], line: bytes, where: str) ->
 
 
 def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the key first: "input_length: Expected `int` >= 1"."""
+    """Returns msgspec's message with the key first: "input_length: Expected `int` >= 1"."""
     reason, _, location = str(error).partition(" - at `$.")
     if "required field `model`" in reason:
         remedy = "prism-replay convert --format mooncake --models NAME"

@@ -17,19 +17,20 @@ from prism_replay.trace import REQUESTS_MAX, SECONDS_MAX, Trace, TraceRequest, m
 def scale_rate(
     trace: Trace, factor: float, seed: int = 0, jitter_s: float = 1.0
 ) -> list[TraceRequest]:
-    """Multiply the number of requests by `factor`, keeping the traffic's pattern (Prism §7.2).
+    """Multiplies the number of requests by `factor`, keeping the traffic's pattern (Prism §7.2).
 
-    Below 1, requests are thinned at random. Above 1, each is replicated, the last time with the
-    fraction's probability; copies move by up to `jitter_s` seconds. Copies share prompt prefixes
-    among themselves as the originals do, but not with the originals: otherwise the prefix cache
-    would serve the added load. Raises TraceError if no request is left.
+    Below 1, requests are dropped at random. Above 1, every request appears floor(factor) times,
+    and once more with the probability of the fractional part. Copies are shifted by up to
+    `jitter_s` seconds. They share prompt prefixes with each other as the originals do, but not
+    with the originals: otherwise the prefix cache would serve the added load. Raises TraceError
+    if no request is left.
     """
     if not 0 < factor < math.inf:
-        raise TraceError(f"rate scale {factor:g}: must be above 0 and finite")
+        raise TraceError(f"rate scale {factor:g}: must be > 0 and finite")
     if len(trace) * factor > REQUESTS_MAX:
         raise TraceError(
-            f"rate scale {factor:g}: {len(trace)} requests become more than the {REQUESTS_MAX:,}"
-            " that a trace may have; lower it"
+            f"rate scale {factor:g}: {len(trace)} requests become more than the maximum of"
+            f" {REQUESTS_MAX:,}; lower the scale"
         )
     rng = np.random.default_rng(seed)
     stride = 1 + max((max(r.hash_ids) for r in trace if r.hash_ids), default=0)
@@ -48,9 +49,9 @@ def scale_rate(
 
 
 def scale_time(trace: Trace, factor: float) -> list[TraceRequest]:
-    """Multiply every timestamp by `factor`: 0.5 replays twice as fast. SLOs stay as they are."""
+    """Multiplies every timestamp by `factor`: 0.5 replays twice as fast. SLOs do not change."""
     if not 0 < factor < math.inf:
-        raise TraceError(f"time scale {factor:g}: must be above 0 and finite")
+        raise TraceError(f"time scale {factor:g}: must be > 0 and finite")
     if max((request.arrival_s for request in trace), default=0.0) * factor > SECONDS_MAX:
         raise TraceError(f"time scale {factor:g}: the trace becomes longer than {SECONDS_MAX:g} s")
     return [
@@ -60,7 +61,7 @@ def scale_time(trace: Trace, factor: float) -> list[TraceRequest]:
 
 
 def window(trace: Trace, start_s: float, end_s: float = math.inf) -> list[TraceRequest]:
-    """The requests that arrive in [start_s, end_s), with start_s as the new zero."""
+    """Returns the requests that arrive in [start_s, end_s), with start_s as the new zero."""
     inside = [
         msgspec.structs.replace(request, timestamp=round(request.timestamp - start_s * 1000, 3))
         for request in trace
@@ -70,12 +71,12 @@ def window(trace: Trace, start_s: float, end_s: float = math.inf) -> list[TraceR
 
 
 def limit(trace: Trace, requests: int) -> list[TraceRequest]:
-    """The first `requests` arrivals."""
+    """Returns the first `requests` requests."""
     return _not_empty(list(trace[:requests]), f"limit {requests}")
 
 
 def map_models(trace: Trace, mapping: Mapping[str, str]) -> list[TraceRequest]:
-    """Rename models; every model of the trace must be in `mapping`."""
+    """Renames models. Raises TraceError if a model of the trace is not in `mapping`."""
     missing = [name for name in models_of(trace) if name not in mapping]
     if missing:
         raise TraceError(f"model map: no target for {', '.join(missing)}")
@@ -83,8 +84,11 @@ def map_models(trace: Trace, mapping: Mapping[str, str]) -> list[TraceRequest]:
 
 
 def sample_models(trace: Trace, count: int, seed: int = 0) -> list[TraceRequest]:
-    """The requests of `count` models from all ranks of popularity (Prism §7.2: popular and
-    long-tail models). Ranks are cut into `count` runs; one model of each is drawn."""
+    """Returns the requests of `count` models of all ranks of popularity.
+
+    The models are split by rank into `count` groups and one model of each is drawn, so that both
+    popular and long-tail models are included (Prism §7.2).
+    """
     names = models_of(trace)
     if not 1 <= count <= len(names):
         raise TraceError(f"sample of {count} models: the trace has {len(names)}")
@@ -95,27 +99,31 @@ def sample_models(trace: Trace, count: int, seed: int = 0) -> list[TraceRequest]
 
 
 def only_models(trace: Trace, names: Collection[str]) -> list[TraceRequest]:
-    """The requests of these models, each of which the trace must have."""
+    """Returns the requests of these models. Raises TraceError for a model not in the trace."""
     unknown = sorted(set(names) - set(models_of(trace)))
     if unknown:
-        raise TraceError(f"model {unknown[0]!r}: the trace has {', '.join(models_of(trace))}")
+        raise TraceError(
+            f"model {unknown[0]!r} is not in the trace; models: {', '.join(models_of(trace))}"
+        )
     return [request for request in trace if request.model in names]
 
 
 def round_robin_map(sources: list[str], targets: list[str]) -> dict[str, str]:
-    """Deal `sources` out to `targets` in turn, as SeaLLM and AlpaServe do with the functions of
-    Azure's trace. Targets become about equally popular."""
+    """Maps `sources` onto `targets` round robin, which become about equally popular.
+
+    SeaLLM and AlpaServe do so with the functions of Azure's trace.
+    """
     if not targets:
         raise TraceError("model map: name at least one model")
     return {name: targets[rank % len(targets)] for rank, name in enumerate(sources)}
 
 
 def popularity_map(sources: list[str], targets: list[str]) -> dict[str, str]:
-    """Map `sources` (most popular first) onto `targets` (to be most popular first).
+    """Maps `sources` onto `targets`, both most popular first.
 
-    Sources are cut into len(targets) runs of equal length by rank: the most popular sources share
-    the first target, the least popular ones the last. So the long tail stays. Targets beyond the
-    number of sources get nothing.
+    Sources are split by rank into len(targets) groups of equal size: the most popular sources
+    share the first target, the least popular ones the last. This keeps the long tail. Targets
+    beyond the number of sources get no source.
     """
     if not targets:
         raise TraceError("model map: name at least one model")
@@ -127,20 +135,20 @@ MAPS = {"popularity": popularity_map, "round-robin": round_robin_map}
 
 
 def map_onto(trace: Trace, targets: list[str], how: str, where: str) -> list[TraceRequest]:
-    """The trace's models mapped onto `targets` by one of MAPS. Raises ConfigError with `where`."""
+    """Maps the trace's models onto `targets` by one of MAPS. Raises ConfigError with `where`."""
     if how not in MAPS:
-        raise ConfigError(f"{where} {how!r}: known are {', '.join(MAPS)}")
+        raise ConfigError(f"{where} {how!r} is not one of {', '.join(MAPS)}")
     return map_models(trace, MAPS[how](models_of(trace), targets))
 
 
 @dataclass(frozen=True)
 class LengthRule:
-    """Lengths times `scale`, then clipped so that input and output fit `context_tokens`."""
+    """Rule that multiplies lengths by `scale` and clips them to fit `context_tokens`."""
 
     context_tokens: int
     scale: float = 1.0
     output_max_tokens: int | None = None
-    """None: half of the context. The input gets the rest."""
+    """Longest output; None for half of the context. The input gets the rest."""
 
     @property
     def output_limit(self) -> int:
@@ -148,21 +156,21 @@ class LengthRule:
 
 
 def fit_lengths(trace: Trace, rule: LengthRule) -> list[TraceRequest]:
-    """Apply `rule` to every request; at least one token stays on each side."""
+    """Applies `rule` to every request, leaving at least one input and one output token."""
     if rule.context_tokens <= rule.output_limit or not 0 < rule.scale < math.inf:
         raise TraceError(
             f"context {rule.context_tokens}, output limit {rule.output_limit}, length scale "
-            f"{rule.scale:g}: the context must exceed the output limit, the scale 0 (and be finite)"
+            f"{rule.scale:g}: the context must be > the output limit, the scale > 0 and finite"
         )
     return [_fit(request, rule) for request in trace]
 
 
 def _fit(request: TraceRequest, rule: LengthRule) -> TraceRequest:
     output = min(rule.output_limit, max(1, round(request.output_length * rule.scale)))
-    room = rule.context_tokens - output
+    input_limit = rule.context_tokens - output
     return msgspec.structs.replace(
         request,
-        input_length=min(room, max(1, round(request.input_length * rule.scale))),
+        input_length=min(input_limit, max(1, round(request.input_length * rule.scale))),
         output_length=output,
     )
 

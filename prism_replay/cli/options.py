@@ -1,4 +1,4 @@
-"""Options that commands on traces share, and their parsers."""
+"""Options that the commands on traces share, and their parsers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from prism_replay.lengths import EmpiricalLengths, Lengths, lengths_of
 from prism_replay.trace import TOKENS_MAX
 
 TraceFile = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="JSON lines, or --format's; .gz and .xz allowed.")
+    Path,
+    typer.Argument(
+        metavar="TRACE", help="JSON lines, or the format of --format; may end in .gz or .xz."
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="File to write.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same result.", min=0)]
@@ -38,7 +41,7 @@ LengthsOption = Annotated[
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise ConfigError before minutes of work whose result could not be written to `path`."""
+    """Raises ConfigError if `path` is not writable. Called before long work, not after it."""
     if path is None:
         return
     try:
@@ -50,7 +53,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def parse_models(text: str) -> dict[str, float | None]:
-    """`"a:0.5,b"` to {"a": 0.5, "b": None}. Raises ConfigError."""
+    """Parses "a:0.5,b" to {"a": 0.5, "b": None}. Raises ConfigError."""
     shares: dict[str, float | None] = {}
     for part in text.split(","):
         name, separator, share = part.strip().partition(":")
@@ -64,7 +67,7 @@ def parse_models(text: str) -> dict[str, float | None]:
 
 
 def parse_names(option: str, text: str) -> list[str]:
-    """`"a,b"` to its names. Raises ConfigError."""
+    """Parses "a,b" to its names. Raises ConfigError."""
     names = [part.strip() for part in text.split(",")]
     if not all(names) or len(set(names)) < len(names):
         raise ConfigError(f"{option} {text!r}: a name is empty or given twice")
@@ -72,7 +75,7 @@ def parse_names(option: str, text: str) -> list[str]:
 
 
 def parse_token_counts(inputs: str, outputs: str) -> Lengths:
-    """`"40:1024"` is median and maximum. Raises ConfigError."""
+    """Parses token counts such as "40:1024", median and maximum. Raises ConfigError."""
     try:
         (input_median, input_max), (output_median, output_max) = (
             (float(part) for part in text.split(":")) for text in (inputs, outputs)
@@ -80,7 +83,9 @@ def parse_token_counts(inputs: str, outputs: str) -> Lengths:
     except ValueError as error:
         raise ConfigError(f"token counts {inputs!r}, {outputs!r}: write MEDIAN:MAX") from error
     if not all(1 <= n <= TOKENS_MAX for n in (input_median, input_max, output_median, output_max)):
-        raise ConfigError(f"token counts {inputs!r}, {outputs!r}: must be from 1 to {TOKENS_MAX}")
+        raise ConfigError(
+            f"token counts {inputs!r}, {outputs!r}: must be between 1 and {TOKENS_MAX}"
+        )
     return Lengths(
         input_median=input_median,
         input_max=int(input_max),
@@ -90,8 +95,10 @@ def parse_token_counts(inputs: str, outputs: str) -> Lengths:
 
 
 def parse_lengths(text: str, option: str = "--lengths", folder: Path = Path()) -> EmpiricalLengths:
-    """`"sharegpt=sg.json"` to the pairs of that trace, relative to `folder`. Raises ConfigError,
-    TraceError that name the option."""
+    """Returns the lengths of the trace that `text` names, such as "sharegpt=sg.json".
+
+    The file is relative to `folder`. Raises ConfigError or TraceError, which name the option.
+    """
     name, separator, path = text.partition("=")
     if not separator or not path:
         raise ConfigError(f"{option} {text!r}: write FORMAT=FILE, such as sharegpt=sg.json")

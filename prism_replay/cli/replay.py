@@ -31,14 +31,16 @@ INTERRUPTED = 130
 def run(
     trace: opts.TraceFile,
     *,
-    url: Annotated[str, typer.Option(help="Server with OpenAI's routes.")] = (
+    url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API.")] = (
         "http://127.0.0.1:8000"
     ),
     rate_scale: opts.RateScale = 1.0,
     time_scale: opts.TimeScale = 1.0,
     slo_scale: Annotated[str, typer.Option(help="Scales to judge SLOs at: 0.5,1,2")] = "1",
     seed: opts.Seed = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds for one answer.", min=0.001)] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Timeout of a request, in seconds.", min=0.001)
+    ] = 600.0,
     limit: opts.Limit = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.", min=1)] = 512,
     token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
@@ -46,11 +48,12 @@ def run(
     html: Annotated[
         Path | None, typer.Option("--html", "--report", help="One-page report.")
     ] = None,
-    strict: Annotated[bool, typer.Option(help="Exit 1 when any request failed.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 if a request failed.")] = False,
 ) -> None:
-    """Send the trace's requests at their times and measure TTFT, TPOT and end to end.
+    """Sends the trace's requests at their times and measures TTFT, TPOT and E2E latency.
 
-    Arrivals never wait for answers (open loop). Ctrl-C ends early with partial results.
+    Requests are sent without waiting for answers (open loop). Ctrl-C stops the replay and reports
+    partial results.
     """
     requests = trace_cli.scaled(read_trace(trace), rate_scale, time_scale, limit, seed)
     config = RunConfig(
@@ -80,7 +83,7 @@ def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="JSON of a replay.")],
     out: opts.Out = Path("report.html"),
 ) -> None:
-    """Write the HTML report of an earlier replay."""
+    """Writes the HTML report of an earlier replay."""
     from prism_replay.report.page import write_report
 
     opts.check_writable(out)
@@ -92,18 +95,18 @@ app.add_typer(trace_cli.commands("prism-replay"))
 
 
 def parse_scales(text: str, option: str) -> tuple[float, ...]:
-    """`"0.5,1,2"` to numbers. Raises ConfigError that names the option."""
+    """Parses "0.5,1,2" to numbers. Raises ConfigError that names the option."""
     try:
         scales = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: write numbers such as 0.5,1,2") from error
     if not all(0 < scale < float("inf") for scale in scales):
-        raise ConfigError(f"{option} {text!r}: every scale must be above 0 and finite")
+        raise ConfigError(f"{option} {text!r}: every scale must be > 0 and finite")
     return scales
 
 
 def main() -> None:
-    """The console script: wrong input is one line on stderr and exit code 2."""
+    """Runs the console script. Invalid input prints one line on stderr and exits with 2."""
     run_command(app, "prism-replay")
 
 

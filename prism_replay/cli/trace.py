@@ -1,4 +1,4 @@
-"""The commands on traces, which `prism-replay` and `prism-sim trace` share."""
+"""The commands on traces that `prism-replay` and `prism-sim trace` share."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ Models = Annotated[
 ]
 Kind = Annotated[
     str,
-    typer.Option(help="production: calm sessions; bursty: groups and pauses; steady: MuxServe's."),
+    typer.Option(help="production: sessions; bursty: groups and pauses; steady: MuxServe."),
 ]
 Preset = Annotated[
     str | None, typer.Option(help=f"Bursty with the settings of {', '.join(PRESETS)}.")
 ]
 Start = Annotated[float, typer.Option(help="Seconds to skip.", min=0)]
-Thin = Annotated[float, typer.Option(help="Part of the requests to keep (maf, servegen).")]
-Window = Annotated[float | None, typer.Option(help="Seconds to take from --start on.", min=0)]
+Thin = Annotated[float, typer.Option(help="Fraction of the requests to keep (maf, servegen).")]
+Window = Annotated[float | None, typer.Option(help="Seconds to read from --start.", min=0)]
 
 
 def commands(program: str) -> typer.Typer:
-    """The app of these commands; their examples begin with `program`."""
+    """Returns an app with these commands, whose examples begin with `program`."""
     app = new_app("Read, measure, transform and generate multi-model traces.")
     for command, example in EXAMPLES.items():
         epilog = f"Example: {program} {command.__name__} {example}"
@@ -71,25 +71,25 @@ def generate(
         float | None, typer.Option(help="CV of gaps: 1 for Poisson (steady), 2.5 (production).")
     ] = None,
     input_tokens: Annotated[
-        str | None, typer.Option(help=f"Median:max of the prompts, such as {INPUT_TOKENS}.")
+        str | None, typer.Option(help=f"Median:max tokens of prompts, such as {INPUT_TOKENS}.")
     ] = None,
     output_tokens: Annotated[
-        str | None, typer.Option(help=f"Median:max of the outputs, such as {OUTPUT_TOKENS}.")
+        str | None, typer.Option(help=f"Median:max tokens of outputs, such as {OUTPUT_TOKENS}.")
     ] = None,
     lengths: opts.LengthsOption = None,
     prefix_share: Annotated[
         float,
-        typer.Option(help="Part that repeats an earlier prompt (production).", min=0, max=1),
+        typer.Option(help="Fraction that repeats an earlier prompt (production).", min=0, max=1),
     ] = 0.0,
     slo: opts.SloOption = None,
 ) -> None:
-    """Generate a seeded trace.
+    """Generates a seeded trace.
 
-    production has the statistics that Prism §3.1 reports, with sessions per model. bursty comes
-    nearer to its idle intervals; --preset names one of its traces. steady is MuxServe's power law
-    of rates with Poisson or Gamma gaps. Without shares, popularity is a power law in which the
-    last 60 % of the models give 25 % of the requests. Without token counts, lengths are those of
-    the Chatbot Arena sample, for steady those of ShareGPT.
+    production has sessions per model and the statistics that Prism §3.1 reports. bursty is closer
+    to its idle intervals; --preset selects one of its traces. steady has MuxServe's power law of
+    rates with Poisson or Gamma gaps. Without shares, popularity is a power law in which the last
+    60 % of the models get 25 % of the requests. Without token counts, lengths are drawn as in the
+    Chatbot Arena sample, for steady as in ShareGPT.
     """
     settings = {
         "seconds": seconds,
@@ -105,7 +105,7 @@ def generate(
     requests = with_slos(generate_trace(config), default, per_model)
     unknown = sorted(set(per_model) - set(models_of(requests)))
     if unknown:
-        raise ConfigError(f"--slo: {unknown[0]!r} is not among the models")
+        raise ConfigError(f"--slo: {unknown[0]!r} is not a model of the trace")
     save(transforms.scale_time(requests, time_scale), out)
 
 
@@ -124,14 +124,14 @@ def stats(
     json: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page with plots.")] = None,
 ) -> None:
-    """Print popularity, idleness and burstiness beside the published values."""
+    """Prints popularity, idleness and burstiness, compared with the published values."""
     from prism_replay.report.console import print_stats
     from prism_replay.report.stats import describe
 
     for path in (json, html):
         opts.check_writable(path)
     if seconds is not None and not 0 < seconds <= SECONDS_MAX:
-        raise ConfigError(f"--seconds {seconds:g}: must be above 0 and at most {SECONDS_MAX:g}")
+        raise ConfigError(f"--seconds {seconds:g}: must be > 0 and <= {SECONDS_MAX:g}")
     options = ReadOptions(seed=seed, start_s=start, seconds=window or 3600.0, thin=thin)
     requests = read_window(trace, format_, options, window)
     requests = transforms.scale_time(requests, time_scale)
@@ -152,14 +152,14 @@ def convert(
     out: opts.Out,
     models: Annotated[
         str | None,
-        typer.Option(help="Models to map onto, most popular first; default: the trace's."),
+        typer.Option(help="Models to map onto, most popular first; default: no mapping."),
     ] = None,
     map_: Annotated[str, typer.Option("--map", help=", ".join(transforms.MAPS))] = "popularity",
     format_: opts.Format = "prism",
     to: Annotated[str, typer.Option(help="Format to write: prism or mooncake.")] = "prism",
-    only: Annotated[str | None, typer.Option(help="Take only these of its models.")] = None,
+    only: Annotated[str | None, typer.Option(help="Keep only these models of the trace.")] = None,
     sample_models: Annotated[
-        int | None, typer.Option(help="Take N models from all ranks of popularity.", min=1)
+        int | None, typer.Option(help="Keep N models, drawn from all ranks of popularity.", min=1)
     ] = None,
     context: Annotated[int | None, typer.Option(help="Clip to this context.", min=2)] = None,
     output_max: Annotated[int | None, typer.Option(help="Longest output.", min=1)] = None,
@@ -175,10 +175,10 @@ def convert(
     lengths: opts.LengthsOption = None,
     slo: opts.SloOption = None,
 ) -> None:
-    """Turn a public trace into one for the models at hand.
+    """Converts a public trace to one for the given models.
 
-    Its models are ranked by popularity and cut into as many runs of equal length as there are
-    targets, so that the long tail stays. Without --slo, the trace keeps its SLOs.
+    Its models are ranked by popularity and split into groups of equal size, one per target, which
+    keeps the long tail. Without --slo, the trace keeps its SLOs.
     """
     options = ReadOptions(seed, rate, start_s=start, seconds=window or 3600.0, thin=thin)
     if lengths:
@@ -220,7 +220,7 @@ def scaled(
 
 
 def save(requests: list[TraceRequest], out: Path, to: str = "prism") -> None:
-    """Write the trace and say what it holds. Raises TraceError."""
+    """Writes the trace and prints its requests per model. Raises TraceError, ConfigError."""
     opts.check_writable(out)
     if to == "mooncake":
         from prism_replay.formats.writers import write_mooncake
@@ -229,7 +229,7 @@ def save(requests: list[TraceRequest], out: Path, to: str = "prism") -> None:
     elif to == "prism":
         write_trace(out, requests)
     else:
-        raise ConfigError(f"--to {to!r}: write prism or mooncake")
+        raise ConfigError(f"--to {to!r}: must be prism or mooncake")
     end_s = requests[-1].arrival_s
     counts = Counter(request.model for request in requests)
     shown = ", ".join(f"{name} {counts[name]}" for name in models_of(requests)[:8])
@@ -245,7 +245,7 @@ def _generator(
         names = None if models is None else opts.parse_names("--models", models)
         return config_of_preset(preset, names, settings)
     if kind not in KINDS:
-        raise ConfigError(f"--kind {kind!r}: known are {', '.join(KINDS)}")
+        raise ConfigError(f"--kind {kind!r} is not one of {', '.join(KINDS)}")
     if models is None:
         raise ConfigError("--models: name at least one model, the most popular first")
     if kind != "production":
@@ -256,7 +256,7 @@ def _generator(
 
 
 def _lengths(source: str | None, inputs: str | None, outputs: str | None) -> LengthSource | None:
-    """None: the generator's own."""
+    """Returns the given lengths; None for the generator's default."""
     if source:
         return opts.parse_lengths(source)
     if inputs or outputs:

@@ -1,8 +1,8 @@
-"""The trace formats, so that users can bring public traces as they were published.
+"""Readers of trace formats: public traces are read as they were published.
 
-A reader gives requests of the source's own models; `transforms.py` and `slo.py` turn them into a
-trace for the models at hand. Files may end in .gz or .xz. `ReadOptions` say how a reader draws
-what its source lacks.
+A reader returns requests of the source's own models; `transforms.py` and `slo.py` turn them into a
+trace for the user's models. Files may end in .gz or .xz. `ReadOptions` control how a reader draws
+values that its source does not have.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from prism_replay.formats.rows import (
     Row,
     poisson_times_s,
     read_rows,
-    say,
     starting_at_zero,
     strict_order,
+    warn_once,
 )
 from prism_replay.formats.sampled import read_maf, read_sharegpt
 from prism_replay.formats.servegen import read_servegen
@@ -33,25 +33,27 @@ from prism_replay.trace import Tokens, TraceRequest, decode_line, numbered_lines
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """A CSV file with one request a row, ordered by time."""
+    """Format of a CSV file with one request per row, ordered by time."""
 
     time: str
-    """Column names."""
+    """Name of the column with arrival times."""
     input_tokens: str
+    """Name of the column with prompt lengths."""
     output_tokens: str
+    """Name of the column with output lengths."""
     model: Callable[[Row], str | None] = lambda row: None
-    """None: the file is one model, named after it."""
+    """Function from a row to its model; None if the whole file is one model, named after it."""
     seconds: Callable[[str], float] = float
-    """Seconds of what the time column holds."""
+    """Function from the text of the time column to seconds."""
     from_zero: bool = True
-    """Whether times count from the first request rather than as written."""
+    """True if times are shifted so that the first request arrives at 0."""
     drawn_times: bool = False
-    """Whether a file without the time column gets Poisson arrivals."""
+    """True if a file without the time column gets Poisson arrivals."""
     drops_unanswered: bool = False
-    """Whether requests without output tokens failed and are left out."""
+    """True if requests without output tokens have failed and are left out."""
 
     def read(self, path: Path, options: ReadOptions) -> list[TraceRequest]:
-        """Raises TraceError."""
+        """Returns the requests of a file. Raises TraceError."""
         times_s = poisson_times_s(options)
         dropped = 0
 
@@ -73,12 +75,12 @@ class CsvFormat:
 
         trace = strict_order(path, read_rows(path, request))
         if dropped:
-            say(f"{path}: {dropped} failed requests, without response tokens, are left out")
+            warn_once(f"{path}: left out {dropped} failed requests (without response tokens)")
         return starting_at_zero(path, trace) if self.from_zero else trace
 
 
 def _azure_seconds(text: str) -> float:
-    # datetime holds 6 digits of a second, the file of 2023 has 7; that of 2024 has a zone
+    # The file of 2023 has 7 digits of a second, datetime only 6. The file of 2024 has a time zone.
     moment = datetime.fromisoformat(text.partition("+")[0][:26])
     return (moment - datetime(2023, 1, 1)).total_seconds()
 
@@ -86,9 +88,9 @@ def _azure_seconds(text: str) -> float:
 ARENA = CsvFormat(
     "timestamp_s", "input_tokens", "output_tokens", lambda row: f"model-{int(row['model_id'])}"
 )
-"""The Chatbot Arena sample of the VTC artifact."""
+"""The format of the Chatbot Arena sample in the VTC artifact."""
 AZURE = CsvFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", seconds=_azure_seconds)
-"""Azure's LLM inference traces of 2023 (Splitwise) and 2024 (DynamoLLM). A file is one service."""
+"""Azure's LLM inference traces of 2023 (Splitwise) and 2024 (DynamoLLM), one service per file."""
 BURSTGPT = CsvFormat(
     "Timestamp",
     "Request tokens",
@@ -96,7 +98,7 @@ BURSTGPT = CsvFormat(
     lambda row: row["Model"],
     drops_unanswered=True,
 )
-"""BurstGPT (KDD '25)."""
+"""The format of BurstGPT (KDD '25)."""
 OWN_CSV = CsvFormat(
     "timestamp_s",
     "input_tokens",
@@ -111,20 +113,20 @@ VIDUR = CsvFormat(
     from_zero=False,
     drawn_times=True,
 )
-"""Vidur's (MLSys '24); its traces of lengths alone have no arrived_at."""
+"""The format of Vidur (MLSys '24), some of whose traces have lengths only, without arrived_at."""
 
 
 def read_csv(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """OWN_CSV. In a folder, each .csv file is one model, named after it. Raises TraceError."""
+    """Reads OWN_CSV, or a folder with a .csv file per model, named after it. Raises TraceError."""
     files = sorted(path.glob("*.csv*")) if path.is_dir() else [path]
     if not files:
-        raise TraceError(f"{path}: the folder holds no .csv file")
+        raise TraceError(f"{path}: the folder does not have a .csv file")
     trace = [request for file in files for request in OWN_CSV.read(file, options)]
     return sorted(trace, key=lambda request: request.timestamp)
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
-    """A line of Mooncake's traces (FAST '25); keys beyond these are ignored."""
+    """Line of Mooncake's traces (FAST '25); other keys are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Tokens
@@ -133,7 +135,7 @@ class MooncakeRequest(msgspec.Struct, frozen=True):
 
 
 def read_mooncake(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """JSON lines, which name no model: the file is one model, named after it. Raises TraceError."""
+    """Reads Mooncake's JSON lines. The file is one model, named after it. Raises TraceError."""
     requests, decoder = [], msgspec.json.Decoder(MooncakeRequest)
     for where, line in numbered_lines(path):
         found = decode_line(decoder, line, where)
@@ -157,21 +159,26 @@ FORMATS: dict[str, Reader] = {
 }
 
 WINDOWED = ("maf", "servegen")
-"""Formats of rates over days: their readers take the window themselves."""
+"""Formats of rates over days, whose readers apply the window themselves."""
 
 
 def read_format(path: Path, name: str, options: ReadOptions | None = None) -> list[TraceRequest]:
-    """Read `path` in one of FORMATS. Raises TraceError."""
+    """Reads `path` in one of FORMATS. Raises TraceError."""
     if name not in FORMATS:
-        raise TraceError(f"format {name!r}: known formats are {', '.join(FORMATS)}")
+        raise TraceError(f"format {name!r} is not one of {', '.join(FORMATS)}")
     return FORMATS[name](path, options or ReadOptions())
 
 
 def read_window(
     path: Path, name: str, options: ReadOptions, window_s: float | None
 ) -> list[TraceRequest]:
-    """The part of a trace from options.start_s on, `window_s` long. None: to its end, or an hour
-    of a format in WINDOWED. Raises TraceError."""
+    """Returns the requests of a trace in a window that starts at options.start_s.
+
+    Raises TraceError.
+
+    Args:
+        window_s: Length of the window. None: to the trace's end, or an hour for WINDOWED formats.
+    """
     requests = read_format(path, name, options)
     if name in WINDOWED or (not options.start_s and window_s is None):
         return requests
@@ -180,5 +187,5 @@ def read_window(
 
 
 def stem(path: Path) -> str:
-    """The file's name without any suffix."""
+    """Returns the file's name without its suffixes."""
     return path.name.partition(".")[0]

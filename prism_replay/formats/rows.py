@@ -1,4 +1,4 @@
-"""Rows of CSV files as requests. Every error names file and line."""
+"""Conversion of CSV rows to requests. Every error names the file and line."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How readers draw what their sources lack, and what they read of rates over days."""
+    """Options for values that a source does not have, and for sources of rates over days."""
 
     seed: int = 0
     rate_rps: float = 1.0
-    """Of sources without times."""
+    """Arrival rate for sources without times."""
     lengths: LengthSource = ARENA
-    """Of sources without token counts."""
+    """Token counts for sources without them."""
     start_s: float = 0.0
-    """With `seconds`, the window of sources that are rates over days."""
+    """Start of the window to read of a source of rates."""
     seconds: float = 3600.0
+    """Length of that window."""
     thin: float = 1.0
-    """Part of their requests to keep."""
+    """Fraction of the requests to keep of a source of rates."""
 
     def __post_init__(self) -> None:
         if not (0 < self.rate_rps < math.inf and 0 < self.seconds < math.inf):
-            raise TraceError("rate and seconds: must be above 0 and finite")
+            raise TraceError("rate and seconds: must be > 0 and finite")
         if not (0 <= self.start_s < math.inf and 0 < self.thin <= 1):
-            raise TraceError("start: must not be below 0; thin: must be above 0 and at most 1")
+            raise TraceError("start: must be >= 0; thin: must be > 0 and <= 1")
 
 
 def poisson_times_s(options: ReadOptions) -> Iterator[float]:
-    """Endless arrivals at options.rate_rps."""
+    """Yields Poisson arrival times at options.rate_rps without end."""
     rng = np.random.default_rng([options.seed, 3])
     now_s = 0.0
     while True:
@@ -57,20 +58,24 @@ def poisson_times_s(options: ReadOptions) -> Iterator[float]:
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """("file:line", row) of each line below the head. Raises TraceError."""
+    """Yields ("file:line", row) for each line after the header. Raises TraceError."""
     lines = list(numbered_lines(path))
     try:
         rows = list(csv.DictReader([line.decode() for _, line in lines]))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path}: not CSV in UTF-8: {error}") from error
+        raise TraceError(f"{path}: is not valid CSV in UTF-8: {error}") from error
     if len(rows) != max(0, len(lines) - 1):
-        raise TraceError(f"{path}: a quoted value spans lines; write one request a line")
+        raise TraceError(f"{path}: a quoted value spans lines; write one request per line")
     for (where, _), row in zip(lines[1:], rows, strict=True):
         yield where, row
 
 
 def read_rows(path: Path, request: Callable[[Row], TraceRequest | None]) -> list[Numbered]:
-    """`request` of every row, with its place. None leaves the row out. Raises TraceError."""
+    """Returns (file:line, request) of every row. Raises TraceError.
+
+    Args:
+        request: Converts a row; None leaves it out.
+    """
     found = []
     for where, row in numbered_rows(path):
         made = converted(partial(request, row), where)
@@ -80,17 +85,17 @@ def read_rows(path: Path, request: Callable[[Row], TraceRequest | None]) -> list
 
 
 def converted(convert: Callable[[], T], where: str) -> T:
-    """convert(); its errors become a TraceError that names the line."""
+    """Returns convert(). Raises its errors as a TraceError that names the line."""
     try:
         return convert()
     except KeyError as error:
-        raise TraceError(f"{where}: column {error} is missing; is the format right?") from error
+        raise TraceError(f"{where}: column {error} is missing; check --format") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise TraceError(f"{where}: {error}") from error
 
 
 def checked(request: TraceRequest, where: str) -> TraceRequest:
-    """`request`. Raises TraceError for impossible values."""
+    """Returns `request`. Raises TraceError if one of its values is out of range."""
     if not math.isfinite(request.timestamp):
         raise TraceError(f"{where}: the time is {request.timestamp}; give a number")
     if request.timestamp < 0:
@@ -103,24 +108,23 @@ def checked(request: TraceRequest, where: str) -> TraceRequest:
     return request
 
 
-def bounded(requests: float, path: Path) -> None:
-    """Raises TraceError where a source of rates would fill the memory."""
+def check_request_count(requests: float, path: Path) -> None:
+    """Raises TraceError if a source of rates gives more requests than fit in memory."""
     if requests > REQUESTS_MAX:
         raise TraceError(
-            f"{path}: over {REQUESTS_MAX:,} requests in this window; take fewer seconds or thin it"
+            f"{path}: more than {REQUESTS_MAX:,} requests in this window; shorten or thin it"
         )
 
 
 @cache
-def say(text: str) -> None:
-    """Warn once, and not in the worker processes of a sweep. Without a handler, a warning goes to
-    stderr."""
+def warn_once(text: str) -> None:
+    """Logs a warning once, and not in the worker processes of a sweep."""
     if parent_process() is None:
         _log.warning(text)
 
 
 def starting_at_zero(path: Path, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Ordered by arrival, the first at 0. Raises TraceError for an empty trace."""
+    """Sorts by arrival and shifts the first request to 0. Raises TraceError for an empty trace."""
     if not trace:
         raise TraceError(f"{path}: the trace is empty")
     requests = sorted(trace, key=lambda request: request.timestamp)
@@ -132,7 +136,7 @@ def starting_at_zero(path: Path, trace: Sequence[TraceRequest]) -> list[TraceReq
 
 
 def strict_order(path: Path, rows: Sequence[Numbered]) -> list[TraceRequest]:
-    """The rows' requests. Raises TraceError with the line that is not in order of time."""
+    """Returns the rows' requests. Raises TraceError with the first line that is out of order."""
     if not rows:
         raise TraceError(f"{path}: the trace is empty")
     last_ms = 0.0

@@ -1,4 +1,4 @@
-"""Readers of Azure Functions and ShareGPT, which lack times or lengths: these are drawn, seeded."""
+"""Readers of Azure Functions and ShareGPT. Missing times and lengths are drawn with a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prism.errors import TraceError
 from prism_replay.formats.rows import (
     ReadOptions,
     Row,
-    bounded,
+    check_request_count,
     converted,
     numbered_rows,
     poisson_times_s,
@@ -27,15 +27,18 @@ from prism_replay.trace import TraceRequest, numbered_lines
 
 MINUTES_OF_DAY = 1440
 BYTES_PER_TOKEN = 4
-"""Of English text, in recent tokenizers."""
+"""Typical for English text and recent tokenizers."""
 USERS, ASSISTANTS = ("human", "user"), ("gpt", "chatgpt", "bing", "bard", "assistant")
 
 
 def read_maf(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """Azure Functions; a function becomes a model. The file holds the counts per minute of 2019
-    (HashOwner, HashApp, HashFunction, Trigger, 1 to 1440; times are drawn within the minute) or
-    the invocations of 2021 (app, func, end_timestamp, duration). Lengths are options.lengths. Only
-    the window [start_s, start_s + seconds) is read. Raises TraceError."""
+    """Reads Azure Functions, with a model for each function. Raises TraceError.
+
+    The file has the counts per minute of 2019 (HashOwner, HashApp, HashFunction, Trigger, 1 to
+    1440; times are drawn within the minute) or the invocations of 2021 (app, func, end_timestamp,
+    duration). Lengths are drawn from options.lengths. Only the window [start_s, start_s + seconds)
+    is read.
+    """
     arrivals_s: dict[str, list[float]] = {}
     size = 0
     rng = np.random.default_rng([options.seed, 5])
@@ -43,7 +46,7 @@ def read_maf(path: Path, options: ReadOptions) -> list[TraceRequest]:
         read = _minutes if "HashFunction" in row else _invocation
         name, times_s = converted(partial(read, row, options, rng), where)
         arrivals_s.setdefault(name, []).extend(times_s)
-        bounded(size := size + len(times_s), path)
+        check_request_count(size := size + len(times_s), path)
     trace: list[TraceRequest] = []
     for number, (name, found_s) in enumerate(arrivals_s.items()):
         own = np.random.default_rng([options.seed, 6, number])
@@ -52,8 +55,10 @@ def read_maf(path: Path, options: ReadOptions) -> list[TraceRequest]:
 
 
 def read_sharegpt(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """ShareGPT conversations: the first question and answer of each, at Poisson times. The
-    question's text is the prompt. A token is taken as 4 bytes of text. Raises TraceError."""
+    """Reads the first question and answer of ShareGPT conversations, at Poisson times.
+
+    The question's text is the prompt. Tokens are counted as 4 bytes of text. Raises TraceError.
+    """
     times_s = poisson_times_s(options)
     trace = [
         TraceRequest(
@@ -98,27 +103,27 @@ def _invocation(
 
 
 def _exchanges(path: Path) -> Iterator[tuple[str, str]]:
-    """The first question and answer of every conversation that has both."""
+    """Yields the first question and answer of every conversation that has both."""
     content = b"\n".join(line for _, line in numbered_lines(path))
     try:
         conversations = msgspec.json.decode(content, type=list[dict[str, Any]])
     except msgspec.DecodeError as error:
         raise TraceError(
-            f"{path}: not ShareGPT's JSON, a list of conversations: {error}"
+            f"{path}: is not ShareGPT's JSON, a list of conversations: {error}"
         ) from error
     for number, conversation in enumerate(conversations, 1):
-        turns = conversation.get("conversations") or conversation.get("conversation") or []
+        messages = conversation.get("conversations") or conversation.get("conversation") or []
         try:
-            said = [(turn["from"], turn["value"]) for turn in turns[:3]]
+            first = [(message["from"], message["value"]) for message in messages[:3]]
         except (KeyError, TypeError) as error:
             raise TraceError(
-                f"{path}: conversation {number}: a turn lacks `from` or `value`"
+                f"{path}: conversation {number}: a message does not have `from` or `value`"
             ) from error
-        yield from _first_exchange(said)
+        yield from _first_exchange(first)
 
 
-def _first_exchange(said: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    for (asker, question), (answerer, answer) in pairwise(said):
-        if asker in USERS and answerer in ASSISTANTS and question and answer:
+def _first_exchange(messages: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    for (sender, question), (replier, answer) in pairwise(messages):
+        if sender in USERS and replier in ASSISTANTS and question and answer:
             yield question, answer
             return

@@ -1,4 +1,4 @@
-"""The reader of ServeGen's client rates: requests are drawn, a client becomes a model."""
+"""Reader of ServeGen's client rates: draws requests, with a model for each client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from prism.errors import TraceError
-from prism_replay.formats.rows import ReadOptions, Row, bounded, converted, numbered_rows
+from prism_replay.formats.rows import (
+    ReadOptions,
+    Row,
+    check_request_count,
+    converted,
+    numbered_rows,
+)
 from prism_replay.lengths import Floats, LengthSource, QuantileLengths, requests_at
 from prism_replay.trace import TraceRequest, numbered_lines
 
@@ -20,19 +26,20 @@ WINDOW_S = 600.0
 
 
 def read_servegen(path: Path, options: ReadOptions) -> list[TraceRequest]:
-    """A row per client and window of 600 s: model, client, t_s, rate_rps, iat_cv, dist (G: Gamma,
-    W: Weibull), p1 (shape), p2 (scale).
+    """Draws the requests of ServeGen's clients. Raises TraceError.
 
-    Requests are drawn for the windows that start in [start_s, start_s + seconds) after the first
-    one. Lengths come from `*lengths*` beside the file (model, client, t_s, field, mean and
-    quantiles); clients that it lacks get options.lengths. Raises TraceError.
+    The file has a row per client and window of 600 s: model, client, t_s, rate_rps, iat_cv, dist
+    (G: Gamma, W: Weibull), p1 (shape), p2 (scale). Requests are drawn for the windows that start
+    in [start_s, start_s + seconds) after the first one. Lengths are drawn from the file `*lengths*`
+    in the same folder (model, client, t_s, field, mean and quantiles), or from options.lengths for
+    clients that are not in it.
     """
     windows = [converted(partial(_window, row), where) for where, row in numbered_rows(path)]
     if not windows:
         raise TraceError(f"{path}: the trace is empty")
     start_s = min(window.t_s for window in windows) + options.start_s
     chosen = [w for w in windows if start_s <= w.t_s < start_s + options.seconds]
-    bounded(sum(w.rate_rps for w in chosen) * WINDOW_S * options.thin, path)
+    check_request_count(sum(w.rate_rps for w in chosen) * WINDOW_S * options.thin, path)
     lengths = _client_lengths(path)
     trace: list[TraceRequest] = []
     for number, window in enumerate(sorted(chosen, key=lambda w: (w.t_s, w.client))):
@@ -48,17 +55,19 @@ def read_servegen(path: Path, options: ReadOptions) -> list[TraceRequest]:
 
 @dataclass(frozen=True)
 class ClientWindow:
-    """A client's traffic in 600 s."""
+    """Traffic of one client in a window of 600 s."""
 
     client: str
     t_s: float
+    """Start of the window, as in the file."""
     rate_rps: float
     weibull: bool
+    """True for Weibull gaps, False for Gamma gaps."""
     shape: float
     scale: float
 
     def arrivals_s(self, rng: np.random.Generator) -> Floats:
-        """Sorted times in [0, 600): gaps of the window's distribution."""
+        """Returns sorted times in [0, 600) with gaps of the window's distribution."""
         size = int(2 * self.rate_rps * WINDOW_S) + 20
         times_s = np.zeros(0)
         while not len(times_s) or times_s[-1] < WINDOW_S:
@@ -74,23 +83,24 @@ class ClientWindow:
 
 @dataclass(frozen=True)
 class ClientLengths:
-    """Quantiles of a client's token counts by the time from which they hold."""
+    """Quantiles of a client's token counts, which change over time."""
 
     levels: Floats
     inputs: dict[float, Floats]
+    """Time from which they hold -> quantiles at `levels`."""
     outputs: dict[float, Floats]
 
     def at(self, t_s: float) -> LengthSource:
         return QuantileLengths(self.levels, _latest(self.inputs, t_s), _latest(self.outputs, t_s))
 
 
-def thinned(times_s: Floats, part: float, rng: np.random.Generator) -> Floats:
-    return times_s if part >= 1 else np.asarray(times_s[rng.random(len(times_s)) < part])
+def thinned(times_s: Floats, kept: float, rng: np.random.Generator) -> Floats:
+    return times_s if kept >= 1 else np.asarray(times_s[rng.random(len(times_s)) < kept])
 
 
 def _window(row: Row) -> ClientWindow:
     if row["dist"] not in {"G", "W"}:
-        raise ValueError(f"dist: {row['dist']!r} is neither G nor W")
+        raise ValueError(f"dist: {row['dist']!r} must be G or W")
     window = ClientWindow(
         client=f"{row['model']}-{row['client']}",
         t_s=float(row["t_s"]),
@@ -107,18 +117,18 @@ def _window(row: Row) -> ClientWindow:
     return window
 
 
-def lengths_beside(path: Path) -> Path | None:
-    """The file with the lengths of the clients in `path`, if there is one."""
+def lengths_file(path: Path) -> Path | None:
+    """Returns the file with the lengths of the clients in `path`; None if there is none."""
     return min(path.parent.glob("*lengths*"), default=None)
 
 
 def _client_lengths(path: Path) -> dict[str, ClientLengths]:
-    beside = lengths_beside(path)
-    if beside is None:
+    file = lengths_file(path)
+    if file is None:
         return {}
     levels: Floats = np.zeros(0)
     found: dict[str, dict[str, dict[float, Floats]]] = {}
-    for number, (where, line) in enumerate(numbered_lines(beside)):
+    for number, (where, line) in enumerate(numbered_lines(file)):
         *head, last = next(csv.reader([line.decode()]))
         if not number:
             levels = _floats(last.partition("(")[2].rstrip(")"))
@@ -126,7 +136,7 @@ def _client_lengths(path: Path) -> dict[str, ClientLengths]:
         model, client, t_s, name = head[:4]
         values = converted(partial(_floats, last), where)
         if len(values) != len(levels):
-            raise TraceError(f"{where}: {len(values)} quantiles, the head names {len(levels)}")
+            raise TraceError(f"{where}: {len(values)} quantiles; the header has {len(levels)}")
         fields = found.setdefault(f"{model}-{client}", {"input": {}, "output": {}})
         fields[name][float(t_s)] = values
     return {
@@ -137,9 +147,9 @@ def _client_lengths(path: Path) -> dict[str, ClientLengths]:
 
 
 def _latest(quantiles: Mapping[float, Floats], t_s: float) -> Floats:
-    """The quantiles that hold at t_s: the last ones that began before it, else the first."""
-    before = [start_s for start_s in quantiles if start_s <= t_s]
-    return quantiles[max(before) if before else min(quantiles)]
+    """Returns the last quantiles that begin at or before t_s, or else the first ones."""
+    begun = [start_s for start_s in quantiles if start_s <= t_s]
+    return quantiles[max(begun) if begun else min(quantiles)]
 
 
 def _floats(text: str) -> Floats:

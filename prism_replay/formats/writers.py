@@ -1,4 +1,4 @@
-"""Writers of other formats than our own (`trace.write_trace`)."""
+"""Writers of other formats; prism-replay's own is `trace.write_trace`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ PLACE = "{model}"
 
 
 def write_mooncake(path: Path, trace: Trace) -> list[Path]:
-    """Mooncake's JSON lines (FAST '25), which name no model and hold no SLO. A path with "{model}"
-    gives a file per model. Requests without hash_ids get blocks of their own. Raises TraceError
-    for several models in one file, or if it cannot be written."""
+    """Writes Mooncake's JSON lines (FAST '25), which have neither models nor SLOs.
+
+    A path with "{model}" gives a file per model. Requests without hash_ids get unique ids. Returns
+    the files. Raises TraceError for several models in one file, or if it cannot be written.
+    """
     names = models_of(trace)
     if PLACE not in path.name and len(names) > 1:
         raise TraceError(
-            f"{path}: Mooncake's format names no model and the trace has {len(names)}; put"
-            f" {PLACE} into the file's name for a file of each, or take one with --only"
+            f"{path}: Mooncake's format has one model per file and the trace has {len(names)}; put"
+            f" {PLACE} into the file's name to write all, or select one with --only"
         )
     fresh = _fresh_ids(trace)
     lines: dict[str, list[bytes]] = {name: [] for name in names}
@@ -47,7 +49,7 @@ def _line(request: TraceRequest, fresh: Iterator[int]) -> bytes:
 
 
 def _fresh_ids(trace: Trace) -> Iterator[int]:
-    """Ids that are not in the trace."""
+    """Yields block ids that are not in the trace."""
     last = max((max(r.hash_ids) for r in trace if r.hash_ids), default=-1)
     while True:
         last += 1

@@ -1,4 +1,4 @@
-"""The generators by name, and their settings as users give them."""
+"""The generators by name, and their configs from a user's settings."""
 
 from __future__ import annotations
 
@@ -20,19 +20,28 @@ KINDS: dict[str, type[GeneratorConfig]] = {
 
 
 def config_of(kind: str, models: Sequence[str], settings: Mapping[str, Any]) -> GeneratorConfig:
-    """settings: fields of KINDS[kind]. None, and a field that this kind lacks, leaves the
-    default."""
-    return replace(KINDS[kind](tuple(models)), **_own(KINDS[kind], settings))
+    """Returns the config of one of KINDS.
+
+    Args:
+        settings: Fields of the config. A value of None is ignored, as is a field of another kind.
+    """
+    return replace(KINDS[kind](tuple(models)), **_given_fields(KINDS[kind], settings))
 
 
 def config_of_preset(
     preset: str, models: Sequence[str] | None, settings: Mapping[str, Any]
 ) -> BurstyConfig:
-    """One of PRESETS, with settings in place of its own. models: None for the preset's names.
-    Raises ConfigError."""
+    """Returns the config of one of PRESETS, with its fields replaced by `settings`.
+
+    Raises ConfigError.
+
+    Args:
+        models: Model names, as many as the preset has; None for the preset's names.
+        settings: Fields of the config; see `config_of`.
+    """
     if preset not in PRESETS:
-        raise ConfigError(f"preset {preset!r}: known are {', '.join(PRESETS)}")
-    found = replace(PRESETS[preset], **_own(BurstyConfig, settings))
+        raise ConfigError(f"preset {preset!r} is not one of {', '.join(PRESETS)}")
+    found = replace(PRESETS[preset], **_given_fields(BurstyConfig, settings))
     if models is None:
         return found
     if len(models) != len(found.models):
@@ -42,6 +51,6 @@ def config_of_preset(
     return replace(found, models=tuple(models))
 
 
-def _own(kind: type[GeneratorConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _given_fields(kind: type[GeneratorConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in fields(kind)}
     return {key: value for key, value in settings.items() if key in known and value is not None}

@@ -1,7 +1,7 @@
-"""Calm production traffic, calibrated to the published statistics of Prism §3.1.
+"""Production traffic in sessions, calibrated to the published statistics of Prism §3.1.
 
 Popularity is a power law. Each model alternates between sessions with traffic and idle periods, so
-that only part of the models is active at a time. Gaps within a session are Gamma distributed with
+that only some of the models are active at a time. Gaps within a session are Gamma distributed with
 a coefficient of variation above 1.
 """
 
@@ -18,10 +18,10 @@ from prism.errors import ConfigError
 from prism_replay.generators.base import (
     Arrivals,
     GeneratorConfig,
+    active_to_wall_s,
     apportion,
     check_gap_cv,
     check_one_each,
-    laid_along,
     power_law_shares,
 )
 from prism_replay.lengths import Floats
@@ -30,20 +30,21 @@ from prism_replay.trace import TraceRequest
 
 @dataclass(frozen=True)
 class ProductionConfig(GeneratorConfig):
-    """`--kind production`."""
+    """Settings of `--kind production`."""
 
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Model -> its part of the requests. The power law shares out the rest."""
+    """Model -> its fraction of the requests. The power law distributes the rest."""
     active_fraction: float = 0.5
-    """Mean part of the time that a model is within `active_window_s` of a session. What `stats`
-    then finds active is lower, since sessions hold gaps and unpopular models few requests."""
+    """Mean fraction of the time that a model is in a session or `active_window_s` after one.
+    `stats` measures less, since sessions contain gaps and unpopular models have few requests."""
     active_window_s: float = 120.0
+    """Time after a session in which a model still counts as active."""
     gap_cv: float = 2.5
     """Coefficient of variation of the gaps within a session."""
     session_s: float = 300.0
     """Mean length of a session."""
     prefix_share: float = 0.0
-    """Part of the requests that repeat the first block of an earlier prompt."""
+    """Fraction of the requests that repeat the first block of an earlier prompt."""
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("seconds", "rate_rps", "gap_cv", "session_s")
 
@@ -51,7 +52,7 @@ class ProductionConfig(GeneratorConfig):
         super().check()
         check_one_each(self)
         if not 0 < self.active_fraction <= 1:
-            raise ConfigError("active_fraction: must be above 0 and at most 1")
+            raise ConfigError("active_fraction: must be > 0 and <= 1")
         check_gap_cv(self.gap_cv)
 
     def arrivals(self) -> Iterator[Arrivals]:
@@ -60,10 +61,10 @@ class ProductionConfig(GeneratorConfig):
         targets = active_targets(len(counts), self.active_fraction)
         for rank, count in enumerate(counts):
             rng = np.random.default_rng([self.seed, rank])
-            yield in_sessions(count, targets[rank], self, rng), rng
+            yield session_arrivals(count, targets[rank], self, rng), rng
 
-    def finished(self, trace: list[TraceRequest]) -> list[TraceRequest]:
-        """Each request gets a first block of its own or, with `prefix_share`, one seen before."""
+    def postprocess(self, trace: list[TraceRequest]) -> list[TraceRequest]:
+        """Returns the trace with a first block per request: new, or by `prefix_share` repeated."""
         if not self.prefix_share:
             return trace
         rng = np.random.default_rng([self.seed, len(self.models)])
@@ -79,42 +80,47 @@ class ProductionConfig(GeneratorConfig):
 
 
 def resolve_shares(models: tuple[str, ...], fixed: Mapping[str, float]) -> list[float]:
-    """Each model's share. Those not fixed split the rest by the power law. Raises ConfigError."""
+    """Returns each model's share. Models without a fixed share get the rest by the power law.
+
+    Raises ConfigError.
+    """
     rest = 1.0 - sum(fixed.values())
     left = [name for name in models if name not in fixed]
     if not all(share > 0 for share in fixed.values()) or rest < -1e-9:
-        raise ConfigError("models: shares must be above 0 and sum up to at most 1")
+        raise ConfigError("models: shares must be > 0 and their sum <= 1")
     if not left:
         return [fixed[name] / sum(fixed.values()) for name in models]
     if rest <= 0:
-        raise ConfigError(f"models: nothing is left for {', '.join(left)}; lower the shares")
+        raise ConfigError(
+            f"models: the fixed shares leave nothing for {', '.join(left)}; lower them"
+        )
     parts = dict(zip(left, (power_law_shares(len(left)) * rest).tolist(), strict=True))
     return [fixed.get(name) or parts[name] for name in models]
 
 
 def active_targets(models: int, mean: float) -> Floats:
-    """Part of the time each model is to be active, the most popular first: a line around `mean`."""
+    """Returns each model's target fraction of active time, falling linearly around `mean`."""
     slope = min(mean - 0.02, 1.0 - mean, 0.33)
     return np.linspace(mean + slope, mean - slope, models) if models > 1 else np.array([mean])
 
 
-def in_sessions(
+def session_arrivals(
     count: int, active: float, config: ProductionConfig, rng: np.random.Generator
 ) -> Floats:
-    """`count` sorted arrival times (s): Gamma gaps laid along the model's sessions."""
+    """Returns `count` sorted arrival times (s), with Gamma gaps within the model's sessions."""
     periods = sessions(count, active, config, rng)
     gaps = rng.gamma(1.0 / config.gap_cv**2, size=count + 1) + 1e-12
     busy_s = np.cumsum(gaps)[:-1] / gaps.sum() * (periods[:, 1] - periods[:, 0]).sum()
-    return laid_along(busy_s, periods)
+    return active_to_wall_s(busy_s, periods)
 
 
 def sessions(
     count: int, active: float, config: ProductionConfig, rng: np.random.Generator
 ) -> Floats:
-    """[session, (start, end)] in seconds, at least one session, within [0, seconds].
+    """Returns a model's sessions, at least one, within [0, seconds].
 
-    A model counts as active for `active_window_s` after a session as well. A model with few
-    requests gets few sessions, so that each still holds several requests.
+    [session, (start, end)] in seconds. A model with few requests gets few sessions, so that each
+    still contains several requests.
     """
     cycle_s = (config.session_s + config.active_window_s) / active
     cycle_s = max(cycle_s, 4.0 * config.seconds / count)

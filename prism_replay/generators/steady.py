@@ -1,6 +1,7 @@
 """Steady traffic with skewed popularity: MuxServe's synthetic workloads (§4.1).
 
-Rates fall with rank^-alpha. Each model's requests are a Poisson process, or have Gamma gaps.
+Rates are proportional to rank^-alpha. Each model's requests are a Poisson process or, with a
+`gap_cv` other than 1, have Gamma gaps.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from prism_replay.generators.base import Arrivals, GeneratorConfig, check_gap_cv
 from prism_replay.lengths import SHAREGPT, Floats, LengthSource
 
 ALPHA_MAX = 50.0
-"""Beyond it, the last models' rates are too small for floating point."""
+"""Largest alpha: above it, the last models' rates are too small for floating point."""
 
 
 @dataclass(frozen=True)
 class SteadyConfig(GeneratorConfig):
-    """`--kind steady`."""
+    """Settings of `--kind steady`."""
 
     lengths: LengthSource = SHAREGPT
     alpha: float = 0.9
-    """0 for equal rates. At 0.9 the first 20 % of the models get 50 % of the requests, at 2.1
-    90 % (MuxServe, Figure 6)."""
+    """Skew of popularity, 0 for equal rates. The first 20 % of the models get 50 % of the requests
+    at 0.9, and 90 % at 2.1 (MuxServe, Figure 6)."""
     gap_cv: float = 1.0
     """Coefficient of variation of the gaps, 1 for Poisson."""
 
@@ -36,7 +37,7 @@ class SteadyConfig(GeneratorConfig):
     def check(self) -> None:
         super().check()
         if not 0 <= self.alpha <= ALPHA_MAX:
-            raise ConfigError(f"alpha: {self.alpha:g} must be from 0 to {ALPHA_MAX:g}")
+            raise ConfigError(f"alpha: {self.alpha:g} must be between 0 and {ALPHA_MAX:g}")
         check_gap_cv(self.gap_cv)
 
     def arrivals(self) -> Iterator[Arrivals]:
@@ -47,8 +48,10 @@ class SteadyConfig(GeneratorConfig):
 
 
 def renewals(rate_rps: float, gap_cv: float, seconds: float, rng: np.random.Generator) -> Floats:
-    """Sorted times (s) in [0, seconds) with independent Gamma gaps. The first gap is drawn from
-    the same distribution, so a model's first request comes late rather than at once."""
+    """Returns sorted times (s) in [0, seconds) with independent Gamma gaps.
+
+    The first gap is drawn from the same distribution: a model's first request is not at time 0.
+    """
     shape = 1.0 / gap_cv**2
     size = int(rate_rps * seconds + 6 * gap_cv * math.sqrt(rate_rps * seconds) + 10)
     times_s = np.cumsum(rng.gamma(shape, 1.0 / (shape * rate_rps), size))

@@ -1,4 +1,4 @@
-"""The client of one server with OpenAI's routes."""
+"""Client of a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StreamChoice(msgspec.Struct, frozen=True):
 
     @property
     def carries_token(self) -> bool:
-        """Without ids, an empty text may still be a token: half a character."""
+        """True if the choice has a token. Without ids, empty text may be part of a character."""
         if self.token_ids is not None:
             return bool(self.token_ids)
         return bool(self.text) or self.finish_reason is None
@@ -50,7 +50,7 @@ class StreamUsage(msgspec.Struct, frozen=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
-    """One `data:` line of a streamed completion, or an error response's body."""
+    """Event of a streamed completion (one `data:` line), or the body of an error response."""
 
     id: str | None = None
     choices: list[StreamChoice] = []
@@ -60,13 +60,18 @@ class StreamEvent(msgspec.Struct, frozen=True):
 
 @dataclass
 class Stream:
-    """What has arrived of one answer. Times are those of time.monotonic()."""
+    """State of one response while it arrives. Times are from time.monotonic()."""
 
     first_s: float | None = None
+    """Time of the first token."""
     last_s: float | None = None
+    """Time of the last token."""
     events: int = 0
+    """Number of events with a token."""
     ids: int = 0
+    """Number of token ids."""
     usage_tokens: int | None = None
+    """Output tokens by the server's count."""
     finish_reason: str | None = None
     error: str | None = None
     message: str = ""
@@ -74,7 +79,7 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """Tokens received: by their ids, else the server's count, else one per event."""
+        """Number of output tokens: of token ids, or else by the server, or else of events."""
         return self.ids or self.usage_tokens or self.events
 
     @property
@@ -101,7 +106,7 @@ class Stream:
         self.error, self.message = self.error or code, self.message or message
 
     def check_complete(self, expected_tokens: int) -> None:
-        """An answer that ended early without an error becomes one."""
+        """Records an error if the response is incomplete and does not have one."""
         if self.error is None and self.finish_reason is None:
             self.fail("truncated", "the stream ended without a finish reason")
         if self.finish_reason == "length" and self.tokens < expected_tokens:
@@ -110,7 +115,7 @@ class Stream:
 
 @dataclass
 class Sender:
-    """Sends completions, any number at a time. Lives on one event loop."""
+    """Sender of concurrent completion requests. Used on one event loop only."""
 
     http: httpx.AsyncClient
     timeout_s: float
@@ -120,24 +125,26 @@ class Sender:
     async def send(
         self, index: int, request: TraceRequest, prompt: str | list[int]
     ) -> RequestRecord:
-        """Send one request and read its answer to the end. A failed request gives a record with its
-        error; a cancelled task gives the error "interrupted"."""
+        """Sends one request and reads the whole response.
+
+        The record has the error of a failed request, and "interrupted" if the task is cancelled.
+        """
         sent_s, stream = time.monotonic(), Stream()
-        await self.answer(request, prompt, stream)
+        await self.receive(request, prompt, stream)
         return self._record(index, request, sent_s, stream)
 
-    async def answer(self, request: TraceRequest, prompt: str | list[int], stream: Stream) -> None:
-        """Send one request; `stream` takes its answer or its error."""
+    async def receive(self, request: TraceRequest, prompt: str | list[int], stream: Stream) -> None:
+        """Sends one request and collects the response or the error in `stream`."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._read(completion_body(request, prompt), stream)
             stream.check_complete(request.output_length)
         except TimeoutError:
-            stream.fail("timeout", f"no complete answer in {self.timeout_s:g} s")
+            stream.fail("timeout", f"no complete response in {self.timeout_s:g} s")
         except (httpx.HTTPError, httpx.StreamError) as error:
             stream.fail("connection", f"{type(error).__name__}: {error}")
         except msgspec.DecodeError as error:
-            stream.fail("bad_answer", f"not OpenAI's stream format: {error}")
+            stream.fail("bad_answer", f"the response is not in OpenAI's stream format: {error}")
         except asyncio.CancelledError:
             stream.fail("interrupted", "the replay was interrupted")
 
@@ -182,8 +189,10 @@ class Sender:
 
 
 async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The lines of a stream of events. httpx would also split at Unicode's line separators, which
-    JSON permits in texts."""
+    """Yields the lines of an event stream.
+
+    httpx would also split at Unicode's line separators, which JSON permits in strings.
+    """
     rest = b""
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n")
@@ -193,10 +202,10 @@ async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
-    """A greedy request for exactly `output_length` tokens, if the server knows `ignore_eos`.
+    """Returns a greedy request for exactly `output_length` tokens.
 
-    It carries the trace's SLOs and priority, so that a server that schedules by deadline (Prism
-    §6.3) works towards the SLOs that the replay judges by.
+    The server must support `ignore_eos`. The body includes the trace's SLOs and priority, so that a
+    server that schedules by deadline (Prism §6.3) has the SLOs that the replay measures.
     """
     body: dict[str, Any] = {
         "model": request.model,
@@ -209,12 +218,12 @@ def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
         "return_token_ids": True,
     }
     slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
-    wanted = slos | {"priority": request.priority or None}
-    return msgspec.json.encode(body | {key: v for key, v in wanted.items() if v is not None})
+    optional = slos | {"priority": request.priority or None}
+    return msgspec.json.encode(body | {key: v for key, v in optional.items() if v is not None})
 
 
 def decode_error(body: bytes) -> ErrorBody:
-    """OpenAI's error object, or one with the body's text."""
+    """Returns the OpenAI error object of a response, or one with the body's text."""
     try:
         found = msgspec.json.decode(body, type=StreamEvent).error
     except msgspec.DecodeError:
@@ -227,7 +236,7 @@ def error_code(error: ErrorBody, default: str) -> str:
 
 
 def connect(url: str) -> httpx.AsyncClient:
-    """A client for any number of streams at a time; the caller closes it."""
+    """Returns a client without a limit on concurrent streams. The caller closes it."""
     return httpx.AsyncClient(
         base_url=url,
         timeout=httpx.Timeout(None, connect=10.0),
@@ -237,7 +246,7 @@ def connect(url: str) -> httpx.AsyncClient:
 
 
 async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
-    """The models that the server offers. Raises ConfigError with the remedy."""
+    """Returns the server's models by name. Raises ConfigError if it does not list them."""
     where = f"--url {http.base_url}"
     try:
         answer = await http.get("/v1/models", timeout=10.0)
@@ -246,17 +255,17 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
     except (httpx.TransportError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         raise ConfigError(
-            f"{where}: no server answers ({reason}); start one with `prism-serve`"
+            f"{where}: no server responds ({reason}); start one with `prism-serve`"
         ) from error
     except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"{where}: the answer to GET /v1/models is not OpenAI's: {error}"
+            f"{where}: the response to GET /v1/models is not in OpenAI's format: {error}"
         ) from error
     return {card.id: card for card in cards}
 
 
 async def cluster_status(http: httpx.AsyncClient) -> ClusterStatus | None:
-    """The server's counters; None if it has none (not Prism, or not ready)."""
+    """Returns the server's status; None if it has none (not Prism, or not ready)."""
     try:
         answer = await http.get("/status", timeout=5.0)
         if answer.status_code != 200:

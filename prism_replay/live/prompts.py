@@ -1,4 +1,4 @@
-"""Synthetic prompts of an exact token count; equal block hashes give equal tokens."""
+"""Synthetic prompts of an exact token count. Equal hash ids give blocks of equal tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ _OWN, _SHARED = 0, 1
 
 @dataclass(frozen=True)
 class PromptSource:
+    """Source of the prompts of a trace's requests."""
+
     seed: int = 0
     low: int = 100
+    """Lowest token id. The default range is in every vocabulary and has no special tokens."""
     high: int = 1000
-    """Ids are in [low, high), a range that every vocabulary has and without special tokens."""
+    """End of the range of token ids, excluded."""
     block_tokens: int = 512
-    """Tokens that one of Mooncake's hash ids stands for."""
+    """Number of tokens of the block of one hash id."""
 
     def prompt(self, request: TraceRequest, index: int) -> str | list[int]:
-        """The request's text, or `input_length` token ids.
+        """Returns the request's text, or `input_length` token ids.
 
-        The k-th hash id decides the k-th block. Tokens without an id are drawn for this request
-        (`index`) alone. Same seed, same tokens.
+        The k-th hash id determines the k-th block. The tokens after the last block depend on the
+        request's `index`. The same seed gives the same tokens.
         """
         if request.prompt is not None:
             return request.prompt
@@ -34,9 +37,9 @@ class PromptSource:
             if len(tokens) >= request.input_length:
                 break
             tokens += self._draw(_SHARED, block, self.block_tokens)
-        missing = request.input_length - len(tokens)
-        if missing > 0:
-            tokens += self._draw(_OWN, index, missing)
+        remaining = request.input_length - len(tokens)
+        if remaining > 0:
+            tokens += self._draw(_OWN, index, remaining)
         return tokens[: request.input_length]
 
     def _draw(self, kind: int, number: int, size: int) -> list[int]:
@@ -45,11 +48,11 @@ class PromptSource:
 
 
 def parse_token_range(text: str) -> tuple[int, int]:
-    """`"100-1000"` to (100, 1000), the end excluded. Raises ConfigError."""
+    """Parses "100-1000" to (100, 1000), the end excluded. Raises ConfigError."""
     try:
         low, high = (int(part) for part in text.split("-"))
     except ValueError as error:
         raise ConfigError(f"--token-ids {text!r}: write LOW-HIGH, such as 100-1000") from error
     if not 0 <= low < high:
-        raise ConfigError(f"--token-ids {text!r}: LOW must be at least 0 and below HIGH")
+        raise ConfigError(f"--token-ids {text!r}: LOW must be >= 0 and < HIGH")
     return low, high

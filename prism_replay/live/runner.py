@@ -1,4 +1,4 @@
-"""The replay itself: open-loop arrivals against a live server."""
+"""Open-loop replay of a trace against a live server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prism_replay.trace import Trace, TraceRequest, models_of
 
 
 class Observer(Protocol):
-    """Follows a replay. It is called on the event loop and must return at once."""
+    """Observer of a replay. Its methods are called on the event loop and must not block."""
 
     def sent(self, request: TraceRequest) -> None: ...
 
@@ -31,10 +31,10 @@ class Observer(Protocol):
 
 
 async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> ReplayResults:
-    """Replay `trace` (already scaled) and wait for every answer.
+    """Replays `trace` (already scaled) and waits for all responses.
 
     SIGINT stops sending and cancels requests in flight; the partial results are marked
-    `interrupted`. Raises ConfigError when the server is unreachable or lacks a model.
+    `interrupted`. Raises ConfigError if the server is unreachable or does not serve a model.
     """
     async with connect(config.url) as http:
         check_served(trace, await served_models(http))
@@ -43,7 +43,7 @@ async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> Rep
 
 
 def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
-    """Raise ConfigError for models that the server lacks and for requests that are too long."""
+    """Raises ConfigError for models that the server does not have and for too long requests."""
     missing = [name for name in models_of(trace) if name not in cards]
     if missing:
         raise ConfigError(
@@ -55,13 +55,13 @@ def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
         longest = max(r.input_length + r.output_length for r in trace if r.model == name)
         if context is not None and longest > context:
             raise ConfigError(
-                f"{name}: the trace's longest request has {longest} tokens, its context "
+                f"{name}: the trace's longest request has {longest} tokens, the model's context "
                 f"{context}; shorten requests with `prism-replay convert --context {context}`"
             )
 
 
 class Replay:
-    """One run. Lives on one event loop."""
+    """One run of a replay. Used on one event loop only."""
 
     def __init__(self, http: httpx.AsyncClient, config: RunConfig, observer: Observer) -> None:
         self.http, self.config, self.observer = http, config, observer
@@ -87,7 +87,7 @@ class Replay:
         return self._results(duration_s, started_unix_s, counters)
 
     async def _send_all(self, trace: Trace, sender: Sender) -> None:
-        """Send each request at its time, without waiting for answers (open loop)."""
+        """Sends each request at its time without waiting for responses (open loop)."""
         tasks: list[asyncio.Task[None]] = []
         for index, request in enumerate(trace):
             await self._pause_until(sender.start_s + request.arrival_s)
@@ -122,7 +122,7 @@ class Replay:
             return
 
     async def _first_status(self) -> None:
-        """Take the counters' zero before the first request."""
+        """Reads the counters before the first request, as their zero."""
         status = await cluster_status(self.http)
         if status is not None:
             self.tracker.counters(status)
@@ -146,7 +146,7 @@ class Replay:
 
 @contextmanager
 def interruptible(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT sets `stop`; a second one has its usual effect."""
+    """Sets `stop` at the first SIGINT. A second SIGINT has its usual effect."""
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:

@@ -1,4 +1,4 @@
-"""The server's counters and KV memory during the replay, from its /status."""
+"""Samples of the server's counters and KV memory during the replay, from /status."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from prism_replay.results import Counters, StatusSample
 
 INTERVAL_S = 1.0
 FROM_ZERO = {"activations", "evictions", "migrations", "engine_restarts"}
+"""Counters that start at 0 when they first appear."""
 
 
 @dataclass
 class Growth:
-    """How much counters grew since the first observation, as a Prometheus `increase`.
+    """Growth of counters since the first observation, like Prometheus's `increase`.
 
-    A value below the last one means that the counter's process restarted. A counter that
-    disappears keeps its growth.
+    A value below the previous one means that the counter's process restarted. The growth of a
+    counter that disappears is kept.
     """
 
     from_zero: bool = False
-    """Whether a counter that is first seen later began at 0. Otherwise it had its value already: a
-    model that comes back keeps its device's count."""
+    """True if a counter that appears after the first observation started at 0. False if it already
+    had its value: a model that returns to a device keeps that device's count."""
     last: dict[str, int] = field(default_factory=dict)
+    """Counter -> its last value."""
     total: int = 0
+    """Growth of all counters together."""
     started: bool = False
+    """True after the first observation."""
 
     def observe(self, values: Mapping[str, int]) -> int:
         for key, value in values.items():
@@ -45,7 +49,7 @@ class Growth:
 
 @dataclass
 class StatusTracker:
-    """Turns the server's absolute counters into growth since the first status."""
+    """Converter of the server's absolute counters to growth since the first status."""
 
     growths: dict[str, Growth] = field(default_factory=dict)
 
@@ -67,7 +71,7 @@ class StatusTracker:
 
 
 def counter_values(status: ClusterStatus) -> dict[str, dict[str, int]]:
-    """Field of Counters -> what is counted separately -> its value."""
+    """Returns field of Counters -> key of a separate counter -> its value."""
     reports = {
         f"{agent.device}/{report.model}": report
         for agent in status.agents
@@ -85,7 +89,7 @@ def counter_values(status: ClusterStatus) -> dict[str, dict[str, int]]:
 
 
 def kv_bytes(agents: list[AgentReport]) -> dict[str, int]:
-    """Mapped KV bytes of each model over all devices."""
+    """Returns the mapped KV bytes of each model over all devices."""
     totals: dict[str, int] = {}
     for agent in agents:
         for report in agent.models:
@@ -96,7 +100,11 @@ def kv_bytes(agents: list[AgentReport]) -> dict[str, int]:
 async def sample_status(
     http: httpx.AsyncClient, start_s: float, samples: list[StatusSample], tracker: StatusTracker
 ) -> None:
-    """Append a sample each second until cancelled. start_s: the replay's zero (monotonic)."""
+    """Appends a sample each second until cancelled.
+
+    Args:
+        start_s: Start of the replay on time.monotonic().
+    """
     due_s = start_s
     while True:
         status = await cluster_status(http)

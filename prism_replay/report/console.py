@@ -1,4 +1,4 @@
-"""What the terminal shows: live progress, result tables, a trace's statistics."""
+"""Terminal output: live progress, result tables and a trace's statistics."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rich.table import Table
 from prism_replay.metrics import meets_all
 from prism_replay.report.page import milliseconds, percent
 from prism_replay.report.stats import TraceStats
-from prism_replay.report.trace_page import HEADS, model_cells, published
+from prism_replay.report.trace_page import HEADS, comparison_rows, model_cells
 from prism_replay.results import ReplayResults, RequestRecord
 from prism_replay.trace import TraceRequest
 
 ROLLING_REQUESTS = 50
 PLAIN_INTERVAL_S = 10.0
 SHOWN_FIGURES = 7
-"""Of a model's statistics: as many as fit 80 columns."""
+"""Number of a model's statistics to print; fits 80 columns."""
 
 
 class LiveProgress:
-    """Follows a replay: a live bar on a terminal, elsewhere a line each 10 s.
+    """Progress of a replay: a bar on a terminal, otherwise a line every 10 s.
 
-    Shows the attainment of the last 50 answers, all SLOs together, at one scale.
+    Shows the attainment of all SLOs together over the last 50 responses, at one scale.
     """
 
     def __init__(self, console: Console, requests: int, scale: float) -> None:
@@ -80,7 +80,7 @@ class LiveProgress:
 
 
 def print_results(console: Console, results: ReplayResults) -> None:
-    """Attainment at each SLO scale, latencies, and the server's counters."""
+    """Prints attainment at each SLO scale, latencies and the server's counters."""
     console.print(attainment_table(results))
     console.print(latency_table(results))
     summary, total = results.summary, results.summary.total
@@ -91,10 +91,10 @@ def print_results(console: Console, results: ReplayResults) -> None:
     )
     for code, count in total.errors.items():
         message = next(r.message for r in results.records if r.error == code)
-        console.print(f"[red]{count} x {code}[/red], such as: ", end="")
+        console.print(f"[red]{count} x {code}[/red], for example: ", end="")
         console.print(message, markup=False)
     if results.counters is None:
-        console.print("the server has no /status: no page or activation counters")
+        console.print("no page or activation counters: the server does not have /status")
         return
     grown = results.counters
     console.print(
@@ -106,7 +106,7 @@ def print_results(console: Console, results: ReplayResults) -> None:
 
 
 def attainment_table(results: ReplayResults) -> Table:
-    """A row per model and SLO scale; narrow enough for 80 columns."""
+    """Returns a table with a row per model and SLO scale, at most 80 columns wide."""
     columns = ("model", "requests", "errors", "SLO x", "TTFT", "TPOT", "E2E", "all")
     table = new_table("SLO attainment (% of requests)", *columns)
     for name, group in results.summary.groups.items():
@@ -133,7 +133,7 @@ def latency_table(results: ReplayResults) -> Table:
 
 
 def print_stats(console: Console, stats: TraceStats) -> None:
-    """The statistics of Prism §3.1 with the published values beside them."""
+    """Prints the statistics of Prism §3.1, compared with the published values."""
     title = f"{stats.requests} requests in {stats.duration_s:.0f} s"
     name, _, *rest = HEADS
     models = new_table(title, name, *rest[:SHOWN_FIGURES])
@@ -141,15 +141,15 @@ def print_stats(console: Console, stats: TraceStats) -> None:
         name, _, *cells = model_cells(model)
         models.add_row(name, *cells[:SHOWN_FIGURES])
     console.print(models)
-    title = "All models, and what Prism reports of production traces"
+    title = "All models, compared with production traces (Prism)"
     summary = new_table(title, "statistic", "here", "published")
-    for row in published(stats):
+    for row in comparison_rows(stats):
         summary.add_row(*row)
     console.print(summary)
 
 
 def new_table(title: str | None, *columns: str) -> Table:
-    """Names stay whole and on the left, numbers stand on the right."""
+    """Returns a table in which names are left-aligned and not wrapped, numbers right-aligned."""
     table = Table(title=title)
     for column in columns:
         named = column in {"model", "statistic"}

@@ -1,4 +1,4 @@
-"""The one-page HTML report: everything inline, nothing fetched, dark and light."""
+"""Self-contained HTML report on one page, in dark and light colours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(results: ReplayResults) -> str:
 
 
 def environment(*packages: str) -> jinja2.Environment:
-    """Templates of `packages`; the first package that has a template wins."""
+    """Returns the templates of `packages`; an earlier package's template takes precedence."""
     return jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package) for package in packages]),
         autoescape=True,
@@ -50,7 +50,7 @@ def sections(results: ReplayResults) -> dict[str, Any]:
 
 
 def cards(results: ReplayResults) -> list[tuple[str, str, str]]:
-    """(label, value, note) of the figures at the top."""
+    """Returns (label, value, note) of each figure at the top."""
     summary, total = results.summary, results.summary.total
     failed = total.requests - total.completed
     found = [attainment_card(total, scale_key(results.config.main_scale))]
@@ -66,7 +66,7 @@ def cards(results: ReplayResults) -> list[tuple[str, str, str]]:
 
 
 def attainment_card(total: GroupSummary, main: str) -> tuple[str, str, str]:
-    """The value is that of the main scale, the note has the others."""
+    """Returns the card of the attainment at the main scale; its note has the other scales."""
     others = [
         f"{percent(value.all)} at x{scale}"
         for scale, value in total.attainment.items()
@@ -77,7 +77,7 @@ def attainment_card(total: GroupSummary, main: str) -> tuple[str, str, str]:
 
 
 def attainment_rows(results: ReplayResults) -> list[tuple[str, int, list[list[str]]]]:
-    """(model, requests, per scale the cells in the order of LABELS), the total last."""
+    """Returns (model, requests, cells in the order of LABELS per scale), the total last."""
     return [
         (name, group.requests, [_cells(found) for found in group.attainment.values()])
         for name, group in results.summary.groups.items()
@@ -85,7 +85,7 @@ def attainment_rows(results: ReplayResults) -> list[tuple[str, int, list[list[st
 
 
 def latency_rows(results: ReplayResults) -> list[tuple[str, int, list[str]]]:
-    """(model, output tokens, mean/P50/P95/P99 of each of LATENCIES), the total last."""
+    """Returns (model, output tokens, mean/P50/P95/P99 of LATENCIES), the total last."""
     return [
         (name, group.output_tokens, [c for key in LATENCIES for c in _times(getattr(group, key))])
         for name, group in results.summary.groups.items()
@@ -93,7 +93,7 @@ def latency_rows(results: ReplayResults) -> list[tuple[str, int, list[str]]]:
 
 
 def percent(value: float | None) -> str:
-    """One decimal, and never 100 % or 0 % where that is not exact."""
+    """Returns a percentage with one decimal; 100 % and 0 % only where they are exact."""
     if value is None:
         return "-"
     shown = round(value * 100, 1)

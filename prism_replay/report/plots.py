@@ -1,4 +1,4 @@
-"""The figures of a replay's report; each is a function of the results, None without data."""
+"""Figures of a replay's report. Each function returns None without data to plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAP_BIN_S = 10.0
 
 
 def all_plots(results: ReplayResults) -> dict[str, str]:
-    """Name -> SVG of every figure that has data, in the report's order."""
+    """Returns name -> SVG of each figure that has data, in the report's order."""
     return theme.draw(
         {
             "attainment": partial(attainment_per_model, results),
@@ -34,7 +34,7 @@ def all_plots(results: ReplayResults) -> dict[str, str]:
 
 
 def attainment_per_model(results: ReplayResults) -> Any:
-    """Bars per model and in total at the SLO scale nearest to 1."""
+    """Draws bars of the attainment per model and in total at the SLO scale nearest to 1."""
     scale = results.config.main_scale
     groups = {"total": results.summary.total, **results.summary.models}
     found = {name: group.attainment[scale_key(scale)] for name, group in groups.items()}
@@ -56,7 +56,7 @@ def attainment_per_model(results: ReplayResults) -> Any:
 
 
 def attainment_per_scale(results: ReplayResults) -> Any:
-    """Lines of total attainment over the SLO scales; None with a single scale."""
+    """Draws the total attainment over the SLO scales; None with a single scale."""
     scales = sorted(results.config.slo_scales)
     found = [results.summary.total.attainment[scale_key(scale)] for scale in scales]
     if len(scales) < 2 or all(attainment.all is None for attainment in found):
@@ -76,7 +76,7 @@ def attainment_per_scale(results: ReplayResults) -> Any:
 
 
 def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
-    """One step curve per model over a logarithmic axis of milliseconds, its SLO dotted."""
+    """Draws a CDF per model over a logarithmic axis in ms, with its SLO as a dotted line."""
     groups = _by_series(results)
     series = {name: _latencies_ms(records, metric) for name, records in groups.items()}
     series = {name: values for name, values in series.items() if len(values)}
@@ -99,20 +99,20 @@ def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
 
 
 def _latencies_ms(records: Sequence[RequestRecord], metric: str) -> Floats:
-    """Sorted, of finished requests; at least 10 us, since a log axis has no zero."""
+    """Returns the sorted latencies of finished requests, at least 10 us for the log axis."""
     found = [record.value_ms(metric) for record in records if record.ok]
     values: Floats = np.sort([value for value in found if value is not None])
     return np.maximum(values, 0.01)
 
 
 def _common_slo_ms(records: Sequence[RequestRecord], metric: str) -> float | None:
-    """The SLO that all of `records` share; None where they differ."""
+    """Returns the SLO that all of `records` share; None if they differ."""
     slos_ms = {record.slo_ms(metric) for record in records}
     return slos_ms.pop() if len(slos_ms) == 1 else None
 
 
 def arrivals(results: ReplayResults) -> Any:
-    """Stacked bars of requests sent per time bin."""
+    """Draws stacked bars of arrivals per time bin."""
     groups = _by_series(results)
     if not groups:
         return None
@@ -139,7 +139,7 @@ def arrivals(results: ReplayResults) -> Any:
 
 
 def memory(results: ReplayResults) -> Any:
-    """Stacked areas of mapped KV memory per model, from the server's status each second."""
+    """Draws stacked areas of mapped KV memory per model, from the server's status samples."""
     samples = results.samples
     if len(samples) < 2:
         return None
@@ -161,7 +161,7 @@ def memory(results: ReplayResults) -> Any:
 
 
 def map_rate(results: ReplayResults) -> Any:
-    """Pages mapped and unmapped per minute, over bins of 10 s."""
+    """Draws the pages mapped and unmapped per minute, over bins of 10 s."""
     if len(results.samples) < 2:
         return None
     edges_s = np.arange(0, results.samples[-1].t_s + MAP_BIN_S, MAP_BIN_S)
@@ -199,8 +199,11 @@ def _percent(attainment: Attainment, metric: str) -> float:
 
 
 def _series(results: ReplayResults) -> dict[str, str]:
-    """Model -> its series: its own, or OTHERS where there are more models than colours. First the
-    trace's models by requests, then those that only the server knows."""
+    """Returns model -> name of its series.
+
+    With more models than colours, the last ones share the series OTHERS. The trace's models come
+    first, ordered by requests, then models that only the server has.
+    """
     extra = {name for sample in results.samples for name in sample.kv_bytes}
     models = [*results.summary.models, *sorted(extra - set(results.summary.models))]
     own = theme.SERIES_MAX if len(models) <= theme.SERIES_MAX else theme.SERIES_MAX - 1
@@ -221,5 +224,5 @@ def _by_series(results: ReplayResults) -> dict[str, list[RequestRecord]]:
 
 
 def _bin_s(duration_s: float) -> float:
-    """A round bin of which 30 to 75 fill the run, 1 s at least."""
+    """Returns a round bin width, at least 1 s, by which the run has at most 75 bins."""
     return next((b for b in (1, 2, 5, 10, 15, 30, 60, 120, 300) if duration_s / b <= 75), 600)

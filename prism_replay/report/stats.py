@@ -1,4 +1,4 @@
-"""Popularity, idleness and burstiness of a trace: what Prism §3.1 reports of production traces."""
+"""Popularity, idleness and burstiness of a trace: the statistics of Prism §3.1."""
 
 from __future__ import annotations
 
@@ -20,36 +20,42 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class ModelStats:
-    """One model. Idle intervals are gaps above 10 s between arrivals, and to the trace's ends."""
+    """Statistics of one model.
+
+    Idle intervals are gaps above 10 s between arrivals, and from arrivals to the trace's ends.
+    """
 
     model: str
     requests: int
     share: float
+    """Fraction (0..1) of the trace's requests."""
     rate_cv: float | None
-    """Coefficient of variation of requests per minute; None below two values."""
+    """Coefficient of variation of requests per minute; None with fewer than two values."""
     gap_cv: float | None
-    """The same of the times between arrivals."""
+    """Coefficient of variation of the times between arrivals; None with fewer than two."""
     idle_per_hour: float
     median_idle_s: float | None
     """None without idle intervals."""
     idle_time: float
-    """Part (0..1) of the trace's time."""
+    """Fraction (0..1) of the trace's time in idle intervals."""
     active_time: float
-    """Part (0..1) of the time with a request in the last 2 minutes."""
+    """Fraction (0..1) of the time with a request in the last 2 minutes."""
     input_tokens: int
+    """Sum over the requests."""
     output_tokens: int
+    """Sum over the requests."""
 
 
 @dataclass(frozen=True)
 class TraceStats:
-    """A whole trace. Fractions are 0..1 of the models."""
+    """Statistics of a whole trace. Fractions (0..1) are of the models unless noted."""
 
     duration_s: float
     requests: int
     models: tuple[ModelStats, ...]
-    """The most popular first."""
+    """Statistics of each model, the most popular first."""
     tail_share: float
-    """Part of the requests that the last 60 % of the models give."""
+    """Fraction of the requests to the last 60 % of the models."""
     rate_cv_above_half: float
     rate_cv_above_1: float
     median_idle_above_30_s: float
@@ -57,17 +63,24 @@ class TraceStats:
     idle_per_hour_above_40: float
     idle_time_above_70: float
     active_mean: float
-    """active_*: models with a request in the last 2 minutes, sampled every 10 s."""
+    """Mean fraction with a request in the last 2 minutes, sampled every 10 s."""
     active_p10: float
+    """P10 of that fraction."""
     active_p90: float
+    """P90 of that fraction."""
     active_changes_per_hour: float
+    """Number of models that become active or inactive per hour."""
     day_correlation: float | None
-    """Of a model's requests per hour with those of the day before, mean over the models. None for
-    traces below 2 days."""
+    """Correlation of a model's requests per hour with those of the day before, mean over the
+    models. None for traces shorter than 2 days."""
 
 
 def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
-    """Measure `trace`. `duration_s`: its length where that is more than the last arrival."""
+    """Returns the statistics of `trace`.
+
+    Args:
+        duration_s: Length of the trace if it continues after the last arrival.
+    """
     end_s = max(duration_s or 0.0, trace[-1].arrival_s, 1e-3)
     groups = by_model(trace)
     models = tuple(_describe_model(name, groups[name], len(trace), end_s) for name in groups)
@@ -79,12 +92,12 @@ def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
         requests=len(trace),
         models=models,
         tail_share=tail_share(np.array([m.requests for m in models], dtype=float)),
-        rate_cv_above_half=_part((m.rate_cv or 0) > 0.5 for m in models),
-        rate_cv_above_1=_part((m.rate_cv or 0) > 1 for m in models),
-        median_idle_above_30_s=_part((m.median_idle_s or 0) > 30 for m in models),
-        median_idle_above_80_s=_part((m.median_idle_s or 0) > 80 for m in models),
-        idle_per_hour_above_40=_part(m.idle_per_hour > 40 for m in models),
-        idle_time_above_70=_part(m.idle_time > 0.7 for m in models),
+        rate_cv_above_half=_fraction((m.rate_cv or 0) > 0.5 for m in models),
+        rate_cv_above_1=_fraction((m.rate_cv or 0) > 1 for m in models),
+        median_idle_above_30_s=_fraction((m.median_idle_s or 0) > 30 for m in models),
+        median_idle_above_80_s=_fraction((m.median_idle_s or 0) > 80 for m in models),
+        idle_per_hour_above_40=_fraction(m.idle_per_hour > 40 for m in models),
+        idle_time_above_70=_fraction(m.idle_time > 0.7 for m in models),
         active_mean=float(fraction.mean()),
         active_p10=float(np.percentile(fraction, 10)),
         active_p90=float(np.percentile(fraction, 90)),
@@ -94,7 +107,7 @@ def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
 
 
 def by_model(trace: Trace) -> dict[str, list[TraceRequest]]:
-    """Requests of each model, the most requested model first."""
+    """Returns the requests of each model, the most requested model first."""
     groups: dict[str, list[TraceRequest]] = {name: [] for name in models_of(trace)}
     for request in trace:
         groups[request.model].append(request)
@@ -102,8 +115,10 @@ def by_model(trace: Trace) -> dict[str, list[TraceRequest]]:
 
 
 def day_correlation(times_s: Sequence[Floats], end_s: float) -> float | None:
-    """Pearson's, of requests per hour on one day and the next, mean over the models for which it
-    exists. None if it exists for no model."""
+    """Returns Pearson's correlation of requests per hour on one day and the next.
+
+    The mean over the models for which the correlation exists; None if there are none.
+    """
     days = int(end_s // DAY_S)
     found = []
     for each_s in times_s if days > 1 else ():
@@ -115,9 +130,9 @@ def day_correlation(times_s: Sequence[Floats], end_s: float) -> float | None:
 
 
 def active_matrix(times_s: Sequence[Floats], end_s: float) -> NDArray[np.int64]:
-    """[model, sample] 1 where the model had a request in the 2 minutes before the sample.
+    """Returns [model, sample]: 1 if the model had a request in the 2 minutes before the sample.
 
-    Samples start after the first window, or at the end of a trace shorter than that.
+    Samples start after the first 2 minutes, or at the end of a shorter trace.
     """
     samples_s = np.arange(min(ACTIVE_WINDOW_S, end_s), end_s + 1e-9, ACTIVE_STEP_S)
     rows = [
@@ -129,7 +144,7 @@ def active_matrix(times_s: Sequence[Floats], end_s: float) -> NDArray[np.int64]:
 
 
 def coefficient_of_variation(values: Floats) -> float | None:
-    """Standard deviation / mean; None with fewer than 2 values or a mean of 0."""
+    """Returns standard deviation / mean; None with fewer than 2 values or a mean of 0."""
     mean = float(values.mean()) if len(values) > 1 else 0.0
     return float(values.std()) / mean if mean > 0 else None
 
@@ -160,6 +175,6 @@ def arrivals_s(requests: Sequence[TraceRequest]) -> Floats:
     return np.array([request.arrival_s for request in requests])
 
 
-def _part(flags: Iterable[bool]) -> float:
+def _fraction(flags: Iterable[bool]) -> float:
     values = list(flags)
     return sum(values) / len(values)

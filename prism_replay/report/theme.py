@@ -1,6 +1,6 @@
-"""Figures as inline SVG whose colours are CSS variables, so that one page is dark and light.
+"""Figures as inline SVG with CSS variables for colours, for pages with dark and light schemes.
 
-matplotlib draws in marker colours that no figure uses otherwise. In the SVG text each marker is
+matplotlib draws in marker colours that are not used otherwise. Each marker in the SVG text is
 replaced by its variable, which the page's style sheet defines for both schemes.
 """
 
@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 HALF = (6.2, 3.3)
-"""Inches of a figure that takes half of the page's width."""
+"""Size in inches of a figure that fills half of the page's width."""
 SERIES_MAX = 8
 _NAMES = ["fg", "muted", "grid", "ttft", "tpot", "e2e", "all"]
 _NAMES += [f"s{number}" for number in range(SERIES_MAX)]
@@ -52,8 +52,12 @@ RC = {
 
 
 def draw(plots: Mapping[str, Callable[[], Any]], last_wide: bool = False) -> dict[str, str]:
-    """Name -> SVG of each plot that gives a figure; None is a plot without data. last_wide: the
-    page gives an odd last figure its whole width."""
+    """Returns name -> SVG of each plot.
+
+    Args:
+        plots: Functions that draw a figure, or return None if they have no data.
+        last_wide: Draws the last of an odd number of figures over the page's full width.
+    """
     with mpl.rc_context(RC):
         drawn = {name: plot() for name, plot in plots.items()}
         figures = {name: figure for name, figure in drawn.items() if figure}
@@ -67,7 +71,7 @@ def series_color(number: int) -> str:
 
 
 def new_axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure of `size` inches with one axes. REQUIRES: inside `mpl.rc_context(RC)`."""
+    """Returns a figure of `size` inches with one axes. REQUIRES: inside `mpl.rc_context(RC)`."""
     figure = Figure(figsize=size, layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()
@@ -79,7 +83,7 @@ def new_axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float]) ->
 def draw_cdf(
     axes: Any, values: Sequence[float] | NDArray[np.float64], color: str, label: str | None
 ) -> None:
-    """A step curve: per cent of `values` at or below."""
+    """Draws the CDF of `values` in per cent as a step curve."""
     ordered = np.sort(np.asarray(values, dtype=float))
     points = np.concatenate([ordered[:1], ordered])
     axes.step(points, np.linspace(0, 100, len(points)), where="post", color=color, label=label)
@@ -95,7 +99,7 @@ def legend_below(figure: Any, columns: int) -> None:
 
 
 def to_svg(figure: Any, name: str) -> str:
-    """An <svg> element from which a browser fetches nothing; ids start with `name`."""
+    """Returns a self-contained <svg> element whose ids start with `name`."""
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(out, format="svg", metadata={"Date": None})

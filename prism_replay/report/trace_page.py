@@ -1,4 +1,4 @@
-"""One page about a trace: its figures and statistics beside those of Prism §3.1."""
+"""HTML page about a trace: figures and statistics, compared with those of Prism §3.1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS = (
 
 
 def write_page(name: str, trace: Trace, stats: TraceStats, path: Path) -> None:
-    """Raises TraceError."""
+    """Writes the page. Raises TraceError if the file cannot be written."""
     try:
         path.write_text(render(name, trace, stats), encoding="utf-8")
     except OSError as error:
@@ -40,7 +40,7 @@ def render(name: str, trace: Trace, stats: TraceStats) -> str:
     return page.render(
         name=name,
         stats=stats,
-        rows=published(stats),
+        rows=comparison_rows(stats),
         heads=HEADS,
         models=[model_cells(model) for model in stats.models[:MODELS_SHOWN]],
         plots=trace_plots(trace, stats),
@@ -48,7 +48,7 @@ def render(name: str, trace: Trace, stats: TraceStats) -> str:
 
 
 def model_cells(model: ModelStats) -> list[str]:
-    """A model's row, in the order of HEADS."""
+    """Returns a model's row, in the order of HEADS."""
     return [
         model.model,
         str(model.requests),
@@ -64,8 +64,8 @@ def model_cells(model: ModelStats) -> list[str]:
     ]
 
 
-def published(stats: TraceStats) -> list[tuple[str, str, str]]:
-    """(statistic, here, what Prism §3.1 and the published paper report of production traces)."""
+def comparison_rows(stats: TraceStats) -> list[tuple[str, str, str]]:
+    """Returns (statistic, its value here, the value that Prism reports for production traces)."""
     return [
         ("requests from the last 60 % of models", percent(stats.tail_share), "about 25 %"),
         ("models with CV of req/min above 0.5", percent(stats.rate_cv_above_half), "many"),

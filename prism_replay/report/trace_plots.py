@@ -1,4 +1,4 @@
-"""Figures of a trace, after Prism's Figures 1 and 2. Dotted lines are what Prism publishes."""
+"""Figures of a trace, after Prism's Figures 1 and 2. Dotted lines are Prism's published values."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ TITLES = {
     "rate_cv": ("CV of requests per minute", "standard deviation / mean"),
     "gap_cv": ("CV of times between requests", "standard deviation / mean"),
 }
-"""Figure of ModelStats -> title and x label of its distribution."""
+"""Field of ModelStats -> title and x label of its distribution."""
 
 
 def trace_plots(trace: Trace, stats: TraceStats) -> dict[str, str]:
-    """Name -> SVG of every figure that has data."""
+    """Returns name -> SVG of each figure that has data."""
     plots = {
         "popularity": lambda: popularity(stats),
-        # the models' distributions of Figures 2b, 2c and 2d
+        # Figures 2b, 2c and 2d
         "idle": lambda: model_cdf(stats, "median_idle_s", (30, 80)),
         "idles": lambda: model_cdf(stats, "idle_per_hour", (40, 100)),
         "cv": lambda: model_cdf(stats, "rate_cv", (0.5, 1)),
         "active": lambda: active(trace, stats),
         "rates": lambda: rates(trace, stats),
         "lengths": lambda: lengths(trace),
-        # 1 is Poisson's
+        # Poisson arrivals have 1.
         "gaps": lambda: model_cdf(stats, "gap_cv", (1,)),
     }
     return theme.draw(plots)
 
 
 def popularity(stats: TraceStats) -> Any:
-    """Requests that the most popular models give together (Figure 2a)."""
+    """Draws the cumulated share of requests of the most popular models (Figure 2a)."""
     figure, axes = theme.new_axes(
         "Popularity", "models, most popular first (%)", "requests (%)", theme.HALF
     )
@@ -62,13 +62,13 @@ def popularity(stats: TraceStats) -> Any:
 
 
 def active(trace: Trace, stats: TraceStats) -> Any:
-    """Part of the models with a request in the last 2 minutes, over time."""
+    """Draws the share of models with a request in the last 2 minutes, over time."""
     times_s = [arrivals_s(requests) for requests in by_model(trace).values()]
-    part = active_matrix(times_s, stats.duration_s).mean(axis=0) * 100
+    percents = active_matrix(times_s, stats.duration_s).mean(axis=0) * 100
     start_s = min(ACTIVE_WINDOW_S, stats.duration_s)
-    hours = (start_s + ACTIVE_STEP_S * np.arange(len(part))) / 3600
+    hours = (start_s + ACTIVE_STEP_S * np.arange(len(percents))) / 3600
     figure, axes = theme.new_axes("Active models", "hours", "models (%)", theme.HALF)
-    axes.plot(hours, part, color=theme.series_color(1))
+    axes.plot(hours, percents, color=theme.series_color(1))
     for level in PUBLISHED_ACTIVE:
         axes.axhline(level, color=theme.MARKERS["muted"], linestyle=":", linewidth=1.2)
     axes.set_ylim(0, 102)
@@ -76,7 +76,7 @@ def active(trace: Trace, stats: TraceStats) -> Any:
 
 
 def rates(trace: Trace, stats: TraceStats) -> Any:
-    """Requests per minute of the most popular models (Figure 1b)."""
+    """Draws the requests per minute of the most popular models (Figure 1b)."""
     figure, axes = theme.new_axes(
         "Rates of the most popular models", "hours", "requests/min", theme.HALF
     )
@@ -105,12 +105,12 @@ def lengths(trace: Trace) -> Any:
     return figure
 
 
-def model_cdf(stats: TraceStats, figure_of: str, marks: Sequence[float]) -> Any:
-    """Distribution of one of TITLES over the models, with dotted marks."""
-    values = [value for m in stats.models if (value := getattr(m, figure_of)) is not None]
+def model_cdf(stats: TraceStats, key: str, marks: Sequence[float]) -> Any:
+    """Draws the distribution over the models of a field in TITLES, with dotted lines at `marks`."""
+    values = [value for m in stats.models if (value := getattr(m, key)) is not None]
     if not values:
         return None
-    title, xlabel = TITLES[figure_of]
+    title, xlabel = TITLES[key]
     figure, axes = theme.new_axes(title, xlabel, "models at or below (%)", theme.HALF)
     theme.draw_cdf(axes, values, theme.series_color(0), None)
     for mark in marks:

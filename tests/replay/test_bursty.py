@@ -144,5 +144,5 @@ def test_impossible_values_are_named(change: dict[str, object], says: str) -> No
 
 
 def test_unknown_presets_list_the_known() -> None:
-    with pytest.raises(ConfigError, match="preset 'x': known are hyperbolic"):
+    with pytest.raises(ConfigError, match="preset 'x' is not one of hyperbolic"):
         preset("x", 60.0)

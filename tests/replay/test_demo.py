@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from lab.demo.page import TimedAction, steps_of
+from lab.demo.page import TimedAction, actions_of
 from prism.config.resolve import load
 from prism.scheduler.journal import Ended, Opened, Started
 from prism_replay.results import read_results
@@ -74,7 +74,7 @@ def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, tra
     demo = start_demo(short_dir, write_config(short_dir), trace)
     shown, _ = demo.communicate(timeout=200)
     assert demo.returncode == 0, shown
-    assert "nothing is left running" in shown
+    assert "all processes have ended" in shown
     results = read_results(short_dir / "results" / "demo.json")
     assert results.summary.total.completed == 6
     assert results.summary.total.errors == {}
@@ -94,7 +94,7 @@ def test_steps_are_told_in_the_replays_time() -> None:
         Ended(time_s=53.0, kind="activate", model="a", device="host:0"),
         Started(time_s=70.5, reason="relief", **moved),
     ]
-    assert list(steps_of(records, 1010.0)) == [
+    assert list(actions_of(records, 1010.0)) == [
         TimedAction(-8.0, "a is activated on host:0", "wanted"),
         TimedAction(10.5, "a migrates from host:0 to host:1", "relief"),
     ]

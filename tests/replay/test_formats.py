@@ -53,7 +53,7 @@ def test_mooncake_keeps_hash_ids_and_ignores_other_keys(tmp_path: Path) -> None:
         ("arena", ARENA, "empty"),
         ("arena", ARENA + "0,nan,2,7,9\n", ":2: the time is nan"),
         ("arena", ARENA + '"0\n1",1.0,2,7,9\n', "a quoted value spans lines"),
-        ("arena", ARENA + "0,1.0,2,7,\udcff\n", "not CSV in UTF-8"),
+        ("arena", ARENA + "0,1.0,2,7,\udcff\n", "is not valid CSV in UTF-8"),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", ":2: "),
         ("arena", ARENA + "0,1.0,2,-7,9\n", ":2: -7 input tokens"),
         ("arena", ARENA + "0,1.0,2,7,0\n", ":2: 0 output tokens"),
@@ -69,7 +69,7 @@ def test_mooncake_keeps_hash_ids_and_ignores_other_keys(tmp_path: Path) -> None:
         ("mooncake", f"{MOONCAKE % 9}\n{MOONCAKE % 8}\n", ":2: the time 0.008 s is before"),
         ("mooncake", f"{MOONCAKE % -1}\n", ":1: timestamp"),
         ("mooncake", "{\n", ":1: not a JSON object"),
-        ("parquet", "x", "known formats are"),
+        ("parquet", "x", "format 'parquet' is not one of prism"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, text: str, says: str) -> None:

@@ -79,7 +79,7 @@ def test_arrivals_do_not_wait_for_answers(server: ScriptedServer) -> None:
         ("broken", "truncated", "finish reason"),
         ("short", "short", "4 of 5 tokens"),
         ("dying", "engine_died", "killed"),
-        ("garbage", "bad_answer", "not OpenAI"),
+        ("garbage", "bad_answer", "not in OpenAI's stream format"),
         ("stuck", "timeout", "0.3 s"),
     ],
 )
@@ -146,14 +146,14 @@ def test_missing_models_are_named_with_those_served(server: ScriptedServer) -> N
 def test_requests_above_the_context_are_refused_before_the_run() -> None:
     with (
         running(ScriptedServer(context=100)) as server,
-        pytest.raises(ConfigError, match=r"110 tokens, its context 100.*--context 100"),
+        pytest.raises(ConfigError, match=r"110 tokens, the model's context 100.*--context 100"),
     ):
         replay(server, [a_request(input_length=105)])
 
 
 def test_an_unreachable_server_is_one_clear_error() -> None:
     config = RunConfig(trace="t", url="http://127.0.0.1:9", requests=1)
-    with pytest.raises(ConfigError, match="no server answers"):
+    with pytest.raises(ConfigError, match="no server responds"):
         asyncio.run(run_replay([a_request()], config, Seen()))
 
 

@@ -16,7 +16,7 @@ from prism_replay.formats.reader import read_format
 from prism_replay.generators.base import generate
 from prism_replay.generators.kinds import config_of_preset
 from prism_replay.report.stats import describe
-from prism_replay.report.trace_page import published, render
+from prism_replay.report.trace_page import comparison_rows, render
 from prism_replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
 from tests.replay.test_report import Page
@@ -51,7 +51,7 @@ def test_figures_without_data_are_left_out() -> None:
 
 
 def test_published_values_stand_beside_ours() -> None:
-    rows = {label: (here, there) for label, here, there in published(describe(TRACE, 7200.0))}
+    rows = {label: (here, there) for label, here, there in comparison_rows(describe(TRACE, 7200.0))}
     assert rows["requests from the last 60 % of models"] == ("25.1 %", "about 25 %")
     assert rows["correlation of a model's days"] == ("-", "near 0")
     assert len(rows) == 12

@@ -99,7 +99,7 @@ def test_sampled_models_come_from_all_ranks_of_popularity() -> None:
 def test_only_some_models() -> None:
     trace = [a_request(model="a"), a_request(model="b")]
     assert transforms.only_models(trace, ["b"]) == trace[1:]
-    with pytest.raises(TraceError, match="model 'x': the trace has a, b"):
+    with pytest.raises(TraceError, match="model 'x' is not in the trace; models: a, b"):
         transforms.only_models(trace, ["a", "x"])
 
 

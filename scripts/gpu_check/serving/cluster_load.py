@@ -329,7 +329,7 @@ class Load:
             request = TraceRequest(
                 timestamp=0, model=model, input_length=len(prompt), output_length=output_tokens
             )
-            await self._sender.answer(request, prompt, answer)
+            await self._sender.receive(request, prompt, answer)
             return answer
 
         return [one(*pair) for pair in zip(prompts, answers, strict=True)]
