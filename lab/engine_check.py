@@ -1,16 +1,16 @@
-"""Serve models in this process, without agent or sockets, and print what it costs.
+"""Serves models in this process, without agent or sockets, and prints times and memory.
 
     python -m lab.engine_check --model DIR [--model DIR ...] [--device host:0]
         [--capacity 2GiB] [--page 2MiB] [--static SIZE] [--dtype auto] [--context N] [--streams 8]
         [--tokens 64] [--prompt-tokens 64] [--rounds 2] [--cuda-graphs lazy] [--attention NAME]
         [--compare] [--store-in DIR] [--json FILE]
 
-A round goes over all models. Each is activated, from its files the first time and later from a
-weight store of this run. It runs `streams` greedy requests of random token ids at once, runs them
-again if decode graphs were captured, and is flushed and deactivated. The device's ledger is that of
-this run. `--compare` computes the same tokens with transformers on the CPU. `--store-in` names the
-folder that the weight store is made in (default: /dev/shm, where the weights fit twice). `--json`
-writes all figures after each round, also if something fails.
+Each round serves all models in turn. A model is activated, from its files the first time and later
+from the weight store of this run. It serves `streams` concurrent greedy requests of random token
+ids, and again if decode graphs were captured. Then it is flushed and deactivated. The run has a
+separate device ledger. `--compare` computes the same tokens with transformers on the CPU.
+`--store-in` is the folder for the weight store (default: /dev/shm, if the weights fit twice).
+`--json` writes all figures after each round, also if the run fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VOCABULARY = (16, 500)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 2 and one line when a model or an option is bad."""
+    """Runs the check and returns the exit code: 2 for an invalid model or option, else 0."""
     options = _parser().parse_args(arguments)
     report: dict[str, Any] = {"rounds": [], "error": ""}
     try:
@@ -64,7 +64,7 @@ def _write(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if options.json is not None:
         partial = options.json.with_suffix(".part")
         partial.write_text(json.dumps(report) + "\n")
-        os.replace(partial, options.json)  # complete rounds, also if this process is killed
+        os.replace(partial, options.json)  # the file is complete even if this process is killed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,15 +119,16 @@ def _run(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32") -> ModelSpec:
-    """Returns the model in a directory. Raises ConfigError for bad files.
+    """Returns the spec of the model in a directory. Raises ConfigError for invalid files.
 
-    dtype: "auto" is the type of the files.
+    Args:
+        dtype: Type of the weights; "auto" for the type of the files.
     """
     files = inspect_model(path, "--model")
     if dtype == "auto":
         dtype = files.stored_dtype
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype: unknown type {dtype}; use one of {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(f"--dtype: {dtype} is not one of {', '.join(DTYPE_BYTES)}")
     return ModelSpec(
         name=path.name,
         path=str(path),
@@ -169,13 +170,16 @@ def _config(options: argparse.Namespace, store: str) -> ClusterConfig:
 class Answers:
     """Answers to one batch of requests."""
 
-    tokens: list[list[int]] = field(default_factory=list)  # of each request, in order
+    tokens: list[list[int]] = field(default_factory=list)
+    """Token ids of each request, in order."""
     first_token_s: float = 0.0
+    """Time to the first token of any request."""
     seconds: float = 0.0
+    """Time to the last token."""
 
 
 class EngineRun:
-    """One engine and the device's memory."""
+    """Run of one engine on one device."""
 
     def __init__(self, core: Any, device: kvcached.Device, options: argparse.Namespace) -> None:
         self.core = core
@@ -224,8 +228,8 @@ class EngineRun:
         }
 
     def _memory(self) -> dict[str, int]:
-        """Returns the free bytes of the driver, or of the ledger without NVML, and what the ledger
-        counts as held."""
+        """Returns the free bytes by the driver, or without NVML by the ledger, and the ledger's
+        committed and static bytes."""
         usage, driver = self._device.usage(), self._device.driver_memory()
         static_bytes = sum(client.static_bytes for client in usage.clients)
         free_bytes = usage.free_bytes if driver is None else driver.free_bytes
@@ -298,8 +302,10 @@ def _print_activation(spec: ModelSpec, activated: Activated) -> None:
 
 
 def _compare(specs: list[ModelSpec], rounds: list[dict[str, Any]]) -> None:
-    """Adds "equal" to each round: how many first tokens of each request transformers gives too.
-    Rounding may decide near ties, so that a late difference need not be an error."""
+    """Adds "equal" to each round: the number of leading tokens that equal those of transformers.
+
+    Rounding may decide near ties, so a late difference is not necessarily an error.
+    """
     from prism.models.hugging_face import import_transformers
 
     import_transformers()
@@ -308,10 +314,10 @@ def _compare(specs: list[ModelSpec], rounds: list[dict[str, Any]]) -> None:
         expected = _greedy(spec, own[0]["prompts"], len(own[0]["tokens"][0]))
         for item in own:
             item["equal"] = [
-                _common(tokens, wanted)
-                for tokens, wanted in zip(item["tokens"], expected, strict=True)
+                _common_prefix(tokens, reference)
+                for tokens, reference in zip(item["tokens"], expected, strict=True)
             ]
-            print(f"{spec.name}: {item['equal']} of {len(expected[0])} tokens as transformers has")
+            print(f"{spec.name}: {item['equal']} of {len(expected[0])} tokens equal transformers")
 
 
 def _greedy(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -332,9 +338,9 @@ def _greedy(spec: ModelSpec, prompts: list[list[int]], count: int) -> list[list[
     return answers
 
 
-def _common(tokens: list[int], wanted: list[int]) -> int:
-    pairs = enumerate(zip(tokens, wanted, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(wanted)))
+def _common_prefix(tokens: list[int], reference: list[int]) -> int:
+    pairs = enumerate(zip(tokens, reference, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
 
 
 if __name__ == "__main__":

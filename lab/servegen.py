@@ -1,13 +1,14 @@
-"""47 models with the traffic of ServeGen's production clients, on a few to many GPUs.
+"""Simulation of 47 models with the traffic of ServeGen's production clients, on 8 to 32 GPUs.
 
 python -m lab.servegen RATES [--gpus 8,16,24,32] [--seeds 11,23,31]
     [--policies prism,one-place,muxserve++] [--minutes 20] [--out FOLDER]
 
-RATES is `servegen_client_rates.csv.xz`, beside its lengths. A seed draws an hour, 47 of the clients
-that send 4 to 7,200 requests in it, and which of them asks which model: 14 of 1B, 12 of 3B, 13 of
-8B, 4 of 14B, 2 of 32B (two GPUs each) and 2 of 70B (four). SLOs: the first token in 2 s, each other
-one in 100 ms. "one-place" is prism without copies. A row each: requests that met both SLOs, P99 of
-the time to the first token, activations. `--out` gets setups and traces, for `prism-sim run`.
+RATES is `servegen_client_rates.csv.xz`, in one folder with its lengths. A seed draws an hour, 47 of
+the clients that send 4 to 7,200 requests in it, and the model of each client: 14 of 1B, 12 of 3B,
+13 of 8B, 4 of 14B, 2 of 32B (two GPUs each) and 2 of 70B (four GPUs). The SLOs are a TTFT of 2 s
+and a TPOT of 100 ms. "one-place" is prism without copies. Each row has the requests that met both
+SLOs, P99 TTFT and the number of activations. Setups and traces for `prism-sim run` are written to
+`--out`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ REQUESTS_PER_HOUR = (4, 7_200)
 
 
 def drawn(rates: Path, seed: int, seconds: float, folder: Path) -> list[TraceRequest]:
-    """The requests of 47 clients in the first `seconds` of an hour, by models m00 to m46."""
+    """Returns the requests of 47 clients (models m00 to m46) in the first `seconds` of an hour."""
     rng = np.random.default_rng([seed, 9])
     packed = rates.read_bytes()
     day = polars.read_csv(lzma.decompress(packed) if rates.suffix == ".xz" else packed)

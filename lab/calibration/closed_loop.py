@@ -1,7 +1,7 @@
-"""One engine under a closed loop of clients: what published benchmarks measure.
+"""One engine under a closed loop of clients, as published benchmarks measure it.
 
-It has one model, one GPU group and equal requests, so that measured (TTFT, TPOT) can be compared
-with a cost model without a cluster around it.
+The engine has one model, one GPU group and equal requests, so that measured (TTFT, TPOT) can be
+compared with a cost model without simulating a cluster.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from prism_sim.costs.model import CostModel, PromptChunk
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`concurrency` clients. Each sends its next request when it has its answer, until `requests`
-    were sent."""
+    """Load of a closed loop. Each client sends its next request when the last one is finished."""
 
     input_tokens: int
     output_tokens: int
     concurrency: int
+    """Number of clients."""
     requests: int
+    """Number of requests of all clients together."""
     batch_max: int
-    """Requests that fit in KV memory."""
+    """Number of requests that fit in KV memory."""
     mixed: bool
-    """Decodes go on while prompts are computed (TensorRT-LLM, vLLM). Otherwise prompts go first
+    """True if steps mix prompts with decodes (TensorRT-LLM, vLLM), False if prompts go first
     (SGLang's default)."""
     step_tokens: int = 8192
     spread_s: float = 0.0
-    """The clients' first requests are spread evenly over this time."""
+    """Time over which the clients' first requests are spread evenly."""
 
 
 @dataclass(frozen=True)
 class LoopLatency:
-    """Means over all requests."""
+    """Mean latencies of all requests."""
 
     ttft_s: float
     tpot_s: float
-    """After the first token."""
+    """Time per output token after the first."""
 
 
 def run_closed_loop(cost: CostModel, load: ClosedLoop) -> LoopLatency:
-    """Serve first come, first served until all requests are done."""
+    """Serves the load, first come first served, and returns its latencies."""
     clients = min(load.concurrency, load.requests)
     first_s = deque(load.spread_s * number / clients for number in range(clients))
-    engine = _Engine(cost, load, coming=first_s, sent=clients)
-    while engine.coming or engine.waiting or engine.running:
+    engine = _Engine(cost, load, arrivals=first_s, sent=clients)
+    while engine.arrivals or engine.waiting or engine.running:
         engine.receive()
         if engine.waiting and (engine.prompt_left or len(engine.running) < load.batch_max):
             engine.prefill()
@@ -57,34 +58,39 @@ def run_closed_loop(cost: CostModel, load: ClosedLoop) -> LoopLatency:
 
 @dataclass
 class _Engine:
-    """First come, first served, in steps."""
+    """State of the engine."""
 
     cost: CostModel
     load: ClosedLoop
-    coming: deque[float]
-    """Arrivals."""
+    arrivals: deque[float]
+    """Times at which requests will arrive."""
     sent: int
+    """Number of requests sent so far."""
     waiting: deque[float] = field(default_factory=deque)
-    """Arrivals; the head's prompt is being computed in chunks."""
+    """Arrival times of waiting requests. The first one's prompt is computed in chunks."""
     running: deque[tuple[int, float]] = field(default_factory=deque)
-    """(Decode step at which it ends, time of its first token), in order of both, since requests
-    are equal."""
+    """(Decode step at which a request ends, time of its first token), ordered by both, since all
+    requests are equal."""
     now_s: float = 0.0
     step: int = 0
+    """Number of decode steps so far."""
     context_tokens: int = 0
     prompt_left: int = 0
+    """Prompt tokens of the first waiting request that are left; 0 before its first chunk."""
     ttft_s: float = 0.0
+    """Sum over the requests."""
     decode_s: float = 0.0
+    """Sum over the requests of the time after the first token."""
 
     def receive(self) -> None:
-        """Take the requests that have arrived. An idle engine waits for the next."""
+        """Queues the requests that have arrived. An idle engine waits for the next one."""
         if not self.running and not self.waiting:
-            self.now_s = max(self.now_s, self.coming[0])
-        while self.coming and self.coming[0] <= self.now_s:
-            self.waiting.append(self.coming.popleft())
+            self.now_s = max(self.now_s, self.arrivals[0])
+        while self.arrivals and self.arrivals[0] <= self.now_s:
+            self.waiting.append(self.arrivals.popleft())
 
     def prefill(self) -> None:
-        """One step with as many prompt tokens as fit."""
+        """Runs one step with as many prompt tokens as fit."""
         batch = len(self.running) if self.load.mixed else 0
         chunks, begun = self._chunks(max(1, self.load.step_tokens - batch))
         self.now_s += self.cost.step_s(chunks, batch, self.context_tokens if batch else 0)
@@ -94,21 +100,21 @@ class _Engine:
             self._first_token()
 
     def decode(self) -> None:
-        """All steps until the next request ends or arrives."""
+        """Runs decode steps until the next request ends or arrives."""
         steps = self.running[0][0] - self.step
         batch, context = len(self.running), self.context_tokens
-        if self.coming:
-            left_s = self.coming[0] - self.now_s
+        if self.arrivals:
+            left_s = self.arrivals[0] - self.now_s
             steps = min(steps, 1 + self.cost.decode_steps(batch, context, left_s, steps))
         self.now_s += self.cost.decode_run_s(batch, context, steps)
         self._advance(steps)
 
     def _chunks(self, budget: int) -> tuple[list[PromptChunk], int]:
-        """The chunks of the next step, and how many prompts end with it."""
+        """Returns the chunks of the next step and the number of prompts that it completes."""
         chunks: list[PromptChunk] = []
         done = 0
-        room = self.load.batch_max - len(self.running)
-        while budget and done < min(room, len(self.waiting)):
+        slots = self.load.batch_max - len(self.running)
+        while budget and done < min(slots, len(self.waiting)):
             left = self.prompt_left or self.load.input_tokens
             tokens = min(left, budget)
             chunks.append(PromptChunk(tokens, self.load.input_tokens - left))
@@ -135,4 +141,4 @@ class _Engine:
             self.context_tokens -= self.load.input_tokens + self.load.output_tokens - 1
             if self.sent < self.load.requests:
                 self.sent += 1
-                self.coming.append(self.now_s)
+                self.arrivals.append(self.now_s)

@@ -1,12 +1,12 @@
-"""Export latency tables from aiconfigurator-core into the file that the wheel ships.
+"""Exports latency tables from aiconfigurator-core to the file in prism-sim's wheel.
 
     pip install './prism_sim[costs-export]'
     python -m lab.calibration.export_aiconfigurator \\
         --out prism_sim/costs/data/aiconfigurator.json.gz
 
-aiconfigurator-core (NVIDIA, Apache-2.0) holds kernel latencies measured on GPUs, per operation,
-and interpolates between them. For each (GPU, model, TP) this asks it for all operations at the
-points of a StepTable. A combination without data is left out and named.
+aiconfigurator-core (NVIDIA, Apache-2.0) has kernel latencies measured on GPUs, per operation, and
+interpolates between them. The export evaluates all operations of each (GPU, model, TP) at the
+points of a StepTable. A combination without data is left out and printed.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ DECODE_BATCH = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 DECODE_CONTEXT = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 # fmt: on
 LOGITS_BATCH_MAX = 256
-"""Steps up to this size count as decodes, whose output matrix multiplies every token."""
+"""Most tokens of a step that counts as a decode, which computes logits for every token."""
 
 
 @dataclass(frozen=True)
 class CompiledEngine:
-    """aiconfigurator's compiled model: seconds of its operations at a point."""
+    """Compiled model of aiconfigurator, which returns the time of its operations at a point."""
 
     handle: Any
     backend: str
@@ -94,9 +94,9 @@ class CompiledEngine:
 
 def export(
     out: Annotated[Path, typer.Option(help="File to write, .json.gz.")],
-    gpus: Annotated[str, typer.Option(help="GPU types, comma separated.")] = ",".join(SYSTEMS),
+    gpus: Annotated[str, typer.Option(help="GPU types, comma-separated.")] = ",".join(SYSTEMS),
 ) -> None:
-    """Write the tables of all models of prism_sim.costs.shapes on these GPUs."""
+    """Writes the tables of all models of prism_sim.costs.shapes on these GPUs."""
     tables, missing, errors = [], [], []
     for gpu, shape, tp in combinations(gpus.split(",")):
         try:
@@ -121,7 +121,7 @@ def export(
 
 
 def combinations(gpus: list[str]) -> Iterator[tuple[str, ModelShape, int]]:
-    """Each geometry once, at the TP degrees that its heads and the GPU's memory permit."""
+    """Yields each model geometry with the TP degrees that its heads and the GPU's memory allow."""
     for gpu in gpus:
         for shape in export_shapes(gpu):
             for tp in TP_DEGREES:
@@ -131,7 +131,7 @@ def combinations(gpus: list[str]) -> Iterator[tuple[str, ModelShape, int]]:
 
 
 def export_shapes(gpu: str) -> list[ModelShape]:
-    """The models of prism_sim.costs.shapes; large ones also in 8 bits, on GPUs that compute so."""
+    """Returns the models of prism_sim.costs.shapes, large ones also in FP8 on GPUs with FP8."""
     large = [shape for shape in MODELS.values() if shape.parameters > FP8_PARAMETERS_MIN]
     eight_bit = [in_fp8(shape) for shape in large] if gpu in FP8_GPUS else []
     shapes = [*MODELS.values(), *eight_bit]
@@ -139,7 +139,7 @@ def export_shapes(gpu: str) -> list[ModelShape]:
 
 
 def export_table(gpu: str, shape: ModelShape, tp: int) -> tuple[StepTable, float]:
-    """The table, and its worst relative error at points between its own."""
+    """Returns the table and its worst relative error at points between its grid points."""
     engine = compile_engine(gpu, shape, tp)
     attention = _table(engine.prefill_attention_s, PREFILL_TOKENS, PREFILL_CONTEXT)
     pairs = _table(_pairs, PREFILL_TOKENS, PREFILL_CONTEXT)
@@ -165,7 +165,10 @@ def export_table(gpu: str, shape: ModelShape, tp: int) -> tuple[StepTable, float
 
 
 def compile_engine(gpu: str, shape: ModelShape, tp: int) -> CompiledEngine:
-    """With the first backend that has data. Raises aiconfigurator's error for the last one."""
+    """Compiles the model with the first backend that has data.
+
+    Raises aiconfigurator's error for the last backend if none has data.
+    """
     from aiconfigurator_core.sdk.engine import EngineHandle
 
     with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +191,7 @@ def compile_engine(gpu: str, shape: ModelShape, tp: int) -> CompiledEngine:
 
 
 def hugging_face_config(shape: ModelShape) -> dict[str, Any]:
-    """config.json of a Llama of this shape."""
+    """Returns the config.json of a Llama with this shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -211,7 +214,7 @@ def _operations(handle: Any) -> tuple[int, int]:
 
 
 def _seconds(values: list[Operation], attention: bool) -> float:
-    """Of the operations that are attention, or of the others."""
+    """Returns the time of the attention operations, or of all others."""
     names = ("context_attention", "generation_attention")
     return sum(ms for name, ms, *_ in values if (name in names) is attention) / 1000
 
@@ -227,14 +230,14 @@ def _table(
 
 
 def _fit_pair_s(pairs: Floats, seconds: Floats) -> float:
-    """Least squares of the relative error over chunks of 512 tokens and more."""
+    """Fits the time per pair by the least squares of relative errors, from 512 tokens on."""
     large = np.array(PREFILL_TOKENS) >= 512
     ratio = pairs[large] / seconds[large]
     return float(ratio.sum() / np.square(ratio).sum())
 
 
 def _rising(values: Any) -> tuple[float, ...]:
-    """Measurements scatter: more work never takes less time."""
+    """Returns the running maximum: more work never takes less time, but measurements scatter."""
     return _rounded(np.maximum.accumulate(np.asarray(values)))
 
 
@@ -243,7 +246,7 @@ def _rounded(values: Any) -> tuple[float, ...]:
 
 
 def _error_between(cost: TableCost, engine: CompiledEngine) -> float:
-    """Worst relative error of prefill and decode steps at points between the table's."""
+    """Returns the worst relative error of steps at points between the table's grid points."""
     errors = []
     for tokens, context in ((100, 0), (700, 1200), (1800, 0), (5000, 5000)):
         real_s = engine.dense_s(tokens) + engine.prefill_attention_s(tokens, context)

@@ -1,5 +1,7 @@
-"""Published measurements that costs are compared with. The files are not in the repository;
-`traces_folder` says where users put them."""
+"""Published measurements to compare costs with.
+
+The files are not in the repository; `traces_folder` returns their folder.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SYSTEMS = {"h100_sxm": "h100", "h200_sxm": "h200", "a100-80gb": "a100-80", "h100
 
 @dataclass(frozen=True)
 class ServingRow:
-    """A benchmark in a closed loop (aiconfigurator's sample): mean TTFT with queueing, and TPOT."""
+    """Closed-loop benchmark of aiconfigurator's sample: mean TTFT with queueing, and TPOT."""
 
     gpu: str
     engine: str
@@ -35,7 +37,7 @@ class ServingRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A batch of equal prompts and its decoding (Splitwise, ISCA '24): no queueing."""
+    """Measurement of one batch of equal prompts without queueing (Splitwise, ISCA '24)."""
 
     gpu: str
     model: str
@@ -49,7 +51,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class DedicatedRow:
-    """P99 latencies of a model on an H100 of its own under Prism's trace."""
+    """P99 latencies of a model on a dedicated H100 under Prism's trace."""
 
     model: str
     ttft_s: float
@@ -57,17 +59,17 @@ class DedicatedRow:
 
 
 def traces_folder() -> Path:
-    """PRISM_TRACES, or shared/traces beside the checkout."""
+    """Returns PRISM_TRACES, or by default shared/traces next to the checkout."""
     return Path(os.environ.get("PRISM_TRACES", Path(__file__).parents[3] / "shared/traces"))
 
 
 def silicon_rows(folder: Path) -> list[ServingRow]:
-    """Raises ConfigError for another file."""
+    """Returns the rows of SILICON. Raises ConfigError if the file is not as expected."""
     return [_serving_row(row) for row in _rows(folder / SILICON, "silicon_tpot_ms")]
 
 
 def splitwise_rows(folder: Path) -> list[StepRow]:
-    """Llama-2-70B on uncapped GPUs. Raises ConfigError for another file."""
+    """Returns the rows of Llama-2-70B on GPUs without power cap. Raises ConfigError."""
     rows = _rows(folder / SPLITWISE, "prompt_time")
     return [
         StepRow(
@@ -86,7 +88,7 @@ def splitwise_rows(folder: Path) -> list[StepRow]:
 
 
 def dedicated_rows(folder: Path) -> list[DedicatedRow]:
-    """The suite whose model names can be trusted. Raises ConfigError for another file."""
+    """Returns the rows of the suite with reliable model names. Raises ConfigError."""
     return [
         DedicatedRow(
             model=row["model_path"].split("_", 2)[2],
@@ -119,7 +121,9 @@ def _rows(path: Path, column: str) -> Iterator[dict[str, str]]:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             if column not in (reader.fieldnames or ()):
-                raise ConfigError(f"{path}: column {column!r} is missing; is it the right file?")
+                raise ConfigError(
+                    f"{path}: does not have column {column!r}; check that it is the right file"
+                )
             yield from reader
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error

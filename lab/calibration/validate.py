@@ -1,4 +1,4 @@
-"""Compare the costs with published measurements, and write the errors unadjusted."""
+"""Comparison of the costs with published measurements. Errors are reported without adjustment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from prism_sim.costs.roofline import roofline
 from prism_sim.costs.table import TableCost, with_host
 
 KV_MEMORY = 0.88
-"""Part of a GPU's memory that engines give to weights and KV (SGLang's default)."""
+"""Fraction of a GPU's memory that engines use for weights and KV (SGLang's default)."""
 ROUNDS = 10
-"""Requests per client of a benchmark: what serving benchmarks usually send."""
+"""Requests per client of a benchmark, typical for serving benchmarks."""
 DEDICATED_PROMPT_TOKENS = 450
 DEDICATED_BATCH = 4
 
@@ -49,13 +49,13 @@ class Errors:
 
     @property
     def within(self) -> bool:
-        """Whether the measured TTFT lies between the two predictions (10 % beyond allowed)."""
+        """True if the measured TTFT is between the two predictions, with a tolerance of 10 %."""
         low, high = sorted((self.ttft_together, self.ttft_spread))
         return low <= 0.1 and high >= -0.1
 
 
 def report(folder: Path) -> str:
-    """The page docs/cost-validation.md. Raises ConfigError if a file is missing."""
+    """Returns the text of docs/cost-validation.md. Raises ConfigError if a file is missing."""
     sections = [
         _HEAD.format(host_ms=HOST_S * 1000),
         serving_section(measured.silicon_rows(folder)),
@@ -76,7 +76,7 @@ def roofline_cost(gpu: str, model: str, tp: int) -> CostModel:
 
 
 def serving_errors(row: ServingRow) -> Errors:
-    """Clients that start together, and clients spread over one request's time."""
+    """Returns the errors for clients that start together or spread over one request's time."""
     load = closed_loop_of(row)
     grid = grid_cost(row.gpu, row.model, row.tp)
     together = run_closed_loop(grid, load)
@@ -93,8 +93,8 @@ def serving_errors(row: ServingRow) -> Errors:
 
 def closed_loop_of(row: ServingRow) -> ClosedLoop:
     shape = model_shape(row.model)
-    room_bytes = gpu_spec(row.gpu).memory_bytes * KV_MEMORY - shape.weight_bytes(row.tp)
-    kv_tokens = room_bytes / shape.kv_token_bytes(row.tp)
+    kv_bytes = gpu_spec(row.gpu).memory_bytes * KV_MEMORY - shape.weight_bytes(row.tp)
+    kv_tokens = kv_bytes / shape.kv_token_bytes(row.tp)
     return ClosedLoop(
         input_tokens=row.input_tokens,
         output_tokens=row.output_tokens,
@@ -168,7 +168,7 @@ def _step_line(name: str, rows: Sequence[StepRow]) -> str:
 
 
 def _steps(row: StepRow) -> tuple[float, float]:
-    """Seconds of the batch's prefill and of a mean decode step."""
+    """Returns the seconds of the batch's prefill and of a mean decode step."""
     cost = grid_cost(row.gpu, row.model, row.tp)
     prefill_s = cost.step_s([PromptChunk(row.input_tokens)] * row.batch, 0, 0)
     run_s = cost.decode_run_s(row.batch, row.batch * row.input_tokens, row.output_tokens)
@@ -203,7 +203,7 @@ def validate(
         Path | None, typer.Option(help="Folder of the measurements; default PRISM_TRACES.")
     ] = None,
 ) -> None:
-    """Compare the shipped costs with published measurements, error by group."""
+    """Compares the shipped costs with published measurements, by group."""
     page = report(traces or measured.traces_folder())
     if out is None:
         print(page)

@@ -1,6 +1,6 @@
-"""`python -m lab.demo`: prepare models, serve them, replay a trace, report, end everything.
+"""`python -m lab.demo`: prepares models, serves them, replays a trace and writes a report.
 
-It runs the package's own commands, prints each, and checks afterwards that nothing is left.
+The demo runs and prints the project's own commands, and checks in the end that no process is left.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ console = Console()
 def demo(
     *,
     config: Annotated[Path, typer.Option(help="The cluster's YAML.")] = ROOT / "examples/demo.yaml",
-    trace: Annotated[Path, typer.Option(help="What to replay.")] = ROOT / "traces/demo.jsonl",
+    trace: Annotated[Path, typer.Option(help="Trace to replay.")] = ROOT / "traces/demo.jsonl",
     results: Annotated[Path, typer.Option(help="Folder for results.")] = ROOT / "results",
-    slo_scale: Annotated[str, typer.Option(help="Scales to judge SLOs at.")] = "0.5,1,2",
+    slo_scale: Annotated[str, typer.Option(help="SLO scales to report.")] = "0.5,1,2",
     time_scale: Annotated[float, typer.Option(help="0.5 replays twice as fast.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    port: Annotated[int | None, typer.Option(help="The endpoint's port; default: a free one.")] = (
+    limit: Annotated[int | None, typer.Option(help="Replay only the first N requests.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the endpoint; default: a free one.")] = (
         None
     ),
 ) -> None:
-    """Serve the demo's models on two host devices and replay a trace against them."""
+    """Serves the demo's models on two host devices and replays a trace against them."""
     began_s = time.monotonic()
     prepare_models(config)
     step("starting prism-serve")
@@ -55,14 +55,14 @@ def demo(
         step("replaying the trace")
         code = replay(server, trace, results, options)
         step("shutting down")
-    console.print(f"nothing is left running; {time.monotonic() - began_s:.0f} s in all")
+    console.print(f"all processes have ended; {time.monotonic() - began_s:.0f} s in total")
     if code:
         raise typer.Exit(code)
-    tell(results)
+    print_actions(results)
 
 
 def prepare_models(config: Path) -> None:
-    """Make the models that the YAML names, each in the folder where the YAML expects it."""
+    """Creates the YAML's models, each in its configured folder."""
     step("preparing models")
     for model in read_yaml(config).models:
         target = (config.parent / model.path).resolve()
@@ -71,7 +71,7 @@ def prepare_models(config: Path) -> None:
 
 
 def replay(server: BackgroundServer, trace: Path, results: Path, options: list[str]) -> int:
-    """The exit code of prism-replay; 1 when any request failed."""
+    """Runs prism-replay and returns its exit code, 1 if a request failed."""
     command = [tool("prism-replay"), "run", str(trace), "--url", server.url, "--strict"]
     command += ["--out", str(results / "demo.json"), "--html", str(results / REPORT)]
     show(command + options)
@@ -79,19 +79,19 @@ def replay(server: BackgroundServer, trace: Path, results: Path, options: list[s
         return wait_for(process)
 
 
-def tell(results: Path) -> None:
-    """Prints what the cluster did and writes it, with the rest, into demo.html."""
-    step("what the cluster did")
+def print_actions(results: Path) -> None:
+    """Prints the cluster's actions and writes demo.html."""
+    step("actions of the cluster")
     journal = journal_path(results / LOGS, CLUSTER)
     page = results / "demo.html"
-    for taken in write_page(page, results / "demo.json", journal, Path(REPORT)):
-        when = "start" if taken.time_s < 0 else f"{taken.time_s:.1f} s"
-        console.print(f"  {when:>7}  {taken.what}", highlight=False)
-    console.print(f"read why: {page}", soft_wrap=True)
+    for action in write_page(page, results / "demo.json", journal, Path(REPORT)):
+        when = "start" if action.time_s < 0 else f"{action.time_s:.1f} s"
+        console.print(f"  {when:>7}  {action.what}", highlight=False)
+    console.print(f"report with the reasons: {page}", soft_wrap=True)
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C reaches `process` as well, which then ends by itself with partial results."""
+    """Waits for `process`. Ctrl-C also reaches `process`, which then ends with partial results."""
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -110,16 +110,16 @@ def show(command: Sequence[str]) -> None:
     console.print(f"  $ {shlex.join(words)}", style="dim", markup=False, soft_wrap=True)
 
 
-def end_in_order(number: int, _frame: FrameType | None) -> None:
-    """A signal whose default would leave the server behind, in a session of its own."""
+def exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    """Raises SystemExit, so that the server ends too. It runs in a separate session."""
     raise SystemExit(128 + number)
 
 
 def main() -> None:
-    """Exit code 2 for wrong input, 1 for a failed step or request."""
+    """Runs the demo. Exits with 2 for invalid input, with 1 for a failed step or request."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end_in_order)
+        signal.signal(number, exit_on_signal)
     run(lambda: app(prog_name="scripts/demo"), "demo")
 
 

@@ -1,3 +1,5 @@
-"""One trace through the live system and through the simulator: decisions one by one, attainment and
-latency. `journals.py` reads what the live schedulers wrote, `setup.py` makes a simulation of the
-live configuration, `runs.py` brings both into the same terms, the other modules compare."""
+"""Comparison of the live system with the simulator on one trace: decisions, attainment, latency.
+
+`journals.py` reads the live schedulers' journals, `setup.py` builds a simulation of the live
+configuration, `runs.py` converts both to the same types, and the other modules compare them.
+"""

@@ -1,4 +1,4 @@
-"""`python -m lab.parity`: one trace through the live system and through the simulator."""
+"""`python -m lab.parity`: compares the live system with the simulator on one trace."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ app = new_app()
 FILES = ("--results", "--journal", "--costs")
 
 LiveYaml = Annotated[Path, typer.Option("--config", "-c", help="The live cluster's YAML.")]
-Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for what is found.")]
+Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
 TraceOption = Annotated[
-    Path | None, typer.Option(help="Calibrate and replay this on a prism-serve of its own.")
+    Path | None, typer.Option(help="Trace to calibrate and replay on a separate prism-serve.")
 ]
-ResultsOption = Annotated[Path | None, typer.Option(help="JSON of a replay that has been.")]
+ResultsOption = Annotated[Path | None, typer.Option(help="Results file of an earlier replay.")]
 JournalOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Logs of the cluster that served it, with their journals. More of them: of the same"
-        " cluster at other times, for what is measured."
+        help="Log folder with the journals of the cluster that served it. Further folders: of the"
+        " same cluster at other times, for more measurements."
     ),
 ]
 CostsOption = Annotated[
-    Path | None, typer.Option(help="Tables of `prism-sim calibrate engine` on that cluster.")
+    Path | None, typer.Option(help="Cost tables of `prism-sim calibrate engine` on that cluster.")
 ]
 
 
@@ -57,30 +57,30 @@ def parity(
     results: ResultsOption = None,
     journal: JournalOption = None,
     costs: CostsOption = None,
-    slo_scale: Annotated[str, typer.Option(help="Scales to judge SLOs at.")] = "0.5,1,2",
+    slo_scale: Annotated[str, typer.Option(help="SLO scales to report.")] = "0.5,1,2",
     cores: Annotated[
         float | None, typer.Option(help="Cores for the engines of host devices.", min=0.1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
     repeats: Annotated[int, typer.Option(help="Times to calibrate each step.", min=1)] = 3,
 ) -> None:
-    """Compare a live cluster with the simulator calibrated on it, decision by decision.
+    """Compares a live cluster with the simulator calibrated on it, decision by decision.
 
-    With --trace it starts prism-serve, calibrates its models, replays and compares. With --results,
-    --journal and --costs it compares what was recorded before. --out gets parity.json and
-    parity.html.
+    With --trace, it starts prism-serve, calibrates its models, replays the trace and compares. With
+    --results, --journal and --costs, it compares an earlier recording. It writes parity.json and
+    parity.html to --out.
     """
     scales = parse_scales(slo_scale, "--slo-scale")
     given_files = [path for path in (results, journal, costs) if path]
     if len(given_files) != (0 if trace else len(FILES)):
-        raise ConfigError(f"parity: give either --trace, or all of {', '.join(FILES)}")
+        raise ConfigError(f"parity: give either --trace or all of {', '.join(FILES)}")
     make_folder(out)
     console = Console()
     if trace is not None:
         found = read_trace(trace)
-        wanted = LiveConfig(config, trace.name, found, out, scales, token_ids, seed, repeats)
-        given = record(wanted, console)
+        recording = LiveConfig(config, trace.name, found, out, scales, token_ids, seed, repeats)
+        given = record(recording, console)
     else:
         assert results is not None
         assert journal is not None
@@ -94,8 +94,11 @@ def parity(
 
 
 def from_files(config: Path, results: Path, journals: Sequence[Path], costs: Path) -> Inputs:
-    """journals: folders; the first is of the replay, the others of the same cluster at other
-    times. Raises ConfigError."""
+    """Returns the inputs of a comparison from files. Raises ConfigError.
+
+    Args:
+        journals: Log folders: of the replay first, then of the same cluster at other times.
+    """
     resolved = load(config)
     journal, *earlier = (read_journals(folder, resolved) for folder in journals)
     return Inputs(resolved, read_results(results), journal, costs, earlier=tuple(earlier))

@@ -1,9 +1,9 @@
-"""The order of admission, decision by decision.
+"""Comparison of the order of admission, decision by decision.
 
-A decision is a dispatch of the live system that leaves other requests waiting. It is compared where
-some of these wait beside the same request in the simulation too. It is equal if the simulator
-dispatches that request before all of them. Requests that wait together in one world only are not a
-common choice and are counted apart.
+A decision is a dispatch of the live system that leaves other requests waiting. It is compared if
+some of these requests wait together with the dispatched one in the simulation too. It is equal if
+the simulator dispatches that request before all of them. Dispatches without such common requests
+are counted separately.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BLOCKED = {
 
 
 def compare_order(live: History, simulated: History, causes: Causes | None = None) -> Compared:
-    """One by one, in the order of the live dispatches. `causes` is told of each difference."""
+    """Compares each live dispatch in order. Each difference is added to `causes`."""
     found: list[Difference] = []
-    equal = alone = apart = 0
+    equal = alone = separate = 0
     for chosen, left in _choices(live):
         alone += not left
         common = _common(chosen, left, simulated)
-        apart += bool(left) and not common
+        separate += bool(left) and not common
         if not common:
             continue
         twin = simulated.waits[chosen.request]
@@ -43,12 +43,12 @@ def compare_order(live: History, simulated: History, causes: Causes | None = Non
         passed, other = min(earlier, key=lambda pair: pair[1].rank)
         found.append(_difference(chosen, passed, twin, other, causes))
         if causes is not None:
-            causes.note(chosen)
-    return Compared(equal, found, {"no other request waited": alone, "no common choice": apart})
+            causes.add_difference(chosen)
+    return Compared(equal, found, {"no other request waited": alone, "no common choice": separate})
 
 
 def compare_pairs(live: History, simulated: History, causes: Causes | None = None) -> Compared:
-    """Every two requests that waited together in both worlds, once."""
+    """Compares the order of each pair of requests that waited together in both worlds."""
     equal, found = 0, list[Difference]()
     for chosen, left in _choices(live):
         for wait, other in _common(chosen, left, simulated):
@@ -60,10 +60,12 @@ def compare_pairs(live: History, simulated: History, causes: Causes | None = Non
     return Compared(equal, found)
 
 
-def compare_turns(live: History, simulated: History, causes: Causes | None = None) -> Compared:
-    """Each request that waited beside the same other one in both worlds. It is equal where it has
-    the same turn among them; the differences are the fewest that would have to move. A request
-    that overtakes five others is one difference here, and up to five choices."""
+def compare_positions(live: History, simulated: History, causes: Causes | None = None) -> Compared:
+    """Compares the positions of the requests that waited together with another in both worlds.
+
+    The differences are the smallest set of requests to move for equal orders. A request that
+    overtakes five others is one difference here, but up to five in `compare_order`.
+    """
     equal, found = 0, list[Difference]()
     for waits in _common_queues(live, simulated):
         twins = [simulated.waits[wait.request] for wait in waits]
@@ -76,8 +78,10 @@ def compare_turns(live: History, simulated: History, causes: Causes | None = Non
 
 
 def _common_queues(live: History, simulated: History) -> Iterator[list[Wait]]:
-    """The requests that had a common choice, in their live order, for each device of either world:
-    a model with copies may be served elsewhere in the other."""
+    """Yields the requests with a common choice in live order, per (live, simulated) device.
+
+    The devices differ if a model with copies is served on another one in the simulation.
+    """
     chosen: dict[tuple[str, str], dict[int, Wait]] = defaultdict(dict)
     for first, left in _choices(live):
         for wait, other in _common(first, left, simulated):
@@ -88,7 +92,7 @@ def _common_queues(live: History, simulated: History) -> Iterator[list[Wait]]:
 
 
 def _longest_rising(ranks: Sequence[int]) -> set[int]:
-    """Places of a longest rising subsequence."""
+    """Returns the indices of a longest increasing subsequence."""
     tails: list[int] = []
     before: list[int | None] = []
     for place, rank in enumerate(ranks):
@@ -110,17 +114,17 @@ def _moved(
     kept: Collection[int],
     causes: Causes | None,
 ) -> Difference:
-    """Names the first request of those that keep their turn that this one changed sides with."""
+    """Returns the difference with the first unmoved request that this one changed order with."""
     for other in sorted(kept):
         if (place < other) != (twins[place].rank < twins[other].rank):
             first, second = min(place, other), max(place, other)
             ours, theirs = (waits[first], waits[second]), (twins[first], twins[second])
             return _difference(*ours, *theirs, causes)
-    raise AssertionError("a request that changed sides with no other is part of the sequence")
+    raise AssertionError("a request that changed order with no other is part of the sequence")
 
 
 def compare_devices(live: History, simulated: History) -> Compared:
-    """Where each request was served."""
+    """Compares the device on which each request was served."""
     equal, found = 0, list[Difference]()
     for index, wait in sorted(live.waits.items()):
         twin = simulated.waits.get(index)
@@ -134,7 +138,7 @@ def compare_devices(live: History, simulated: History) -> Compared:
 
 
 def _choices(live: History) -> Iterator[tuple[Wait, list[Wait]]]:
-    """Each dispatch with the requests it left waiting, those of its own step included."""
+    """Yields each dispatch with the requests left waiting, including those of the same step."""
     by_device: Mapping[str, list[Wait]] = defaultdict(list)
     for wait in sorted(live.waits.values(), key=lambda w: (w.device, w.rank)):
         by_device[wait.device].append(wait)
@@ -144,28 +148,28 @@ def _choices(live: History) -> Iterator[tuple[Wait, list[Wait]]]:
 
 
 def _common(chosen: Wait, left: Sequence[Wait], simulated: History) -> list[tuple[Wait, Wait]]:
-    """Those of `left` that wait beside `chosen` in the simulation too, with their stays there."""
+    """Returns (live, simulated) of those in `left` that also wait with `chosen` in simulation."""
     twin = simulated.waits.get(chosen.request)
     if twin is None:
         return []
     pairs = [(wait, simulated.waits.get(wait.request)) for wait in left]
-    return [(wait, other) for wait, other in pairs if other is not None and other.beside(twin)]
+    return [(wait, other) for wait, other in pairs if other is not None and other.overlaps(twin)]
 
 
 def _difference(
     chosen: Wait, passed: Wait, twin: Wait, other: Wait, causes: Causes | None
 ) -> Difference:
-    """chosen went before passed live; simulated, as twin and other, it is the reverse."""
-    apart = _apart(other.dispatched_s - chosen.dispatched_s)
+    """Returns the difference: `chosen` before `passed` live, `other` before `twin` simulated."""
+    shift = _time_shift(other.dispatched_s - chosen.dispatched_s)
     text = (
         f"{chosen.device}: live {chosen.request} of {chosen.model} before {passed.request} of"
-        f" {passed.model}; simulated the reverse, {apart}"
+        f" {passed.model}; simulated the reverse, {shift}"
     )
     kind = _class(chosen, passed, twin, other, causes)
     return Difference(kind, chosen.dispatched_s, text)
 
 
-def _apart(seconds: float) -> str:
+def _time_shift(seconds: float) -> str:
     return f"{abs(seconds) * 1000:.0f} ms {'later' if seconds > 0 else 'earlier'}"
 
 

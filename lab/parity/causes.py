@@ -1,5 +1,8 @@
-"""Why the two worlds chose differently. The live scheduler's choice is made again with one thing
-of the simulation, the moment or the prefill speeds, and everything else as it was."""
+"""Causes of different choices in the two worlds.
+
+The live scheduler's choice is repeated with the time or the prefill speeds of the simulation, and
+all other inputs unchanged.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ ESTIMATES = "prefill speeds"
 BOTH = "moment and speeds"
 FOLLOWS = "follows another difference"
 SAME_CHOICE_S = 1.0
-"""Choices further apart than this are not the same choice."""
+"""Largest time between two dispatches that count as the same choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a local scheduler saw when it dispatched."""
+    """Inputs of a local scheduler when it dispatched."""
 
     time_s: float
-    """On the scheduler's own clock."""
+    """Time on the scheduler's own clock."""
     views: tuple[EngineView, ...]
     waiting: tuple[Waiting, ...]
 
@@ -40,24 +43,28 @@ class Moment:
 
 
 class Moments:
-    """What local schedulers had to choose from, read from their queues' records on demand. Kept for
-    all dispatches, it would grow with the square of the queue."""
+    """Inputs of local schedulers, read on demand from the records of their queues.
+
+    To store them for all dispatches would take memory quadratic in the queue's length.
+    """
 
     def __init__(self, queues: Mapping[str, Sequence[AnyRecord]]) -> None:
         self._queues = queues
 
     def at(self, device: str, position: int) -> Moment | None:
-        """position: of the dispatch among its queue's records. None where its inputs were not kept,
-        or the step dispatched nothing."""
+        """Returns the inputs of a dispatch, given its position among its queue's records.
+
+        None if its inputs were not recorded, or if the step dispatched no request.
+        """
         records = self._queues.get(device, ())
-        made = records[position] if position < len(records) else None
-        if not isinstance(made, Stepped) or not made.ids or made.views is None:
+        step = records[position] if position < len(records) else None
+        if not isinstance(step, Stepped) or not step.ids or step.views is None:
             return None
-        return Moment(made.time_s, made.views, tuple(_waiting_at(records[:position])))
+        return Moment(step.time_s, step.views, tuple(_waiting_at(records[:position])))
 
 
 def _waiting_at(records: Iterable[AnyRecord]) -> list[Waiting]:
-    """The requests that wait after these records, in order of arrival."""
+    """Returns the requests that wait after these records, in order of arrival."""
     waiting: dict[str, Queued] = {}
     for record in records:
         if isinstance(record, Queued):
@@ -81,9 +88,11 @@ def waiting_of(record: Queued) -> Waiting:
 
 
 class Causes:
-    """What differences in the order of admission come from. One without a cause of its own follows
-    from an earlier one of its device, if the queue has not been empty since. `note` is told of all
-    differences, in order."""
+    """Finder of the causes of differences in the order of admission.
+
+    A difference without its own cause follows from an earlier one of its device, if the queue has
+    not been empty in between. All differences must be added in order with `add_difference`.
+    """
 
     def __init__(
         self, policy: Policy, limits: Limits, live: Moments, simulated: Moments, run: History
@@ -93,14 +102,18 @@ class Causes:
         self._live, self._simulated = live, simulated
         self._periods = _busy_periods(run)
         self._first: dict[tuple[str, int], int] = {}
+        """(Device, busy period) -> rank of its first difference."""
 
-    def note(self, chosen: Wait) -> None:
-        """`chosen` was a difference."""
+    def add_difference(self, chosen: Wait) -> None:
+        """Records that the dispatch of `chosen` is a difference."""
         self._first.setdefault((chosen.device, self._periods[chosen.request]), chosen.rank)
 
     def of(self, chosen: Wait, passed: Wait, twin: Wait, other: Wait) -> str | None:
-        """Live, `chosen` went before `passed`; simulated, as `twin` and `other`, it is the reverse.
-        None: no cause was found."""
+        """Returns the cause of a difference, or None if none is found.
+
+        Live, `chosen` went before `passed`. In simulation, `other` (the same request as `passed`)
+        went before `twin` (the same as `chosen`).
+        """
         ours = self._live.at(chosen.device, chosen.dispatched)
         theirs = self._simulated.at(other.device, other.dispatched)
         own = None
@@ -116,15 +129,17 @@ class Causes:
     ) -> str | None:
         if abs(later_s) > SAME_CHOICE_S or not self._starts_before(ours, chosen, passed):
             return None
-        asked = {
+        variants = {
             MOMENT: ours.later(later_s),
             ESTIMATES: ours.at_speeds_of(theirs),
             BOTH: ours.later(later_s).at_speeds_of(theirs),
         }
-        return next((k for k, m in asked.items() if self._starts_before(m, passed, chosen)), None)
+        return next(
+            (k for k, m in variants.items() if self._starts_before(m, passed, chosen)), None
+        )
 
     def _starts_before(self, moment: Moment, first: Wait, second: Wait) -> bool:
-        """Whether a scheduler without memory of earlier steps starts `first` before `second`."""
+        """Returns whether a scheduler without earlier steps starts `first` before `second`."""
         scheduler = LocalScheduler(self._limits, self._policy.order)
         for request in moment.waiting:
             scheduler.add(request)
@@ -142,7 +157,7 @@ def _at_speed(view: EngineView, tokens_per_s: float | None) -> EngineView:
 
 
 def _busy_periods(run: History) -> dict[int, int]:
-    """Request -> number of the period in which its device's queue was never empty."""
+    """Returns request -> number of its period, in which its device's queue was never empty."""
     found: dict[int, int] = {}
     period, device, ends = 0, "", 0
     for wait in sorted(run.waits.values(), key=lambda w: (w.device, w.queued)):

@@ -1,5 +1,7 @@
-"""Recorded decisions made again: the code that the simulator runs gets the inputs that the live
-schedulers' journals kept. No clock is involved, so that every decision must be the same."""
+"""Repetition of recorded decisions with the inputs from the live schedulers' journals.
+
+The simulator's code gets the same inputs and no clock, so every decision must be equal.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ Records = tuple[Dated, ...]
 
 
 def check_all(journals: Journals, policy: Policy) -> list[Check]:
-    """Empty for journals that kept no inputs."""
+    """Returns the checks of all schedulers; an empty list for journals without inputs."""
     checks = [check_plans(journals.cluster, policy)]
     checks += [check_queue(device, records, policy) for device, records in journals.agents.items()]
     return [check for check in checks if check.decisions]
 
 
 def check_plans(records: Records, policy: Policy) -> Check:
-    """Every plan of the cluster scheduler, also those without an action."""
+    """Checks every plan of the cluster scheduler, including plans without an action."""
     settings, total, equal, first = Settings(), 0, 0, ""
     for dated in records:
         record = dated.record
@@ -41,7 +43,7 @@ def check_plans(records: Records, policy: Policy) -> Check:
 
 
 def check_queue(device: str, records: Records, policy: Policy) -> Check:
-    """Every step of a device's local scheduler that found requests waiting."""
+    """Checks every step of a device's local scheduler that had waiting requests."""
     replay = _Queue(policy)
     total, equal, first = 0, 0, ""
     for dated in records:
@@ -59,7 +61,7 @@ def check_queue(device: str, records: Records, policy: Policy) -> Check:
 
 
 class _Queue:
-    """A local scheduler over recorded views."""
+    """Local scheduler that is driven by recorded queue changes."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

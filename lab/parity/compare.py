@@ -1,4 +1,4 @@
-"""The whole comparison: from the live system's files to `ParityResults`."""
+"""The whole comparison, from the live system's files to `ParityResults`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Inputs:
     earlier: tuple[Journals, ...] = ()
     """Journals of the same cluster at other times, for more measured activations."""
     cores: float | None = None
-    """On which the engines of host devices compute; None for all of this process."""
+    """Number of cores for the engines of host devices; None for all cores of this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityOutcome:
-    """The results, and both worlds' decisions for the report."""
+    """Results of a comparison, and both worlds' decisions for the report."""
 
     results: ParityResults
     live: History
@@ -55,7 +55,7 @@ class ParityOutcome:
 
 
 def compare(given: Inputs) -> ParityOutcome:
-    """Raises ConfigError where the files do not belong together."""
+    """Runs the simulation and compares. Raises ConfigError if the files do not match."""
     records = _checked(given.results)
     start_s = given.results.config.started_unix_s
     tables = cost_tables(given.costs, sorted({record.model for record in records}))
@@ -84,7 +84,7 @@ def compare(given: Inputs) -> ParityOutcome:
             "placement": compare_placement(live, simulated),
             "device of a request": admission.compare_devices(live, simulated),
             "admission order": admission.compare_order(live, simulated, causes),
-            "turns": admission.compare_turns(live, simulated, causes),
+            "turns": admission.compare_positions(live, simulated, causes),
             "pairs that waited together": admission.compare_pairs(live, simulated, causes),
         },
         figures=figures(records, ours, given.scales, _execution_s(world, work)),
@@ -103,9 +103,9 @@ def _causes(given: Inputs, live: History, world: World) -> Causes:
 
 def _checked(results: ReplayResults) -> list[RequestRecord]:
     if results.config.interrupted:
-        raise ConfigError("--results: the replay was interrupted; give one that ended")
+        raise ConfigError("--results: the replay was interrupted; give a complete one")
     if not results.records:
-        raise ConfigError("--results: has no request; give a replay of a trace")
+        raise ConfigError("--results: does not have a request; give the replay of a trace")
     return results.records
 
 

@@ -1,4 +1,4 @@
-"""What the terminal and the page show of a comparison."""
+"""Tables of a comparison, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rich.table import Table
 from lab.parity.results import CLASSES, Compared, Figure, ParityResults
 from prism_replay.report.page import percent
 
-AIM = "the aim is 95 %"
+AIM = "target: 95 %"
 ALL = ("attainment", "all models")
 
 DECIDED = ("placement", "admission order")
 
 Row = tuple[str, ...]
 DECISION_HEADS = ("decisions", "compared", "equal", "classes of difference")
-CLASS_HEADS = ("class", "differences", "what it means")
-WORDS = ("classes of difference", "differences", "what it means")
-FIGURE_HEADS = ("of", "figure", "live", "simulated", "error")
+CLASS_HEADS = ("class", "differences", "meaning")
+TEXT_COLUMNS = ("classes of difference", "differences", "meaning")
+FIGURE_HEADS = ("group", "figure", "live", "simulated", "error")
 
 
 def print_parity(console: Console, results: ParityResults) -> None:
-    console.print(_table("The same inputs again", ("decisions", "made", "equal"), checks(results)))
+    console.print(_table("Repeated decisions", ("decisions", "repeated", "equal"), checks(results)))
     console.print(_table("Decisions, live and simulated", DECISION_HEADS, decisions(results)))
     if classes := explained(results):
         console.print(_table("Classes of difference", CLASS_HEADS, classes))
@@ -57,13 +57,13 @@ def figures(shown: Sequence[Figure]) -> Iterator[Row]:
 
 
 def together(results: ParityResults) -> tuple[int, int]:
-    """(equal, compared) of what schedulers decide; the other rows are other views of the same."""
-    parts = [results.compared[name] for name in DECIDED if name in results.compared]
-    return sum(part.equal for part in parts), sum(part.total for part in parts)
+    """Returns (equal, compared) of DECIDED; the other rows show the same decisions differently."""
+    found = [results.compared[name] for name in DECIDED if name in results.compared]
+    return sum(each.equal for each in found), sum(each.total for each in found)
 
 
 def explained(results: ParityResults) -> list[Row]:
-    """(class, where it occurs and how often, what it means)."""
+    """Returns (class, number of differences by kind of decision, meaning)."""
     found: dict[str, list[str]] = {}
     for name, compared in results.compared.items():
         for kind, count in compared.classes.items():
@@ -93,7 +93,7 @@ def _error(figure: Figure) -> str:
 def _table(title: str, heads: Sequence[str], rows: Iterable[Row]) -> Table:
     table = Table(title=title)
     for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number == 0 or head in WORDS else "right")
+        table.add_column(head, justify="left" if number == 0 or head in TEXT_COLUMNS else "right")
     for row in rows:
         table.add_row(*row)
     return table

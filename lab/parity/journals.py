@@ -1,4 +1,4 @@
-"""The journals of a cluster's processes, read and dated."""
+"""Reader of the journals of a cluster's processes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from prism.scheduler.journal import CLUSTER, AnyRecord, Full, Opened, journal_pa
 
 
 class Dated(NamedTuple):
-    """A record on the wall clock."""
+    """Record with its time on the wall clock."""
 
     unix_s: float
     ahead_s: float
-    """The wall clock minus the record's own."""
+    """Offset of the wall clock from the record's own clock."""
     record: AnyRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Journals:
-    """Records in the order in which each process wrote them."""
+    """Records of a cluster's journals, in the order in which each process wrote them."""
 
     cluster: tuple[Dated, ...]
     agents: dict[str, tuple[Dated, ...]]
@@ -34,8 +34,10 @@ class Journals:
 
 
 def read_journals(folder: Path, config: ClusterConfig) -> Journals:
-    """`folder`: the cluster's run directory or its logs. Raises ConfigError where a journal is
-    missing, is incomplete, or belongs to another cluster."""
+    """Reads the journals of a cluster from its run directory or its log folder.
+
+    Raises ConfigError if a journal is missing, incomplete, or from another cluster.
+    """
     if (folder / "logs").is_dir():
         folder = folder / "logs"
     names = [device.name for device in config.devices]
@@ -64,11 +66,11 @@ def _dated(path: Path, config: ClusterConfig) -> tuple[Dated, ...]:
 
 def _check(path: Path, records: Sequence[AnyRecord], config: ClusterConfig) -> None:
     if not records or not isinstance(records[0], Opened):
-        raise ConfigError(f"{path}: does not begin like a journal; is it the right file?")
+        raise ConfigError(f"{path}: is not a journal: its first record is not an opening")
     if isinstance(records[-1], Full):
-        raise ConfigError(f"{path}: ends early; raise journal.max in the cluster's YAML")
+        raise ConfigError(f"{path}: is incomplete; increase journal.max in the cluster's YAML")
     policies = {record.policy for record in records if isinstance(record, Opened)}
     if policies != {config.policy}:
         raise ConfigError(
-            f"{path}: has policy {', '.join(sorted(policies))}, --config says {config.policy}"
+            f"{path}: has policy {', '.join(sorted(policies))}; --config has {config.policy}"
         )

@@ -1,4 +1,4 @@
-"""Attainment and latency of both worlds, by the same functions."""
+"""Attainment and latency of both worlds, computed by the same functions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from prism_sim.output.summary import request_records
 
 Records_ = Sequence[RequestRecord]
 Pairs = Sequence[tuple[RequestRecord, RequestRecord]]
-"""Of one request, live and simulated."""
+"""(live, simulated) records of each request."""
 Value = Callable[[RequestRecord], float | None]
 
 
 def simulated_records(records: Records, live: Records_) -> list[RequestRecord]:
-    """With the trace's own objectives and indices, so that both worlds are judged alike. Times
-    count from the trace's arrival and include the client's lag, as the replay's do."""
+    """Returns the simulated records with the indices and SLOs of the live ones.
+
+    Like the replay's, their times count from the trace's arrival and include the client's lag.
+    """
     found = request_records(records, len(live))
     return [
         msgspec.structs.replace(
@@ -49,8 +51,12 @@ def figures(
     scales: Sequence[float],
     execution_s: Mapping[str, float],
 ) -> list[Figure]:
-    """Latencies are of the requests that both worlds finished. execution_s: model -> mean execution
-    time of its requests without others (SeaLLM's equation 1)."""
+    """Returns the figures of both worlds. Latencies are over requests that both finished.
+
+    Args:
+        execution_s: Model -> mean execution time of its requests on an idle engine (SeaLLM's
+            equation 1).
+    """
     found: list[Figure] = []
     for scale in scales:
         ours, theirs = attainment(live, scale), attainment(simulated, scale)
@@ -96,5 +102,5 @@ def _mean(group: str, name: str, unit: str, done: Pairs, of: Value) -> Figure:
 
 
 def _per_token_s(record: RequestRecord) -> float | None:
-    """End to end over output tokens, as in Orca and vLLM."""
+    """Returns the E2E latency per output token, as in Orca and vLLM."""
     return None if record.e2e_ms is None else record.e2e_ms / 1000 / max(1, record.output_tokens)

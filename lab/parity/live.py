@@ -1,5 +1,7 @@
-"""The live half of a comparison: the step costs of every model, then the trace. Each runs on a
-fresh prism-serve, so that calibration does not affect the replay."""
+"""Recording of the live system: calibrates the step costs of each model, then replays the trace.
+
+Each of the two runs on a new prism-serve, so that calibration does not affect the replay.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,14 @@ class LiveConfig:
     token_ids: str = "100-1000"
     seed: int = 0
     repeats: int = 3
-    """Of each calibrated step."""
+    """Number of measurements of each calibrated step."""
 
 
 def record(given: LiveConfig, console: Console) -> Inputs:
-    """Leaves live.yaml, costs.json, results.json and the logs in `given.out`. Raises ConfigError,
-    ServeFailedError."""
+    """Calibrates and replays. Raises ConfigError, ServeFailedError.
+
+    Writes live.yaml, costs.json, results.json and the logs to `given.out`.
+    """
     config = load(given.config)
     _check_models(given, config)
     path = given.out / "live.yaml"
@@ -67,7 +71,7 @@ def record(given: LiveConfig, console: Console) -> Inputs:
     replay_logs = given.out / "logs"
     _clear(replay_logs)
     with serving(path, free_port(), replay_logs, "parity") as server:
-        # the last reports of the initial placement
+        # Waits for the last reports of the initial placement.
         time.sleep(SETTLE_S)
         results = _replay(given, server, console)
     write_results(given.out / "results.json", results)
@@ -76,7 +80,7 @@ def record(given: LiveConfig, console: Console) -> Inputs:
 
 
 def journaled(path: Path) -> dict[str, Any]:
-    """The YAML with a journal of all inputs and absolute paths."""
+    """Returns the YAML with a journal of all inputs and with absolute paths."""
     data = read_mapping(path)
     for model in data["models"]:
         model["path"] = str((path.parent / Path(model["path"]).expanduser()).resolve())
@@ -89,21 +93,22 @@ def _check_models(given: LiveConfig, config: ClusterConfig) -> None:
     unknown = [name for name in models_of(given.trace) if name not in names]
     if unknown:
         raise ConfigError(
-            f"--trace: {', '.join(unknown)} is not under models: of --config, which has"
-            f" {', '.join(names)}"
+            f"--trace: {', '.join(unknown)} is not among the models of --config: {', '.join(names)}"
         )
 
 
 def _plan(given: LiveConfig, config: ClusterConfig, model: str) -> CalibrationPlan:
-    """Prompts up to the trace's longest, batches up to what an engine runs. One prompt is as short
-    as a batch of decodes: the difference of their times is what a request costs outside of steps.
-    Longer prompts alone cannot tell that from the step's own first rise."""
+    """Returns a plan with prompts up to the trace's longest and batches up to the engine's limit.
+
+    The shortest prompt is as short as a batch of decodes. The difference of their times is the cost
+    of a request outside of steps, which longer prompts cannot separate from that of a step.
+    """
     longest = max(r.input_length for r in given.trace if r.model == model)
-    parts = (longest * part // 8 for part in (1, 2, 4, 8))
-    longer = (max(SHORTEST_PROMPT * 2**n, part) for n, part in enumerate(parts))
+    lengths = (longest * eighths // 8 for eighths in (1, 2, 4, 8))
+    longer = (max(SHORTEST_PROMPT * 2**n, length) for n, length in enumerate(lengths))
     prompts = {SHORTEST_PROMPT, *longer}
-    most = config.engine.max_running
-    batches = {2**n for n in range(most.bit_length()) if 2**n <= most} | {most}
+    largest = config.engine.max_running
+    batches = {2**n for n in range(largest.bit_length()) if 2**n <= largest} | {largest}
     return CalibrationPlan(
         model=model,
         prompts=tuple(sorted(prompts)),
@@ -125,12 +130,12 @@ def _replay(given: LiveConfig, server: BackgroundServer, console: Console) -> Re
     )
     with LiveProgress(console, len(given.trace), config.main_scale) as progress:
         results = asyncio.run(run_replay(given.trace, config, progress))
-    # the address means nothing after this run
-    shown = msgspec.structs.replace(results.config, url="a prism-serve of its own")
+    # The address is not valid after this run.
+    shown = msgspec.structs.replace(results.config, url="a separate prism-serve")
     return ReplayResults(shown, results.records, results.samples, results.counters, results.summary)
 
 
 def _clear(logs: Path) -> None:
-    """Remove the journals of an earlier run, which would be continued."""
+    """Removes the journals of an earlier run, to which records would be appended."""
     for path in logs.glob("journal-*.jsonl"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Placement decisions, one by one, in order for each model."""
+"""Comparison of placement decisions, in order for each model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ Pair = tuple[Placed | None, Placed | None]
 
 
 def compare_placement(live: History, simulated: History) -> Compared:
-    """Decisions are equal with the same kind, device and target at the same place of the model's
-    sequence."""
+    """Compares the aligned decisions of each model.
+
+    Decisions are equal if they have the same kind, device and target.
+    """
     found: list[Difference] = []
-    equal, apart_s = 0, 0.0
+    equal, shift_s = 0, 0.0
     for model in sorted({p.model for p in (*live.placements, *simulated.placements)}):
         differs = False
         for ours, theirs in _aligned(_of(live, model), _of(simulated, model)):
             if ours is not None and theirs is not None and ours.key == theirs.key:
                 equal += 1
-                apart_s += abs(max(ours.time_s, 0.0) - max(theirs.time_s, 0.0))
+                shift_s += abs(max(ours.time_s, 0.0) - max(theirs.time_s, 0.0))
                 continue
             kind = "follows another difference" if differs else _class(ours, theirs)
             differs = True
             found.append(_difference(kind, ours, theirs))
     found.sort(key=lambda difference: difference.time_s)
-    notes = {"mean time between equal decisions (ms)": round(apart_s / max(1, equal) * 1000)}
+    notes = {"mean time between equal decisions (ms)": round(shift_s / max(1, equal) * 1000)}
     return Compared(equal, found, notes)
 
 
@@ -35,8 +37,11 @@ def _of(run: History, model: str) -> list[Placed]:
 
 
 def _aligned(live: list[Placed], simulated: list[Placed]) -> list[Pair]:
-    """The cheapest alignment of the two sequences. Another device costs as much as a decision that
-    one world lacks; decisions of different kinds are never a pair."""
+    """Returns the cheapest alignment of the two sequences.
+
+    A different device costs as much as a decision in only one world. Decisions of different kinds
+    are never aligned.
+    """
     rows, columns = len(live), len(simulated)
     costs = [[i + j for j in range(columns + 1)] for i in range(rows + 1)]
     for i in range(1, rows + 1):
@@ -47,7 +52,7 @@ def _aligned(live: list[Placed], simulated: list[Placed]) -> list[Pair]:
 
 
 def _walk(costs: list[list[int]], live: list[Placed], simulated: list[Placed]) -> list[Pair]:
-    """The pairs of the cheapest way, the last one first."""
+    """Returns the pairs of the cheapest alignment, the last one first."""
     i, j, found = len(live), len(simulated), list[Pair]()
     while i or j:
         paired = bool(i and j)

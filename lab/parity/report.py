@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file, nothing fetched."""
+"""Self-contained HTML page of a comparison."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plots(outcome: ParityOutcome) -> dict[str, str]:
 
 
 def _scatter(results: ParityResults, latency: str, title: str) -> Any:
-    """A point per request. On the line, both are equal."""
+    """Draws a point per request; on the line, both latencies are equal."""
     figure, axes = new_axes(f"{title} of each request", "live (s)", "simulated (s)", SIZE)
     models = sorted({sample.model for sample in results.samples})
     longest_s = 0.0
@@ -73,7 +73,7 @@ def _points(samples: Sequence[RequestLatencies], latency: str) -> list[tuple[flo
 
 
 def _timeline(outcome: ParityOutcome) -> Any:
-    """What the cluster schedulers did: two lines for each model."""
+    """Draws the actions of the cluster schedulers, with two rows for each model."""
     models = sorted({p.model for p in (*outcome.live.placements, *outcome.simulated.placements)})
     size = (2 * SIZE[0], 1.0 + 0.45 * max(2, len(models)))
     figure, axes = new_axes("Placement (above: live, below: simulated)", "seconds", "", size)

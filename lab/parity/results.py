@@ -9,36 +9,36 @@ import msgspec
 SCHEMA = "prism-parity/1"
 
 CLASSES = {
-    "activation timing": "a model was up in one world and still on its way in the other",
-    "running slots": "an engine ran as many requests as it may, in one world",
-    "prefill in flight": "an engine held a step's worth of prefill work, in one world",
+    "activation timing": "a model was active in one world and still being activated in the other",
+    "running slots": "an engine ran its maximum number of requests, in one world",
+    "prefill in flight": "an engine already had a full step of prefill work, in one world",
     "KV limit": "a model's KV limit was reached, in one world",
-    "free memory": "a request lacked KV memory, in one world",
-    "arrival order": "requests that came together reached the queue the other way round",
-    "moment of the choice": "a slot became free a little earlier in one world: at the simulated"
-    " moment, the live scheduler chooses as the simulated one did",
-    "prefill speeds": "engines had measured other speeds: with the simulated speeds, the live"
-    " scheduler chooses as the simulated one did",
-    "moment and speeds": "neither alone, but both together",
+    "free memory": "there was not enough KV memory for a request, in one world",
+    "arrival order": "concurrent requests reached the queue in the reverse order",
+    "moment of the choice": "a slot became free earlier in one world; at the simulated time, the"
+    " live scheduler makes the simulated choice",
+    "prefill speeds": "engines had measured different speeds; with the simulated speeds, the"
+    " live scheduler makes the simulated choice",
+    "moment and speeds": "neither alone, but both together cause the simulated choice",
     "lateness": "a request was past its deadline in one world when it was dispatched",
-    "time estimates": "the same requests waited, but not the same others beside them",
-    "model placed elsewhere": "the model was on another device: see placement",
-    "another device": "pressures or free memory differed when the device was chosen",
+    "time estimates": "both requests waited in both worlds, but with different other requests",
+    "model placed elsewhere": "the model was on another device; see placement",
+    "another device": "pressure or free memory differed when the device was chosen",
     "a migration in one world only": "the gain was on the other side of the threshold",
-    "an eviction in one world only": "an idle time or need of memory was on the other side",
-    "an activation in one world only": "the model was up in the other world",
-    "a live action failed": "the live system failed and tried again, the simulator never fails",
-    "follows another difference": "the model's state differed already, or that of the queue, which"
-    " has not been empty since",
+    "an eviction in one world only": "idle time or memory need was beyond the threshold",
+    "an activation in one world only": "the model was already active in the other world",
+    "a live action failed": "the live system failed and retried; the simulator never fails",
+    "follows another difference": "the state of the model, or of the queue since it was last empty,"
+    " differed already",
 }
-"""Class of difference -> what it means."""
+"""Class of difference -> its meaning."""
 
 
 class Difference(msgspec.Struct, frozen=True):
     kind: str
     """One of CLASSES."""
     time_s: float
-    """Since the replay's start."""
+    """Time since the replay's start."""
     text: str
 
 
@@ -46,7 +46,7 @@ class Compared(msgspec.Struct, frozen=True):
     equal: int
     differences: list[Difference]
     notes: dict[str, int] = {}
-    """Counts of what was not compared, and the like."""
+    """Text -> number, such as counts of decisions that were not compared."""
 
     @property
     def total(self) -> int:
@@ -54,37 +54,38 @@ class Compared(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float | None:
-        """Part (0..1) that is equal; None without any decision."""
+        """Fraction (0..1) of equal decisions; None without decisions."""
         return self.equal / self.total if self.total else None
 
     @property
     def classes(self) -> dict[str, int]:
-        """The most frequent first."""
+        """Class -> number of differences, the most frequent first."""
         return dict(Counter(difference.kind for difference in self.differences).most_common())
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Recorded decisions that the same code made again."""
+    """Result of repeating recorded decisions with the same code."""
 
     name: str
     decisions: int
     equal: int
     first: str = ""
-    """The first that differs."""
+    """Description of the first decision that differs."""
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One number in both worlds; None where a world has none."""
+    """One figure in both worlds; None if a world does not have it."""
 
     group: str
     name: str
     unit: str
+    """Unit of the values; "part" for a fraction (0..1)."""
     live: float | None
     simulated: float | None
 
     @property
     def error(self) -> float | None:
-        """Simulated / live - 1; for attainments, the difference."""
+        """Relative error, simulated / live - 1; for fractions, the difference."""
         if self.live is None or self.simulated is None:
             return None
         if self.unit == "part":
@@ -108,10 +109,11 @@ class ParityResults(msgspec.Struct, frozen=True, kw_only=True):
     failed_live: int
     failed_simulated: int
     lead_s: float
-    """From the simulation's start, which begins the initial placement, to the trace's zero."""
+    """Time from the simulation's start with the initial placement to the trace's zero."""
     cores: float | None
-    """That engines of host devices share; None where their steps need none."""
+    """Number of cores that engines of host devices share; None if their steps use no core."""
     costs: dict[str, str]
+    """Model -> source of its cost table."""
     checks: list[Check]
     compared: dict[str, Compared]
     figures: list[Figure]

@@ -1,4 +1,4 @@
-"""What happened in either world, in the same terms."""
+"""Decisions of the live system and the simulator, converted to the same types."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PLACED = ("activate", "evict", "migrate")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An action of the cluster scheduler."""
+    """Action of the cluster scheduler."""
 
     time_s: float
-    """Since the replay's start; negative before it."""
+    """Time since the replay's start; negative before it."""
     kind: str
     model: str
     device: str
     target: str = ""
     reason: str = ""
     problem: str = ""
-    """Why it failed."""
+    """Error of a failed action."""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -40,26 +40,27 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A request's stay in a device's queue, up to its dispatch."""
+    """Stay of a request in a device's queue, until its dispatch."""
 
     request: int
     model: str
     device: str
     queued: int
-    """With `dispatched`, positions among the queue's records."""
+    """Position of its arrival among the queue's records."""
     dispatched: int
+    """Position of its dispatch among the queue's records."""
     rank: int
-    """Of the dispatch, among all of the device."""
+    """Rank of its dispatch among all dispatches of the device."""
     queued_s: float
     dispatched_s: float
     deadline_s: float
     id: str = ""
-    """In the queue."""
+    """Id of the request in the queue."""
     blocked: Mapping[str, str] = field(default_factory=dict)
-    """Model -> why its first request could not start in the same step."""
+    """Model -> reason why its first request could not start in the same step."""
 
-    def beside(self, other: Wait) -> bool:
-        """Both waited at the same time on the same device."""
+    def overlaps(self, other: Wait) -> bool:
+        """Returns whether both waited at the same time on the same device."""
         return (
             self.device == other.device
             and self.queued < other.dispatched
@@ -73,15 +74,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the schedulers of one world did."""
+    """Decisions of the schedulers of one world."""
 
     placements: tuple[Placed, ...]
     waits: Mapping[int, Wait]
-    """Request -> its last stay that ended with a dispatch."""
+    """Request -> its last stay in a queue that ended with a dispatch."""
 
 
 def live_run(journals: Journals, results: ReplayResults) -> History:
-    """Raises ConfigError when the results are not of that cluster."""
+    """Returns the history of the live system. Raises ConfigError if the files do not match."""
     start_s = results.config.started_unix_s
     index_of = {
         f"{record.response_id}-0": record.index
@@ -90,7 +91,7 @@ def live_run(journals: Journals, results: ReplayResults) -> History:
     }
     if not index_of:
         raise ConfigError(
-            "--results: no request has the server's id; replay with this version's prism-replay"
+            "--results: no request has a response id; replay with this version of prism-replay"
         )
     waits = _last_waits(
         wait
@@ -103,7 +104,7 @@ def live_run(journals: Journals, results: ReplayResults) -> History:
     )
     if not waits:
         raise ConfigError(
-            "--journal: no request of --results is in it; name the journal of the same replay"
+            "--journal: does not have a request of --results; give the journal of the same replay"
         )
     end_s = _last_answer_s(results)
     placements = _live_placements(journals.cluster, start_s)
@@ -111,15 +112,20 @@ def live_run(journals: Journals, results: ReplayResults) -> History:
 
 
 def _last_answer_s(results: ReplayResults) -> float:
-    """When the replay was over, since its start. The simulation ends there; a live cluster goes on
-    until it is stopped, and what it decides then has no counterpart."""
+    """Returns the time of the last response since the replay's start.
+
+    The simulation ends there. Later decisions of the live cluster have no counterpart.
+    """
     ends_s = [r.arrival_s + r.e2e_ms / 1000 for r in results.records if r.e2e_ms is not None]
     return max(ends_s) if len(ends_s) == len(results.records) else inf
 
 
 def simulated_run(world: World, lead_s: float) -> History:
-    """lead_s: how much later the simulation's arrivals are than the trace's. REQUIRES: `world` has
-    run and kept its queues."""
+    """Returns the history of the simulator. REQUIRES: `world` has run with keep_queues.
+
+    Args:
+        lead_s: Time by which the simulation's arrivals are later than the trace's.
+    """
     placements = tuple(
         Placed(d.time_s - lead_s, d.kind, d.model, d.device, d.target, d.reason)
         for d in world.records.decisions
@@ -134,7 +140,7 @@ def simulated_run(world: World, lead_s: float) -> History:
 
 
 def _last_waits(waits: Iterable[Wait]) -> dict[int, Wait]:
-    """Request -> the last of its stays."""
+    """Returns request -> the last of its stays."""
     return {wait.request: wait for wait in sorted(waits, key=lambda wait: wait.queued_s)}
 
 
@@ -143,8 +149,12 @@ def waits_of(
     records: Iterable[tuple[float, float, AnyRecord]],
     index_of: Callable[[str], int | None],
 ) -> Iterable[Wait]:
-    """records: (time, how far the record's own clock is behind that time, record). index_of gives
-    None for a request that is not of the trace."""
+    """Yields the stays in a device's queue that ended with a dispatch.
+
+    Args:
+        records: (time, that time minus the time on the record's own clock, record).
+        index_of: Returns the index of a request by its id, None if it is not of the trace.
+    """
     queued: dict[str, tuple[int, float, float, Queued]] = {}
     rank = 0
     for position, (time_s, ahead_s, record) in enumerate(records):

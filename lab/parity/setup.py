@@ -1,5 +1,8 @@
-"""A simulation of a live configuration: its devices, capacities, pages, engines, policy and limits,
-each model's memory as its engine reserved it, and times measured on the live cluster."""
+"""Simulation setup of a live configuration.
+
+It has the same devices, capacities, pages, engines, policy and limits, each model's memory as its
+engine reserved it, and the times measured on the live cluster.
+"""
 
 from __future__ import annotations
 
@@ -40,25 +43,25 @@ from prism_sim.costs.shapes import short_name
 from prism_sim.costs.table import StepTable, TableCost
 
 MIXED = ("fake",)
-"""Adapters whose engines compute prompts and decodes in one step."""
+"""Adapters with engines that compute prompts and decodes in one step."""
 SLEEPING = ("fake",)
-"""Adapters whose steps keep no core busy."""
+"""Adapters with steps that use no core."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveMeasurements:
-    """What journals say of a live cluster."""
+    """Measurements of a live cluster, from its journals."""
 
     served: Mapping[str, Served] = field(default_factory=dict)
     """Model -> the last report of its engine."""
     activation_s: Mapping[str, float] = field(default_factory=dict)
-    """Model -> median seconds, the lower of two: the first activation reads files."""
+    """Model -> median activation time, the lower of two: the first activation reads files."""
     unload_s: float = 0.0
-    """Of an eviction."""
+    """Median time of an eviction."""
     reach_s: float = 0.0
-    """From a request's arrival at the frontend to its device's queue."""
+    """Median time from a request's arrival at the frontend to its device's queue."""
     first_activation_s: Mapping[str, float] = field(default_factory=dict)
-    """Model -> seconds of its activation before the replay: the state that this began in."""
+    """Model -> time of its activation before the replay, in the initial placement."""
 
 
 def measured(journals: Iterable[Journals]) -> LiveMeasurements:
@@ -81,23 +84,25 @@ def measured(journals: Iterable[Journals]) -> LiveMeasurements:
 def initial(
     journals: Journals, start_unix_s: float, found: LiveMeasurements
 ) -> tuple[LiveMeasurements, float]:
-    """With the durations of the initial placement; and how much later than the simulation, which
-    begins with it, the replay begins. Without a placement, that counts from the scheduler's
-    start."""
+    """Returns `found` with the durations of the initial placement, and the replay's lead time.
+
+    The lead time is from the start of the initial placement, at which the simulation starts, or
+    without a placement from the scheduler's start, to the replay's start. Raises ConfigError.
+    """
     before = [d for d in journals.cluster if d.unix_s <= start_unix_s]
     if not before:
-        raise ConfigError("--journal: begins after the replay; name that cluster's own journal")
+        raise ConfigError("--journal: begins after the replay; give the journal of that cluster")
     began = [d.unix_s for d in before if isinstance(d.record, Started)]
     begin_s = began[0] if began else before[0].unix_s
-    came: dict[str, float] = {}
+    activated_s: dict[str, float] = {}
     for _, dated in journals.all_agents():
         if isinstance(dated.record, Served) and dated.unix_s <= start_unix_s:
-            came[dated.record.model] = dated.unix_s - begin_s
-    return replace(found, first_activation_s=came), start_unix_s - begin_s
+            activated_s[dated.record.model] = dated.unix_s - begin_s
+    return replace(found, first_activation_s=activated_s), start_unix_s - begin_s
 
 
 class HostCost:
-    """A cost model whose steps keep one of `cores` busy, since engines compute with one thread."""
+    """Cost model with steps that use one of `cores`, since engines compute with one thread."""
 
     def __init__(self, cost: CostModel, cores: float) -> None:
         self._cost = cost
@@ -113,14 +118,14 @@ class HostCost:
 
 
 def cores_of(config: ClusterConfig) -> float:
-    """Cores for the engines of its host devices: all of this process."""
+    """Returns the number of cores for engines of host devices: all cores of this process."""
     if config.engine.adapter in SLEEPING:
         return math.inf
     return float(len(os.sched_getaffinity(0)))
 
 
 def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
-    """model -> its table in the file. Raises ConfigError."""
+    """Returns model -> its table in the file. Raises ConfigError."""
     if not path.exists():
         raise ConfigError(f"--costs: {path} is missing; `prism-sim calibrate engine` writes it")
     tables = {table.model: table for table in read_grid(path).tables if table.tp == 1}
@@ -130,7 +135,7 @@ def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
         table = tables.get(model) or tables.get(short_name(model))
         if table is None:
             raise ConfigError(
-                f"--costs: {path} has no table of {model};"
+                f"--costs: {path} does not have a table of {model};"
                 f" run `prism-sim calibrate engine --model {model}` on it"
             )
         found[model] = table
@@ -140,14 +145,16 @@ def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
 def cluster_setup(
     config: ClusterConfig, found: LiveMeasurements, tables: Mapping[str, StepTable], cores: float
 ) -> ClusterSetup:
-    """Models without a table get no requests; they get the slowest model's costs. Raises
-    ConfigError."""
+    """Returns the simulation's setup. Raises ConfigError.
+
+    Models without a cost table have no requests; they get the slowest model's costs.
+    """
     parallel = [model.name for model in config.models if model.tp > 1]
     if parallel:
-        raise ConfigError(f"--config: {parallel[0]} has a tp above 1; parity is for tp 1")
+        raise ConfigError(f"--config: {parallel[0]} has tp > 1; parity supports only tp 1")
     scheduler, engine = config.scheduler, config.engine
     if scheduler.move_running:
-        raise ConfigError("--config: parity is for scheduler.migrate_running: finish")
+        raise ConfigError("--config: parity supports only scheduler.migrate_running: finish")
     return ClusterSetup(
         devices=tuple(_device(device) for device in config.devices),
         models=tuple(
@@ -171,14 +178,16 @@ def cluster_setup(
 
 
 def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: float) -> Workload:
-    """The replayed requests, `lead_s` later, at the times when the client really sent them: its lag
-    is not the system's. Raises ConfigError for a model that `setup` lacks."""
+    """Returns the replayed requests, `lead_s` later, at the times when the client sent them.
+
+    The client's lag is not part of the system. Raises ConfigError for a model not in `setup`.
+    """
     number = {model.name: model.index for model in setup.models}
     unknown = sorted({record.model for record in records} - number.keys())
     if unknown:
         raise ConfigError(
-            f"--results: {', '.join(unknown)} is not under models: of --config; are both of the"
-            " same cluster?"
+            f"--results: {', '.join(unknown)} is not among the models of --config; give the"
+            " configuration of the same cluster"
         )
     return Workload(
         models=tuple(model.name for model in setup.models),
@@ -212,7 +221,7 @@ def _device(device: DeviceConfig) -> DeviceSetup:
 def _cost(
     name: str, tables: Mapping[str, StepTable], config: ClusterConfig, cores: float
 ) -> tuple[CostModel, float]:
-    """Of steps, and seconds of a request outside of steps."""
+    """Returns the model's step costs and the seconds of a request outside of steps."""
     table = tables.get(name) or max(tables.values(), key=lambda t: t.dense_s[-1])
     on_host = all(device.name.startswith("host:") for device in config.devices)
     cost = HostCost(TableCost(table), cores) if on_host else TableCost(table)
@@ -259,7 +268,7 @@ def _model(
 
 
 def _memory(spec: ModelSpec, config: ClusterConfig) -> Served:
-    """Of a model whose engine was never up, as the start-up check estimates it."""
+    """Returns the start-up check's estimate of the memory of a model that was never activated."""
     device = max(
         (d for d in config.devices if spec.pinned_device in (None, d.name)),
         key=lambda d: d.capacity_bytes,

@@ -12,7 +12,7 @@ from lab.parity.admission import (
     compare_devices,
     compare_order,
     compare_pairs,
-    compare_turns,
+    compare_positions,
 )
 from lab.parity.results import CLASSES
 from lab.parity.runs import History
@@ -63,16 +63,16 @@ def test_one_that_overtakes_many_is_one_turn() -> None:
     live = run(*four, *(stepped(float(1 + n), n) for n in range(4)))
     simulated = run(*four, *(stepped(float(1 + n), who) for n, who in enumerate((3, 0, 1, 2))))
     assert (compare_order(live, simulated).equal, compare_order(live, simulated).total) == (0, 3)
-    turns = compare_turns(live, simulated)
+    turns = compare_positions(live, simulated)
     assert (turns.equal, turns.total) == (3, 4)
     assert "3 of a" in turns.differences[0].text
-    assert compare_turns(live, live).share == 1.0
+    assert compare_positions(live, live).share == 1.0
 
 
 def test_turns_are_of_those_who_had_a_common_choice() -> None:
     alone = (queued(9, 5.0), stepped(5.0, 9))
     live = run(*BOTH, stepped(1.0, 0), stepped(2.0, 1), *alone)
-    assert compare_turns(live, live).total == 2
+    assert compare_positions(live, live).total == 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,7 +87,7 @@ def test_the_fewest_turns_by_brute_force(order: list[int]) -> None:
         for kept in combinations(order, size)
         if list(kept) == sorted(kept)
     )
-    assert compare_turns(live, simulated).equal == longest
+    assert compare_positions(live, simulated).equal == longest
 
 
 def blocked_live(verdict: str) -> tuple[History, History]:

@@ -72,7 +72,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_bytes(b'{"what":"left","time_s":1.0,"ids":[]}\n{"what":"other","time_s":1}\n')
-    with pytest.raises(ConfigError, match=r"j:2: no record"):
+    with pytest.raises(ConfigError, match=r"j:2: not a valid journal record"):
         list(read(path))
 
 
@@ -84,11 +84,11 @@ def test_journals_of_another_policy_and_incomplete_ones(tmp_path: Path) -> None:
         FileJournal(journal_path(tmp_path, source), True, 1 << 20).add(
             Opened(time_s=1.0, unix_s=2.0, source=source, policy="static")
         )
-    with pytest.raises(ConfigError, match="has policy static, --config says prism"):
+    with pytest.raises(ConfigError, match="has policy static; --config has prism"):
         read_journals(tmp_path, made)
     found = read_journals(tmp_path, config(tmp_path, policy="static"))
     assert found.cluster[0].ahead_s == 1.0
     FileJournal(journal_path(tmp_path, "host:0"), True, 1).add(Left(time_s=0.0, ids=()))
     journal_path(tmp_path, "host:0").write_bytes(b"")
-    with pytest.raises(ConfigError, match="does not begin like a journal"):
+    with pytest.raises(ConfigError, match="is not a journal: its first record is not an opening"):
         read_journals(tmp_path, config(tmp_path, policy="static"))

@@ -143,7 +143,7 @@ def test_every_sort_of_decision_and_both_worlds_latencies_are_there(recorded: Re
 
 def test_what_it_leaves(recorded: Recorded) -> None:
     out = recorded.folder / "out"
-    assert "The same inputs again" in recorded.shown
+    assert "Repeated decisions" in recorded.shown
     page = (out / "parity.html").read_text()
     assert "https://" not in page
     assert "<svg" in page
@@ -164,9 +164,9 @@ def test_the_same_files_give_the_same_bytes(
 
 REFUSED: list[tuple[dict[str, str | None], str]] = [
     ({"costs": None}, "all of --results, --journal, --costs"),
-    ({"trace": "trace.jsonl"}, "either --trace, or all of"),
+    ({"trace": "trace.jsonl"}, "either --trace or all of"),
     ({"journal": "."}, "journal-cluster.jsonl is missing"),
-    ({"journal": "out/calibration-logs"}, "no request of --results is in it"),
+    ({"journal": "out/calibration-logs"}, "does not have a request of --results"),
     ({"costs": "none.json"}, "none.json is missing"),
     ({"results": "trace.jsonl"}, "not a results file"),
     ({"config": "none.yaml"}, "none.yaml"),
@@ -193,4 +193,4 @@ def test_models_that_the_yaml_lacks(recorded: Recorded, tmp_path: Path, parity: 
     given = ("--config", str(recorded.folder / "prism.yaml"), "--out", str(tmp_path / "out"))
     code, shown = parity(*given, "--trace", str(tmp_path / "t.jsonl"))
     assert code == 2
-    assert "--trace: c is not under models: of --config, which has a, b" in shown
+    assert "--trace: c is not among the models of --config: a, b" in shown

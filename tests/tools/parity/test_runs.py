@@ -69,11 +69,11 @@ def lasting(seconds: float) -> ReplayResults:
 
 def test_results_of_another_replay_or_of_an_older_client() -> None:
     made = journals([], [queued(0, 101.0), stepped(102.0, 0)])
-    with pytest.raises(ConfigError, match="no request of --results is in it"):
+    with pytest.raises(ConfigError, match="does not have a request of --results"):
         live_run(made, replayed("a"))
     without = [msgspec.structs.replace(r, response_id=None) for r in replayed("a").records]
     older = msgspec.structs.replace(replayed("a"), records=without)
-    with pytest.raises(ConfigError, match="no request has the server's id"):
+    with pytest.raises(ConfigError, match="no request has a response id"):
         live_run(made, older)
 
 

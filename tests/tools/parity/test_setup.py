@@ -175,7 +175,7 @@ def test_tables_are_found_by_model(tmp_path: Path) -> None:
         cost_tables(path, ["a"])
     save(path, table("a"))
     assert cost_tables(path, ["a"])["a"].request_s == 0.005
-    with pytest.raises(ConfigError, match="has no table of b; run `prism-sim calibrate engine"):
+    with pytest.raises(ConfigError, match="does not have a table of b; run `prism-sim calibrate"):
         cost_tables(path, ["a", "b"])
 
 
@@ -188,12 +188,12 @@ def test_the_workload_is_what_was_replayed() -> None:
     assert list(replayed(late, setup, 2.5).arrival_s) == [3.7, 3.7]
     assert list(work.model) == [1, 0]
     assert work.slo_ttft_s[0] == 0.1
-    with pytest.raises(ConfigError, match="--results: other is not under models"):
+    with pytest.raises(ConfigError, match="--results: other is not among the models of --config"):
         replayed(results_of("other").records, setup, 0.0)
 
 
 def test_tensor_parallel_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a has a tp above 1"):
+    with pytest.raises(ConfigError, match="a has tp > 1"):
         cluster_setup(config(spec("a", tp=2)), LiveMeasurements(), {"a": table("a")}, 2.0)
 
 
