@@ -1,4 +1,4 @@
-"""`python -m lab.papers`: the evaluations of the papers, beside the figures that they publish."""
+"""`python -m lab.papers`: runs the papers' evaluations and compares with the published figures."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ app = new_app()
 ALL = "all"
 Name = Annotated[str | None, typer.Argument(metavar="[NAME|all]", help="See --list.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="A folder NAME in it gets all files.")
+    Path | None,
+    typer.Option("--out", "-o", help="Folder for the results; a study's files are in OUT/NAME."),
 ]
 Traces = Annotated[
     Path | None,
     typer.Option(
-        envvar="PRISM_TRACES", help="Folder of your own arena_chat, servegen, maf, sharegpt files."
+        envvar="PRISM_TRACES", help="Folder with arena_chat, servegen, maf or sharegpt files."
     ),
 ]
-Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. The results are the same.")]
+Jobs = Annotated[int, typer.Option(help="Processes; 0: one per core. Does not change results.")]
 
 
 @app.command(
@@ -42,16 +43,18 @@ def study(
     name: Name = None,
     *,
     out: Out = None,
-    list_: Annotated[bool, typer.Option("--list", help="Name all studies.")] = False,
-    quick: Annotated[bool, typer.Option(help="A size for tests; figures mean nothing.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List all studies.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Small size for tests; its figures are meaningless.")
+    ] = False,
     traces: Traces = None,
     jobs: Jobs = 0,
-    seed: Annotated[int, typer.Option(help="Of traces.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the traces.")] = 0,
 ) -> None:
-    """Run an evaluation of the Prism, MuxServe or SeaLLM paper and compare.
+    """Runs an evaluation of the Prism, MuxServe or SeaLLM paper and compares.
 
-    OUT/NAME gets report.html, study.json, comparisons.csv, points.csv, and the setups as YAML that
-    `prism-sim run` opens. Points that are in OUT/points are not simulated again; `all` also writes
+    It writes report.html, study.json, comparisons.csv, points.csv and the setups (YAML for
+    `prism-sim run`) to OUT/NAME. Points in OUT/points are not simulated again. `all` also writes
     OUT/studies.md.
     """
     if list_:
@@ -59,10 +62,10 @@ def study(
             typer.echo(f"{known.name}: {known.title} ({known.source})")
         return
     if name is None:
-        raise ConfigError(f"study: name one of all, {', '.join(catalog.STUDIES)}")
+        raise ConfigError(f"study: NAME is missing; give one of all, {', '.join(catalog.STUDIES)}")
     chosen = list(catalog.STUDIES.values()) if name == ALL else [catalog.get(name)]
     if out is None:
-        raise ConfigError("study: give --out FOLDER")
+        raise ConfigError("study: --out is missing; give a folder")
     make_folder(out)
     sources = Sources(traces)
     sources.described()
@@ -72,7 +75,7 @@ def study(
 def run_all(
     studies: list[Study], out: Path, sources: Sources, *, quick: bool, jobs: int, seed: int
 ) -> None:
-    """Each study in a folder of its name. Raises ConfigError."""
+    """Runs each study in a folder of its name. Raises ConfigError."""
     console, errors = Console(), Console(stderr=True)
     results = []
     for chosen in studies:

@@ -1,4 +1,4 @@
-"""What MuxServe's and SeaLLM's evaluations share: A100 GPUs, and SLOs by execution time."""
+"""Parts that MuxServe's and SeaLLM's evaluations share: A100 GPUs and SLOs by execution time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ CHUNK_TOKENS = 8192
 
 
 def slo(found: TrialOutcome) -> float | None:
-    """End-to-end attainment in percent."""
+    """Returns the attainment of the E2E SLO in percent."""
     return found.percent("e2e")
 
 
 def with_slos(
     trace: Trace, models: Mapping[str, tuple[str, int]], scale: float, *, of_mean: bool = False
 ) -> list[TraceRequest]:
-    """End-to-end SLOs of `scale` times the execution time that a request has alone; or, of_mean,
-    times the mean of its model's requests. models: name -> (shape, TP degree)."""
+    """Returns the trace with E2E SLOs of `scale` times the execution time on an idle engine.
+
+    Args:
+        models: Name -> (shape, TP degree).
+        of_mean: Scales the mean of the model's requests instead of the request's own time.
+    """
     costs = {name: cost_model(GPU, shape, tp) for name, (shape, tp) in models.items()}
     alone_s: dict[str, list[float]] = {}
     for r in trace:

@@ -1,6 +1,6 @@
-"""Policies with one part taken out or replaced, as the papers' ablations have them. Pure functions.
+"""Variants of policies with one part removed or replaced, for the papers' ablations.
 
-They are not offered by name to users: `python -m lab.papers` runs them beside the whole policies.
+Pure functions. Only `python -m lab.papers` uses the variants; users cannot select them by name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from prism.policies.policy import Policy
 
 
 def unbalanced(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Prism without its global scheduler (§7.4): placement sees no load, so that models go by free
-    memory alone, and none is moved for balance. Eviction and activation stay."""
+    """Plans like Prism without its global scheduler (§7.4).
+
+    Placement sees no load, so it depends on free memory only, and models are not moved for balance.
+    Eviction and activation are unchanged.
+    """
     models = tuple(structs.replace(model, token_rate=0.0) for model in view.models)
     return prism.plan(replace(view, models=models, rebalance=False), settings)
 
 
 def in_order(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """As `unbalanced`, with the models of one GPU where a list of them puts them: the first ones on
-    the first GPU and so on, however many ask for them."""
+    """Plans like `unbalanced`, with single-GPU models pinned in the order of the list.
+
+    The first models are on the first GPU and so on, regardless of their load.
+    """
     names, gpus = list(dict.fromkeys(m.name for m in view.models)), [g.name for g in view.gpus]
     home = {name: gpus[i * len(gpus) // len(names)] for i, name in enumerate(names)}
     models = tuple(structs.replace(m, pinned_device=home[m.name]) for m in view.models)
@@ -38,8 +43,10 @@ def in_order(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
 
 
 def partitioned(search: Search) -> Search:
-    """The same placement with the KV memory of each unit cut into equal fixed parts: MuxServe
-    without its unified memory manager (MuxServe §4.4)."""
+    """Returns a search with the KV memory of each unit split equally between its models.
+
+    MuxServe without its unified memory manager (MuxServe §4.4).
+    """
 
     def found(problem: Problem) -> Placement:
         placement = search(problem)
@@ -56,13 +63,13 @@ def _partitioned(
     unit: Unit, models: Mapping[str, ModelSpecView], capacity: Mapping[str, int]
 ) -> Unit:
     weights = sum(models[host.model].part_bytes(unit.tp) for host in unit.models)
-    least = min(capacity[device] for device in unit.devices)
-    limit_bytes = (least - weights) // max(1, len(unit.models))
+    smallest = min(capacity[device] for device in unit.devices)
+    limit_bytes = (smallest - weights) // max(1, len(unit.models))
     return replace(unit, models=tuple(replace(h, kv_limit_bytes=limit_bytes) for h in unit.models))
 
 
 def changed(search: Search, change: Callable[[ModelSpecView, Problem], dict[str, Any]]) -> Search:
-    """The same search, which sees other values of some fields of each model."""
+    """Returns a search in which `change` replaces some fields of each model."""
 
     def found(problem: Problem) -> Placement:
         models = tuple(replace(model, **change(model, problem)) for model in problem.models)
@@ -72,13 +79,12 @@ def changed(search: Search, change: Callable[[ModelSpecView, Problem], dict[str,
 
 
 def together(search: Search) -> Search:
-    """All models on all devices as one unit, as where MuxServe compares ways to schedule one
-    (MuxServe §4.4, Figure 10)."""
+    """Returns a search with all models on all devices as one unit (MuxServe §4.4, Figure 10)."""
     return changed(search, lambda model, problem: {"tp_degrees": (len(problem.devices),)})
 
 
 def as_given(search: Search) -> Search:
-    """Every model at the degree its operator gave it, none spread over more devices."""
+    """Returns a search with every model at its configured TP degree."""
     return changed(search, lambda model, problem: {"tp_degrees": (model.tp,)})
 
 
@@ -120,10 +126,13 @@ NAMES = (*VARIANTS, *KNOBS)
 
 
 def get(policy: str, variant: str = "", knobs: Knobs = SHIPPED) -> Policy:
-    """variant "": the policy itself, tuned by `knobs`. Raises ConfigError."""
+    """Returns a variant of a policy ("" for the policy itself), with `knobs` applied.
+
+    Raises ConfigError.
+    """
     whole, key = registry.get(policy), (policy, variant)
     if variant and key not in NAMES:
         known = ", ".join(v for name, v in NAMES if name == policy) or "none"
-        raise ConfigError(f"variant {variant!r} of {policy!r}: known are {known}")
+        raise ConfigError(f"variant {variant!r} of {policy!r} is not one of {known}")
     found = tuned(whole, KNOBS[key](knobs) if key in KNOBS else knobs)
     return VARIANTS[key](found) if key in VARIANTS else found

@@ -1,4 +1,4 @@
-"""All studies by name, as studies.yaml has them."""
+"""All studies by name, from studies.yaml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[[Lab], Findings]
 
 @dataclass(frozen=True)
 class Study:
-    """The texts are explained in studies.yaml."""
+    """Entry of studies.yaml, which explains the fields."""
 
     name: str
     title: str
@@ -29,22 +29,22 @@ class Study:
     run: Run
 
 
-def _described() -> dict[str, Study]:
+def _read_studies() -> dict[str, Study]:
     data = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text(encoding="utf-8"))
     return {name: _study(name, data["texts"], **found) for name, found in data["studies"].items()}
 
 
-def _study(name: str, texts: dict[str, str], run: str, **said: str) -> Study:
+def _study(name: str, texts: dict[str, str], run: str, **entry: str) -> Study:
     module, function = run.split(".")
     made: Run = getattr(import_module(f"lab.papers.{module}"), function)
-    return Study(name, run=made, **{key: text.format(**texts) for key, text in said.items()})
+    return Study(name, run=made, **{key: text.format(**texts) for key, text in entry.items()})
 
 
-STUDIES = _described()
+STUDIES = _read_studies()
 
 
 def get(name: str) -> Study:
-    """Raises ConfigError that lists the names."""
+    """Returns the study. Raises ConfigError that lists the names."""
     if name not in STUDIES:
-        raise ConfigError(f"study {name!r}: known are all, {', '.join(STUDIES)}")
+        raise ConfigError(f"study {name!r} is not one of all, {', '.join(STUDIES)}")
     return STUDIES[name]

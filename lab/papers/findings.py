@@ -1,4 +1,4 @@
-"""What a study finds: our figures beside the published ones, with verdicts."""
+"""Results of a study: comparisons of our figures with the published ones, with verdicts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 EQUAL = 0.02
-"""Figures that differ by less are called equal."""
+"""Largest relative difference of figures that count as equal."""
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """What a paper says, beside our figure."""
+    """Comparison of a paper's statement with our figure."""
 
     what: str
     ours: str
@@ -22,7 +22,7 @@ class Statement(msgspec.Struct, frozen=True):
     source: str
     """Figure, table or section of the paper."""
     agrees: bool | None = None
-    """None where nothing is published or nothing can be said."""
+    """None if the paper has no figure, or if ours do not decide."""
 
 
 class Plot(msgspec.Struct, frozen=True):
@@ -32,23 +32,24 @@ class Plot(msgspec.Struct, frozen=True):
     lines: dict[str, list[tuple[Any, float | None]]]
     """Name -> (x, y)."""
     bars: bool = False
-    """The x are labels."""
+    """True for bars, with labels as x."""
     log: bool = False
+    """True for a logarithmic y axis."""
 
 
 class Findings(msgspec.Struct, frozen=True):
     comparisons: list[Statement]
     rows: list[dict[str, Any]]
-    """Every point, for the CSV."""
+    """One row per point, for the CSV."""
     plots: dict[str, Plot]
     budget: list[str] = []
-    """What each policy was tuned with and what it knows."""
+    """Texts on the settings each policy was tuned with and the information it is given."""
     remarks: list[str] = []
-    """What a reader of this run must know, such as policies that were not run."""
+    """Notes on this run, such as policies that were not simulated."""
 
 
 def overall(comparisons: Sequence[Statement]) -> str:
-    """One phrase: how many of the paper's statements hold here."""
+    """Returns a phrase on how many of the paper's statements agree."""
     judged = [c.agrees for c in comparisons if c.agrees is not None]
     if not judged:
         return "nothing to compare"
@@ -59,8 +60,11 @@ def overall(comparisons: Sequence[Statement]) -> str:
 
 
 def factor(what: str, ours: float | None, published: float | None, source: str) -> Statement:
-    """A ratio of the paper's system over a baseline, above 1 where the system is better. published
-    is None where the paper only says that it is better."""
+    """Compares a ratio of the paper's system over a baseline; above 1, the system is better.
+
+    Args:
+        published: None if the paper only says that its system is better.
+    """
     said = "better" if published is None else f"{published:.2f}x"
     if ours is None:
         return Statement(what, "-", said, "cannot be formed here", source)
@@ -83,7 +87,7 @@ def value(
     unit: str = "",
     within: float = 0.25,
 ) -> Statement:
-    """A plain figure; it agrees within that part of the published one."""
+    """Compares a figure, which agrees if it is within a fraction of the published one."""
     said = f"{published:.4g} {unit}".strip()
     if ours is None:
         return Statement(what, "-", said, "cannot be formed here", source)
@@ -104,7 +108,12 @@ def reached(
     most: float,
     within: float = 0.25,
 ) -> Statement:
-    """Where a target is met first; ours None: not up to `most`, the last that was tried."""
+    """Compares the first x at which a target is reached.
+
+    Args:
+        ours: None if the target is not reached.
+        most: Largest x that was tried.
+    """
     if ours is None:
         said = f"{published:.4g} {unit}".strip()
         return Statement(
@@ -118,8 +127,8 @@ def claim(what: str, holds: bool | None, ours: str, published: str, source: str)
     return Statement(what, ours, published, verdict, source, holds)
 
 
-def unsaid(what: str, ours: float | None, source: str) -> Statement:
-    """A factor of ours that shows more of a figure of which the paper's text says no such thing."""
+def unpublished(what: str, ours: float | None, source: str) -> Statement:
+    """Returns a statement of our factor, for which the paper's text has no counterpart."""
     shown = "-" if ours is None else f"{ours:.2f}x"
     return Statement(what, shown, "not published", "not counted", source)
 
@@ -132,16 +141,22 @@ def order(
     *,
     smaller: bool = False,
 ) -> Statement:
-    """published: names, best first. The paper does not order names within a tuple; names that
-    `ours` lacks are left out. smaller: smaller figures are better. A pair differs where ours has it
-    the other way round by more than EQUAL; nearer pairs are tied. A tie leaves a published order
-    neither borne out nor refuted."""
+    """Compares an order of systems.
+
+    A pair differs if our figures have the reverse order by more than EQUAL, and is tied if they are
+    within EQUAL. With a tie, the statement neither agrees nor disagrees.
+
+    Args:
+        published: Names, best first. The paper does not order the names within a tuple. Names that
+            are not in `ours` are left out.
+        smaller: True if smaller figures are better.
+    """
     levels = [(names,) if isinstance(names, str) else names for names in published]
     places = {name: place for place, names in enumerate(levels) for name in names}
     known = {n: v for n, v in ours.items() if v is not None and n in places}
     names = [name for name in places if name in known]
     pairs = [(a, b) for a in names for b in names if places[a] < places[b]]
-    wrong = [(a, b) for a, b in pairs if behind(known[a], known[b], smaller=smaller)]
+    wrong = [(a, b) for a, b in pairs if is_worse(known[a], known[b], smaller=smaller)]
     tied = [(a, b) for a, b in pairs if same(known[a], known[b])]
     shown, said = _ranked(known, smaller), " > ".join(", ".join(names) for names in levels)
     if not pairs:
@@ -163,7 +178,7 @@ def _ordered(wrong: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]], 
 
 
 def _ranked(known: Mapping[str, float], smaller: bool) -> str:
-    """Best first, with = between neighbours that are tied."""
+    """Returns the names and figures, best first, with "=" between tied neighbours."""
     names = sorted(known, key=lambda name: known[name] if smaller else -known[name])
     parts = [f"{name} {known[name]:.4g}" for name in names]
     for i, (a, b) in enumerate(pairwise(names), 1):
@@ -174,10 +189,12 @@ def _ranked(known: Mapping[str, float], smaller: bool) -> str:
 def best(
     what: str, name: str, ours: Mapping[str, float], published: str, source: str, *, shown: str
 ) -> Statement:
-    """The paper has the largest figure at `name`. Neither borne out nor refuted where another is
-    tied with it."""
+    """Compares the name with the largest figure.
+
+    With a tie, the statement neither agrees nor disagrees.
+    """
     others = [other for other in ours if other != name]
-    above = [other for other in others if behind(ours[name], ours[other])]
+    above = [other for other in others if is_worse(ours[name], ours[other])]
     tied = [other for other in others if same(ours[name], ours[other])]
     if above:
         verdict = f"does not hold here: {', '.join(above)} before {name}"
@@ -192,12 +209,16 @@ def best(
 
 
 def same(first: float, second: float) -> bool:
-    """Within EQUAL of the larger."""
+    """Returns whether two figures differ by at most EQUAL of the larger one."""
     return abs(first - second) <= EQUAL * max(abs(first), abs(second))
 
 
-def behind(first: float, second: float, *, smaller: bool = False) -> bool:
-    """Whether `first` is worse by more than EQUAL. smaller: smaller figures are better."""
+def is_worse(first: float, second: float, *, smaller: bool = False) -> bool:
+    """Returns whether `first` is worse than `second` by more than EQUAL.
+
+    Args:
+        smaller: True if smaller figures are better.
+    """
     worse = first > second if smaller else second > first
     return worse and not same(first, second)
 
@@ -205,9 +226,15 @@ def behind(first: float, second: float, *, smaller: bool = False) -> bool:
 def cause(
     what: str, here: float | None, changed: float | None, *, wanted: float = 1 + EQUAL
 ) -> Statement:
-    """An ablation of a factor that is not as published. here: the study's factor. changed: the
-    factor at the same points with one thing of the setup changed. The change is the cause if it
-    lifts the factor to `wanted`. Callers leave it out where the statement agrees."""
+    """Returns the statement of an ablation of a factor that is not as published.
+
+    The change is the cause if it increases the factor to `wanted`. Callers omit the ablation if the
+    statement agrees.
+
+    Args:
+        here: Factor of the study.
+        changed: Factor at the same points with one change of the setup.
+    """
     shown = "-" if here is None or changed is None else f"{here:.2f}x, changed {changed:.2f}x"
     verdict = "cannot be formed here"
     if here is not None and changed is not None:
@@ -216,7 +243,11 @@ def cause(
 
 
 def ablated(changed: Statement) -> Statement:
-    """A statement that does not hold, as it is with one thing of the setup changed."""
+    """Returns the ablation of a statement that does not hold.
+
+    Args:
+        changed: The statement with one change of the setup.
+    """
     verdict = "names the cause" if changed.agrees else f"is not the cause: {changed.verdict}"
     what = f"ablation: {changed.what}"
     return msgspec.structs.replace(changed, what=what, verdict=verdict, source="ours", agrees=None)
@@ -229,5 +260,5 @@ def _explains(here: float, changed: float, wanted: float) -> str:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where either is missing or zero."""
+    """Returns the ratio; None if either figure is missing or zero."""
     return above / below if above and below else None

@@ -1,4 +1,4 @@
-"""Where a study works: its folder, its size, and how its points are simulated."""
+"""Environment of a study: its folder, its size, and the simulation of its points."""
 
 from __future__ import annotations
 
@@ -23,28 +23,35 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Lab:
-    """Setups and traces are written into the folder, so that `prism-sim run` can open every point.
-    Outcomes are kept beside it: a study that was cut off goes on where it stopped, and no study
-    simulates what another has."""
+    """Environment of a study.
+
+    Setups and traces are written to the study's folder, so that `prism-sim run` can open every
+    point. Outcomes are stored in the parent folder. An interrupted study resumes from them, and all
+    studies share them.
+    """
 
     folder: Path
-    """Of one study, beside those of others."""
+    """Folder of the study."""
     bar: Callable[[str], AbstractContextManager[Progress]]
-    """Shows progress under a name."""
+    """Function from a name to a context that shows progress."""
     quick: bool = False
-    """The size for tests."""
+    """True for the size for tests."""
     jobs: int = 1
+    """Number of processes."""
     seed: int = 0
     sources: Sources = field(default_factory=Sources)
     written: dict[Path, str] = field(default_factory=dict)
-    """Digests of the setups and traces of this run, by file."""
+    """File of a setup or trace of this run -> its digest."""
 
     def pick(self, full: T, quick: T) -> T:
         return quick if self.quick else full
 
     def setup(self, name: str, config: Mapping[str, Any], trace: Trace) -> str:
-        """Write a YAML of `prism-sim` and its trace; returns the YAML's path. Raises ConfigError if
-        this run has written another under that name, whose points no longer could be opened."""
+        """Writes a YAML of `prism-sim` and its trace. Returns the YAML's path.
+
+        Raises ConfigError if this run has written a different one under that name, since the points
+        of the first one could not be opened any more.
+        """
         path = self._setups() / f"{name}.jsonl"
         partial = path.with_suffix(".new")
         write_trace(partial, trace)
@@ -52,21 +59,23 @@ class Lab:
         return self.write(name, {**config, "trace": f"{name}.jsonl"})
 
     def write(self, name: str, config: Mapping[str, Any]) -> str:
-        """Write a YAML of `prism-sim` alone; returns its path. Raises ConfigError as `setup`. Each
-        model gets one place from Prism, as in the papers."""
+        """Writes a YAML of `prism-sim` without a trace. Returns its path.
+
+        Each model has at most one replica, as in the papers. Raises ConfigError like `setup`.
+        """
         path = self._setups() / f"{name}.yaml"
         partial = path.with_suffix(".new")
-        alone = {"models": [{**m, "replicas": {"max": 1}} for m in config.get("models", ())]}
-        partial.write_text(yaml.safe_dump({**config, **alone}, sort_keys=False))
+        single = {"models": [{**m, "replicas": {"max": 1}} for m in config.get("models", ())]}
+        partial.write_text(yaml.safe_dump({**config, **single}, sort_keys=False))
         self._claim(path, partial)
         return str(path)
 
     def _claim(self, path: Path, partial: Path) -> None:
-        """Rename `partial` to `path`, unless this run has written something else there."""
+        """Renames `partial` to `path`. Raises ConfigError if this run wrote other content there."""
         digest = hashlib.sha256(partial.read_bytes()).hexdigest()
         if self.written.setdefault(path, digest) != digest:
             partial.unlink()
-            raise ConfigError(f"{path.name} is another setup of this study: give it its own name")
+            raise ConfigError(f"{path.name}: this study has a different setup of that name")
         partial.rename(path)
 
     def _setups(self) -> Path:
@@ -75,13 +84,13 @@ class Lab:
         return folder
 
     def read(self, config: str) -> dict[str, Any]:
-        """A setup that was written, without its trace."""
+        """Returns a written setup without its trace."""
         data: dict[str, Any] = yaml.safe_load(Path(config).read_text())
         del data["trace"]
         return data
 
     def run(self, trials: Sequence[Trial], what: str = "simulating") -> list[TrialOutcome]:
-        """Outcomes in the order of `trials`."""
+        """Returns the outcomes in the order of `trials`."""
         store = Store(self.folder.parent / "points", TrialOutcome)
         with self.bar(what) as progress:
             return run_points(trials, simulate, jobs=self.jobs, store=store, progress=progress)

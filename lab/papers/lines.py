@@ -1,7 +1,7 @@
-"""Lines of a figure: a measure of each system at each x, and how the studies read them.
+"""Lines of a figure (a measure of each system at each x), and functions that evaluate them.
 
-smaller, everywhere: smaller figures are better. Systems are compared at equal x, and are equal
-within `findings.EQUAL`.
+`smaller` is True if smaller figures are better. Systems are compared at the same x, and are equal
+if they differ by at most `findings.EQUAL`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lab.papers.trial import TrialOutcome
 Line = Sequence[tuple[Any, float | None]]
 Lines = dict[str, list[tuple[Any, float | None]]]
 Points = Mapping[Any, Mapping[str, TrialOutcome]]
-"""x -> system -> outcome"""
+"""x -> system -> outcome."""
 Measure = Callable[[TrialOutcome], float | None]
 
 TARGET = 99.0
-"""Attainment in percent that a system has to hold."""
+"""Attainment in percent that a system has to reach."""
 
 
 def lines(points: Points, measure: Measure) -> Lines:
-    """Systems that the first x has; points that are missing at another x are left out."""
+    """Returns the lines of the systems at the first x; missing points are left out."""
     return {
         name: [(x, measure(found[name])) for x, found in points.items() if name in found]
         for name in next(iter(points.values()))
@@ -36,32 +36,32 @@ def outcomes(points: Points) -> list[TrialOutcome]:
 
 
 def cut(found: Lines, xs: Collection[Any]) -> Lines:
-    """The lines at these xs alone."""
+    """Returns the lines at these xs only."""
     return {name: [(x, y) for x, y in line if x in xs] for name, line in found.items()}
 
 
 def ratio_at(found: Lines, x: Any, name: str, over: str, *, smaller: bool = False) -> float | None:
-    """By what factor `name` is better than `over` at x; below 1 where it is worse."""
+    """Returns the factor by which `name` is better than `over` at x; below 1 if it is worse."""
     a, b = (dict(found.get(system, [])).get(x) for system in (name, over))
     return findings.ratio(b, a) if smaller else findings.ratio(a, b)
 
 
 def ratios(found: Lines, name: str, over: str, *, smaller: bool = False) -> list[tuple[Any, float]]:
-    """`ratio_at` at each x where it can be formed."""
+    """Returns (x, `ratio_at`) for each x at which both figures exist."""
     each = ((x, ratio_at(found, x, name, over, smaller=smaller)) for x, _ in found[name])
     return [(x, ratio) for x, ratio in each if ratio is not None]
 
 
 def best_ratio(found: Lines, name: str, over: str, *, smaller: bool = False) -> float | None:
-    """The largest of `ratios`: what papers call "up to"."""
+    """Returns the largest of `ratios`, which papers call "up to"."""
     each = ratios(found, name, over, smaller=smaller)
     return max((ratio for _, ratio in each), default=None)
 
 
-def ahead(
+def better_systems(
     found: Lines, name: str, others: Iterable[str], *, smaller: bool = False
 ) -> list[tuple[Any, str]]:
-    """Each x at which another system is better than `name`, with that system."""
+    """Returns (x, system) for each x at which another system is better than `name`."""
     known = [other for other in others if other in found]
     values = {other: dict(found[other]) for other in known}
     return [
@@ -70,7 +70,7 @@ def ahead(
         for other in known
         if own is not None
         and (value := values[other].get(x)) is not None
-        and findings.behind(own, value, smaller=smaller)
+        and findings.is_worse(own, value, smaller=smaller)
     ]
 
 
@@ -80,8 +80,10 @@ def mean(line: Line) -> float | None:
 
 
 def up_to(line: Line) -> float | None:
-    """The largest x to which a falling line stays at TARGET, between points by interpolation.
-    The last x where the line never falls below; None where it starts below."""
+    """Returns the largest x up to which a falling line is at TARGET, interpolated between points.
+
+    The last x if the line never falls below TARGET; None if it starts below.
+    """
     held: tuple[float, float] | None = None
     for x, y in line:
         if y is None:
@@ -96,12 +98,12 @@ def up_to(line: Line) -> float | None:
 
 
 def first_at_target(line: Line) -> float | None:
-    """The smallest x at which a rising line is at TARGET; None where it never is."""
+    """Returns the smallest x at which a rising line is at TARGET; None if it never is."""
     return next((float(x) for x, y in line if y is not None and y >= TARGET), None)
 
 
 def problems(found: Iterable[TrialOutcome]) -> list[str]:
-    """Why points were not simulated, each reason once."""
+    """Returns the reasons why points were not simulated, each once."""
     lost = [f"{f.changes.get('policy', '')}: {_reason(f)}" for f in found if f.problem]
     return [f"not simulated: {reason}" for reason in dict.fromkeys(lost)]
 
@@ -113,7 +115,7 @@ def _reason(found: TrialOutcome) -> str:
 def study_of(
     points: Points, compared: list[Statement], plots: dict[str, Plot], budget: list[str]
 ) -> Findings:
-    """What a study of these points found, with their rows and problems."""
+    """Returns the findings of a study of these points, with their rows and problems."""
     return Findings(compared, rows(points), plots, budget, problems(outcomes(points)))
 
 

@@ -1,8 +1,8 @@
-"""Skip-join multi-level feedback queues (FastServe), which SeaLLM compares its scheduling with
-(SeaLLM §6.3, "SeaLLM-M"): it knows nothing of the services.
+"""Skip-join multi-level feedback queues (FastServe), a baseline of SeaLLM ("SeaLLM-M", §6.3).
 
-A request joins the first queue whose quantum covers its prefill and sinks when the quantum is used
-up; quanta double from queue to queue; within a queue the oldest goes first.
+The scheduler does not distinguish services. A request joins the first queue with a quantum that
+covers its prefill, and moves to the next queue when the quantum is used up. Quanta double from
+queue to queue. Within a queue, the oldest request is served first.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from prism.policies.steps import (
 )
 
 
-# FastServe tunes these; here they are given.
+# FastServe tunes these values; here they are constants.
 @dataclass(frozen=True, slots=True)
 class MlfqSettings:
     quantum_s: float = 0.05
-    """Of the first queue."""
+    """Quantum of the first queue."""
     prefill_tokens_per_s: float = 10_000.0
-    """Estimates how long a prompt takes, for the queue it joins."""
+    """Prefill speed for the estimate that selects a request's first queue."""
     starvation_s: float = 30.0
-    """A request that waits longer goes first."""
+    """Waiting time after which a request is served first."""
 
 
 def control() -> StepControl:
-    """As step control; queues follow from executed times, so that it keeps no state."""
+    """Returns the step control. It has no state, since queues follow from executed times."""
     settings = MlfqSettings()
     return StepControl(
         start=lambda view: None, choose=lambda view, state: (choose(view, settings), None)
@@ -43,7 +43,7 @@ def control() -> StepControl:
 
 
 def level(request: StepRequest, settings: MlfqSettings) -> int:
-    """The queue that the request is in; 0 is served first."""
+    """Returns the number of the request's queue; 0 is served first."""
     executed_s = request.executed_s
     if not executed_s:
         executed_s = request.prompt_tokens / settings.prefill_tokens_per_s
@@ -51,8 +51,10 @@ def level(request: StepRequest, settings: MlfqSettings) -> int:
 
 
 def choose(view: DeviceStepView, settings: MlfqSettings) -> StepChoice:
-    """The first request that can run, and the batch of its service and phase around it. As with
-    doubling budgets, the service that it selects prefills what waits before it decodes."""
+    """Returns the batch of the first request that can run, with others of its service and phase.
+
+    As with doubling budgets, the selected service first prefills its waiting requests.
+    """
     if not idle(view):
         return WAIT
 

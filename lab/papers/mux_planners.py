@@ -1,5 +1,7 @@
-"""Other ways to put models onto meshes. The groups of meshes are those of MuxServe's own search, of
-which the best by its estimator is taken."""
+"""Alternatives to MuxServe's placement of models on meshes.
+
+The groups of meshes are those of MuxServe's own search. The best group by its estimator is used.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ Option = tuple[tuple[float, float], int, MeshUnit]
 
 
 class GreedyPlanner(Planner):
-    """What MuxServe's is compared with (MuxServe §4.4, Figure 8): models by arrival rate, each to
-    the mesh with the most free memory instead of the gain in throughput."""
+    """Greedy baseline of MuxServe (§4.4, Figure 8).
+
+    It places models by arrival rate, each on the mesh with the most free memory instead of the
+    largest gain in throughput.
+    """
 
     def _options(self, model: ModelSpecView, units: Sequence[MeshUnit]) -> Iterator[Option]:
         for _, index, grown in super()._options(model, units):
@@ -30,8 +35,10 @@ class GreedyPlanner(Planner):
 
 
 class ListedPlanner(Planner):
-    """Algorithm 1 as it is listed (MuxServe §3.2): of equal gains the first mesh, not the one with
-    the least strain."""
+    """Algorithm 1 as it is listed (MuxServe §3.2).
+
+    Of meshes with equal gain, it takes the first one, not the one with the least strain.
+    """
 
     def _options(self, model: ModelSpecView, units: Sequence[MeshUnit]) -> Iterator[Option]:
         for (gain, _), index, grown in super()._options(model, units):
@@ -39,12 +46,12 @@ class ListedPlanner(Planner):
 
 
 def greedy(problem: Problem) -> Placement:
-    """REQUIRES: `problem.times`."""
+    """Returns the placement of GreedyPlanner. REQUIRES: `problem.times`."""
     return _searched(GreedyPlanner, problem, lambda model: model.rate_rps)
 
 
 def listed(problem: Problem) -> Placement:
-    """REQUIRES: `problem.times`."""
+    """Returns the placement of ListedPlanner. REQUIRES: `problem.times`."""
     return _searched(ListedPlanner, problem, computation)
 
 

@@ -11,8 +11,8 @@ from lab.papers.findings import Findings, Plot, Statement
 from lab.papers.lab import Lab
 from lab.papers.lines import (
     Lines,
-    ahead,
     best_ratio,
+    better_systems,
     lines,
     outcomes,
     problems,
@@ -23,9 +23,9 @@ from lab.papers.lines import (
 from lab.papers.tuning import simulated
 
 PUBLISHED_SYNTHETIC = {"throughput": 1.8, "requests": 2.9}
-"""Up to, over either baseline; requests: within 99 % SLO attainment (§4.2)."""
+"""Maximum factors over either baseline: throughput, and requests at 99 % SLO attainment (§4.2)."""
 PUBLISHED_CHAT = {"spatial": 1.38, "temporal": 1.46}
-"""Throughput, up to (§4.3)."""
+"""Baseline -> maximum factor in throughput (§4.3)."""
 RPS = "throughput (req/s, weighted by rate)"
 SLO = "SLO attainment (%)"
 PER_MODEL = "average rate (req/s per model)"
@@ -51,13 +51,13 @@ def synthetic(lab: Lab) -> Findings:
         for what, ylabel, found in (("throughput", RPS, rates), ("slo", SLO, shares)):
             name = f"{what}-{alpha:g}".replace(".", "-")
             plots[name] = Plot(f"alpha {alpha:g}", PER_MODEL, ylabel, found[alpha])
-    compared = [*_throughputs(rates), in_time(shares)]
+    compared = [*_throughputs(rates), requests_at_target(shares)]
     if len(shares) > 1:
         steep = max(shares)
         compared.append(
-            always_in_time(f"alpha {steep:g}: ", shares[steep], "higher", "§4.2, Figure 5")
+            highest_attainment(f"alpha {steep:g}: ", shares[steep], "higher", "§4.2, Figure 5")
         )
-    return Findings(compared, table, plots, [setup.FAIR_TUNED, *tuned.said], problems(every))
+    return Findings(compared, table, plots, [setup.FAIR_TUNED, *tuned.log], problems(every))
 
 
 def _throughputs(by_alpha: Mapping[float, Lines]) -> list[Statement]:
@@ -69,32 +69,34 @@ def _throughputs(by_alpha: Mapping[float, Lines]) -> list[Statement]:
         for name in BASELINES:
             best.append(best_ratio(rates, "muxserve", name))
             what = f"alpha {alpha:g}: throughput, MuxServe over {name}, at most"
-            compared.append(findings.unsaid(what, best[-1], source))
+            compared.append(findings.unpublished(what, best[-1], source))
     most = max((r for r in best if r is not None), default=None)
     what, said = "throughput over either baseline, at most", PUBLISHED_SYNTHETIC["throughput"]
     return [*compared, findings.factor(what, most, said, source)]
 
 
 def outperforms(found: Lines) -> tuple[bool | None, str]:
-    """Whether MuxServe is never behind; None where another system is its equal at every x."""
-    if ahead(found, "muxserve", BASELINES):
+    """Returns whether MuxServe is never worse, and a text. None if a baseline always equals it."""
+    if better_systems(found, "muxserve", BASELINES):
         return False, "not at every rate"
     best = {name: best_ratio(found, "muxserve", name) for name in BASELINES}
     equals = [name for name, r in best.items() if r is not None and r <= 1 + findings.EQUAL]
     return (None, f"equal to {' and '.join(equals)} at every rate") if equals else (True, "it is")
 
 
-def in_time(by_alpha: Mapping[float, Lines]) -> Statement:
-    """How many more requests are within 99 % SLO attainment."""
-    most, where = held_ratio(by_alpha)
+def requests_at_target(by_alpha: Mapping[float, Lines]) -> Statement:
+    """Compares the factor of requests at 99 % SLO attainment."""
+    most, where = target_rate_ratio(by_alpha)
     what = "requests within 99 % SLO attainment over either baseline, at most"
     source, said = "§4.2, Figure 5", PUBLISHED_SYNTHETIC["requests"]
     return findings.factor(what + where, most, said, source)
 
 
-def held_ratio(by_alpha: Mapping[float, Lines]) -> tuple[float | None, str]:
-    """The largest ratio of the rates up to which 99 % of the requests are in time, and where it is.
-    Rates are interpolated; baselines below 99 % at the lowest rate do not count."""
+def target_rate_ratio(by_alpha: Mapping[float, Lines]) -> tuple[float | None, str]:
+    """Returns the largest ratio of the rates up to which SLO attainment is 99 %, and a label of it.
+
+    Rates are interpolated. Baselines below 99 % at the lowest rate do not count.
+    """
     found: dict[str, float] = {}
     for alpha, shares in by_alpha.items():
         held = {name: up_to(points) for name, points in shares.items()}
@@ -106,7 +108,7 @@ def held_ratio(by_alpha: Mapping[float, Lines]) -> tuple[float | None, str]:
     return found.get(where), where
 
 
-def always_in_time(label: str, shares: Lines, said: str, source: str) -> Statement:
+def highest_attainment(label: str, shares: Lines, said: str, source: str) -> Statement:
     holds, shown = outperforms(shares)
     what = f"{label}MuxServe's SLO attainment is the highest at every rate"
     return findings.claim(what, holds, shown, said, source)
@@ -118,7 +120,7 @@ CHAT_LMSYS = (
     *((7, 703), (13, 702), (13, 611), (30, 533), (7, 272), (30, 176), (7, 168), (13, 163)),
     *((13, 159), (65, 116), (13, 100), (13, 94), (7, 84), (65, 75), (65, 68), (30, 65)),
 )
-"""Size in B and requests of each model in MuxServe's own slice of ChatLMSYS, from its artifact
+"""(Size in B, requests) of each model in MuxServe's slice of ChatLMSYS, from its artifact
 (Apache-2.0)."""
 
 
@@ -128,7 +130,7 @@ def chat(lab: Lab) -> Findings:
     tuned = setup.tuned_systems(lab)
     setups: dict[float, str] = {}
     for rate in lab.pick((1.6, 3.2, 4.8), (0.1, 0.2)):
-        trace = setup.shared_out(lab, models, rate * len(models), lab.pick(60.0, 6.0))
+        trace = setup.drawn_by_share(lab, models, rate * len(models), lab.pick(60.0, 6.0))
         setups[rate] = lab.setup(f"rate{rate:g}", setup.cluster(models, 32), trace)
     points = simulated(lab, setups, setup.SYSTEMS, tuned)
     rates, shares = lines(points, setup.throughput), lines(points, slo)
@@ -136,7 +138,7 @@ def chat(lab: Lab) -> Findings:
         "throughput": Plot("ChatLMSYS", PER_MODEL, RPS, rates),
         "slo": Plot("ChatLMSYS", PER_MODEL, SLO, shares),
     }
-    return study_of(points, _chat(rates, shares), plots, [setup.FAIR_TUNED, *tuned.said])
+    return study_of(points, _chat(rates, shares), plots, [setup.FAIR_TUNED, *tuned.log])
 
 
 def _chat(rates: Lines, shares: Lines) -> list[Statement]:
@@ -146,12 +148,15 @@ def _chat(rates: Lines, shares: Lines) -> list[Statement]:
         what = f"throughput, MuxServe over {name}"
         best = best_ratio(rates, "muxserve", name)
         compared.append(findings.factor(f"{what}, at most", best, said, source))
-    compared.append(always_in_time("", shares, "always", source))
-    return [*compared, quite_bad(rates, shares, source)]
+    compared.append(highest_attainment("", shares, "always", source))
+    return [*compared, temporal_is_worst(rates, shares, source)]
 
 
-def quite_bad(rates: Lines, shares: Lines, source: str) -> Statement:
-    """The paper's words at 4.8 req/s per model. Read as: behind both others in both measures."""
+def temporal_is_worst(rates: Lines, shares: Lines, source: str) -> Statement:
+    """Compares temporal sharing at 4.8 req/s per model, which the paper calls "quite bad".
+
+    The statement is read as: worse than both others in both measures.
+    """
     x = rates["temporal"][-1][0]
     values = [
         {name: y for name, line in found.items() if (y := line[-1][1]) is not None}
@@ -160,14 +165,16 @@ def quite_bad(rates: Lines, shares: Lines, source: str) -> Statement:
     holds = None
     if all(len(by_name) == len(setup.SYSTEMS) for by_name in values):
         holds = all(
-            findings.behind(v["temporal"], v[name])
+            findings.is_worse(v["temporal"], v[name])
             for v in values
             for name in v
             if name != "temporal"
         )
     shown = "; ".join(
         f"{what} " + ", ".join(f"{name} {v:.4g}" for name, v in by_name.items())
-        for what, by_name in zip(("req/s:", "in time (%):"), values, strict=True)
+        for what, by_name in zip(("req/s:", "SLO attainment (%):"), values, strict=True)
     )
-    what = f"temporal is behind both others at {x:g} req/s per model, in throughput and attainment"
+    what = (
+        f"temporal is worse than both others at {x:g} req/s per model, in throughput and attainment"
+    )
     return findings.claim(what, holds, shown, '"quite bad"', source)

@@ -28,15 +28,15 @@ from lab.papers.tuning import Systems, simulated
 from prism_replay.lengths import SHAREGPT, Lengths
 
 SLOWER_HOST = "20ms"
-"""An ablation: what a step of an engine of 2024 may have cost beside the GPU's time."""
+"""Host time of a step in an ablation: an assumption for engines of 2024."""
 ON_SLOWER = {"engine.host": SLOWER_HOST}
 LESS_MEMORY = "48GB"
-"""Of a GPU, in ablations."""
+"""Memory of a GPU in ablations."""
 TIGHT = {"gpus.memory": LESS_MEMORY}
 
 
 def variants(names: Mapping[str, str]) -> Systems:
-    """Of MuxServe: name -> variant."""
+    """Returns systems that are variants of MuxServe, from name -> variant."""
     return {name: ("muxserve", variant) for name, variant in names.items()}
 
 
@@ -46,15 +46,18 @@ SCALES = {
     "8 GPUs, 4 models": (8, (7, 7, 30, 13)),
     "16 GPUs, 7 models": (16, (7, 13, 7, 30, 13, 30, 65)),
 }
-"""GPUs, and the models' sizes in B."""
+"""Label -> (number of GPUs, sizes of the models in B)."""
 PUBLISHED_GREEDY = {"16 GPUs, 7 models": 1.3}
-"""Throughput over the greedy placement "in the right subfigure", which we take to be this one."""
+"""Factor in throughput over the greedy placement, "in the right subfigure": read as this one."""
 RATES_RPS = (24.0, 48.0, 96.0)
 PLACED = variants({"muxserve": "", "greedy": "greedy"})
 
 
 def placement(lab: Lab) -> Findings:
-    """Half of the models get 70 % of the requests. The rate is not published, so it is varied."""
+    """Runs Figure 8. Half of the models get 70 % of the requests.
+
+    The rate is not published, so it is varied.
+    """
     found: dict[str, Lines] = {}
     table, remarks, plots = [], [], {}
     for label, (gpus, sizes) in SCALES.items():
@@ -63,7 +66,7 @@ def placement(lab: Lab) -> Findings:
         models = setup.models_of([f"llama-{size}b" for size in sizes], shares)
         setups: dict[float, str] = {}
         for rate in lab.pick(RATES_RPS, (2.0,)):
-            trace = setup.shared_out(lab, models, rate, lab.pick(30.0, 6.0))
+            trace = setup.drawn_by_share(lab, models, rate, lab.pick(30.0, 6.0))
             setups[rate] = lab.setup(f"{gpus}-gpus-{rate:g}", setup.cluster(models, gpus), trace)
         points = simulated(lab, setups, PLACED)
         found[label] = lines(points, setup.throughput)
@@ -80,7 +83,7 @@ def _placed(found: Mapping[str, Lines]) -> list[Statement]:
         best, said = best_ratio(rates, "muxserve", "greedy"), PUBLISHED_GREEDY.get(label)
         what = f"{label}: throughput over the greedy placement, at the best rate"
         made = findings.factor(what, best, said, source)
-        compared.append(made if said else findings.unsaid(what, best, source))
+        compared.append(made if said else findings.unpublished(what, best, source))
     return compared
 
 
@@ -88,12 +91,14 @@ def _placed(found: Mapping[str, Lines]) -> list[Statement]:
 
 STAGES = variants({"neither": "temporal", "+ compute": "own-kv", "+ memory": ""})
 PUBLISHED_PARTS = {"compute": 1.7, "memory": 1.2, "memory, SLO attainment": 3.6}
-"""Throughput, and SLO attainment (§4.4)."""
+"""Part -> factor in throughput, or in SLO attainment (§4.4)."""
 
 
 def manager(lab: Lab) -> Findings:
-    """The unified resource manager, compute first, then memory. The rate is not published, so it is
-    varied."""
+    """Runs Figure 9: the unified resource manager for compute, then for memory as well.
+
+    The rate is not published, so it is varied.
+    """
     models = setup.models_of(["llama-7b", "llama-13b", "llama-7b", "llama-30b"])
     alphas, rates_rps = lab.pick((0.7, 1.3, 2.1), (0.9,)), lab.pick((16.0, 32.0), (1.0,))
     setups: dict[str, str] = {}
@@ -115,7 +120,7 @@ def manager(lab: Lab) -> Findings:
 
 
 def _managed(found: tuple[Lines, Lines], small: tuple[Lines, Lines]) -> list[Statement]:
-    """small: with less memory."""
+    """Compares the parts of the manager. `small` has the lines with less memory."""
     source, said = "§4.4, Figure 9", PUBLISHED_PARTS
     best = best_ratio(found[0], "+ compute", "neither")
     what = "throughput, + compute over neither, at the best point"
@@ -139,7 +144,7 @@ UNITS = {
     "a": (("llama-30b", 2, 2.0), ("llama-13b", 8, 1.0), ("llama-7b", 8, 1.0)),
     "b": (("llama-65b", 1, 4.0), ("llama-30b", 8, 1.0)),
 }
-"""Model, requests per second, length as a multiple (§4.4)."""
+"""Unit -> (model, requests per second, factor of the lengths) of each model (§4.4)."""
 PUBLISHED_RPS = {
     "a": {"adbs": 6.2, "round-robin": 4.1, "fcfs": 3.8},
     "b": {"adbs": 6.6, "round-robin": 4.9, "fcfs": 3.2},
@@ -149,7 +154,10 @@ Orders = Mapping[str, TrialOutcome]
 
 
 def scheduling(lab: Lab) -> Findings:
-    """The long runs fill KV memory; in unit a not even they do, so that it also has less."""
+    """Runs Figure 10.
+
+    Long runs fill KV memory in unit b. In unit a they do not, so it also runs with less memory.
+    """
     short = {u: _unit(lab, u, lab.pick(40.0, 8.0), f"unit-{u}") for u in UNITS}
     long = {u: _unit(lab, u, lab.pick(120.0, 8.0), f"unit-{u}-long") for u in UNITS}
     points, slow = simulated(lab, short, ORDERS), simulated(lab, short, ORDERS, changes=ON_SLOWER)
@@ -167,7 +175,7 @@ def scheduling(lab: Lab) -> Findings:
 
 
 def _rates(unit: str, found: Orders, slow: Orders, source: str) -> list[Statement]:
-    """slow: with slower hosts."""
+    """Compares throughputs. `slow` has the outcomes with more host time per step."""
     rates, said = {name: _completed(o) for name, o in found.items()}, PUBLISHED_RPS[unit]
     what = f"({unit}) throughput (req/s)"
     compared = [findings.order(what, rates, tuple(said), source)]
@@ -183,7 +191,7 @@ def _rates(unit: str, found: Orders, slow: Orders, source: str) -> list[Statemen
 
 
 def _scheduled(points: Points, full: Points) -> dict[str, Plot]:
-    ylabel = "part of the KV memory held (%)"
+    ylabel = "share of the KV memory in use (%)"
     plots = {}
     for unit, found in full.items():
         shares = {name: _kv_shares(o) for name, o in found.items()}
@@ -198,12 +206,12 @@ def _unit(lab: Lab, unit: str, seconds: float, name: str) -> str:
     longer = {m.name: lengths(x) for m, (_, _, x) in zip(models, parts, strict=True)}
     rate_rps = sum(r for _, r, _ in parts) * lab.pick(1.0, 0.1)
     return lab.setup(
-        name, setup.cluster(models, 4), setup.shared_out(lab, models, rate_rps, seconds, longer)
+        name, setup.cluster(models, 4), setup.drawn_by_share(lab, models, rate_rps, seconds, longer)
     )
 
 
 def lengths(times: float) -> Lengths:
-    """ShareGPT's, that many times as long."""
+    """Returns ShareGPT's lengths multiplied by `times`."""
     return replace(
         SHAREGPT,
         input_median=SHAREGPT.input_median * times,
@@ -222,28 +230,33 @@ def _kv_shares(found: TrialOutcome) -> list[tuple[Any, float | None]]:
     return [(n, 100 * m.kv_bytes / whole if whole else None) for n, m in found.models.items()]
 
 
-def apart(found: TrialOutcome) -> float | None:
-    """Points by which the models' parts of the KV memory differ from their fair parts, summed over
-    the models. The fair part is R of equation 2 and §3.3, to which quotas keep: requests x tokens x
-    bytes of a token."""
+def unfairness(found: TrialOutcome) -> float | None:
+    """Returns the difference in points of the models' shares of KV memory from their fair shares.
+
+    The differences are summed over the models. The fair share is R of equation 2 and §3.3, the
+    target of quotas: requests x tokens x bytes of a token.
+    """
     asked = sum(m.asked_kv_bytes for m in found.models.values())
     held = sum(m.kv_bytes for m in found.models.values())
     if not asked or not held:
         return None
     pairs = ((m.kv_bytes / held, m.asked_kv_bytes / asked) for m in found.models.values())
-    return 100 * sum(abs(part - fair) for part, fair in pairs)
+    return 100 * sum(abs(share - fair) for share, fair in pairs)
 
 
 def _closer(found: Orders) -> float | None:
-    """How many times as far as ADBS the next best is from the fair parts."""
-    far = {name: apart(outcome) for name, outcome in found.items()}
+    """Returns the ratio of the next best unfairness to that of ADBS."""
+    far = {name: unfairness(outcome) for name, outcome in found.items()}
     others = [v for name, v in far.items() if name != "adbs" and v is not None]
     return findings.ratio(min(others, default=None), far["adbs"])
 
 
 def fairness(unit: str, found: Orders, source: str) -> Statement:
-    """§4.4: "more closely aligned with the distribution of arrival rates, thus [...] fairer"."""
-    far = {name: apart(outcome) for name, outcome in found.items()}
+    """Compares fairness.
+
+    §4.4: "more closely aligned with the distribution of arrival rates, thus [...] fairer".
+    """
+    far = {name: unfairness(outcome) for name, outcome in found.items()}
     known = {name: value for name, value in far.items() if value is not None}
     shown = ", ".join(f"{name} {value:.0f} points off" for name, value in known.items())
     holds = min(known, key=lambda name: known[name]) == "adbs" if len(known) == len(far) else None

@@ -1,4 +1,4 @@
-"""What MuxServe's evaluation runs on (§4.1, §4.2): LLaMA models, A100 GPUs, rates by power law."""
+"""Setup of MuxServe's evaluation (§4.1, §4.2): LLaMA models, A100 GPUs, rates by power law."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from lab.papers.a100 import GPU, with_slos
 from lab.papers.lab import Lab
 from lab.papers.trial import TrialOutcome
-from lab.papers.tuning import RULE, Tuned, elsewhere, tune
+from lab.papers.tuning import RULE, Tuned, tune, tuning_lab
 from prism_replay.generators.base import generate
 from prism_replay.generators.steady import SteadyConfig, renewals
 from prism_replay.lengths import LengthSource, requests_at
@@ -19,21 +19,21 @@ from prism_replay.trace import Trace, TraceRequest
 
 SLO_SCALE = 8.0
 DEGREES = {"llama-7b": 1, "llama-13b": 1, "llama-30b": 2, "llama-65b": 4}
-"""The fewest GPUs that hold a model with room for KV."""
+"""Model -> smallest number of GPUs with enough memory for it and KV."""
 
 SYSTEMS = {
     "muxserve": ("muxserve", ""),
     "spatial": ("dedicated", ""),
     "temporal": ("muxserve", "fcfs"),
 }
-"""name -> (policy, variant). Spatial: each model alone; temporal: MuxServe's placement and unified
-KV memory, first come first served (§4.1)."""
+"""Name -> (policy, variant). With spatial sharing, each model is on dedicated GPUs. Temporal
+sharing is MuxServe's placement and unified KV memory with first come first served (§4.1)."""
 
 GIVEN_AHEAD = (
-    " All systems are given the whole trace's rates and mean lengths; spatial gets GPUs by "
-    "computation, temporal MuxServe's own placement."
+    " All systems know the rates and mean lengths of the whole trace. Spatial sharing assigns GPUs "
+    "by computation; temporal sharing has MuxServe's own placement."
 )
-FAIR = "Parts of one policy are compared: it runs with the shipped settings." + GIVEN_AHEAD
+FAIR = "Parts of one policy are compared, which runs with the shipped settings." + GIVEN_AHEAD
 FAIR_TUNED = RULE + "." + GIVEN_AHEAD
 
 
@@ -42,20 +42,23 @@ class PopularModel:
     name: str
     shape: str
     rank: int = 0
-    """Of popularity; the most popular has 0."""
+    """Rank of popularity; 0 is the most popular."""
     share: float | None = None
-    """Of the requests, in place of the rank."""
+    """Weight of its requests, used instead of the rank."""
 
 
 def models_of(shapes: Sequence[str], shares: Sequence[float | None] = ()) -> list[PopularModel]:
-    """The most popular first."""
+    """Returns models with these shapes, the most popular first."""
     given = shares or [None] * len(shapes)
     pairs = enumerate(zip(shapes, given, strict=True))
     return [PopularModel(f"m{i}", shape, i, share) for i, (shape, share) in pairs]
 
 
 def nineteen() -> list[PopularModel]:
-    """Table 1: 12 of 7B, 4 of 13B, 2 of 30B, 1 of 65B; larger ones spread over the ranks."""
+    """Returns the models of Table 1, with the larger ones spread over the ranks.
+
+    12 are of 7B, 4 of 13B, 2 of 30B and 1 of 65B.
+    """
     shapes = ["llama-7b"] * 12
     for place, size in ((2, 13), (5, 30), (7, 13), (10, 65), (12, 13), (14, 30), (17, 13)):
         shapes.insert(place, f"llama-{size}b")
@@ -65,20 +68,20 @@ def nineteen() -> list[PopularModel]:
 def power_law(
     lab: Lab, models: Sequence[PopularModel], rate_rps: float, alpha: float, seconds: float
 ) -> Trace:
-    """Rates by rank^-alpha, Poisson arrivals, ShareGPT's lengths."""
+    """Returns a trace with rates by rank^-alpha, Poisson arrivals and ShareGPT's lengths."""
     names = tuple(m.name for m in sorted(models, key=lambda m: m.rank))
     config = SteadyConfig(names, seconds, rate_rps, lab.seed, lab.sources.sharegpt(), alpha)
     return _with_slos(generate(config), models)
 
 
-def shared_out(
+def drawn_by_share(
     lab: Lab,
     models: Sequence[PopularModel],
     rate_rps: float,
     seconds: float,
     lengths: Mapping[str, LengthSource] | None = None,
 ) -> Trace:
-    """Poisson arrivals, each of a model drawn by its `share`."""
+    """Returns a trace with Poisson arrivals, each for a model drawn by its `share`."""
     rng = np.random.default_rng([lab.seed, 7])
     moments_s = renewals(rate_rps, 1.0, seconds, rng)
     shares = np.array([m.share or 0.0 for m in models])
@@ -95,7 +98,7 @@ def _with_slos(trace: Trace, models: Sequence[PopularModel]) -> Trace:
 
 
 def cluster(models: Sequence[PopularModel], gpus: int) -> dict[str, Any]:
-    """Nodes of 8 GPUs. The other SLOs are out of reach: only the end-to-end one is judged."""
+    """Returns a setup with nodes of 8 GPUs. Only the E2E SLO counts; the others are loose."""
     return {
         "gpus": {"type": GPU, "count": gpus, "nodes": max(1, gpus // 8), "engines": 32},
         "models": [{"name": m.name, "shape": m.shape, "tp": DEGREES[m.shape]} for m in models],
@@ -109,8 +112,11 @@ TUNING_ALPHA = 0.9
 
 
 def tuned_systems(lab: Lab) -> Tuned:
-    """For all studies that compare systems; of the most popular model TUNING_RPS."""
-    there, models = elsewhere(lab), nineteen()
+    """Returns the tuned systems for all studies that compare systems.
+
+    The most popular model has TUNING_RPS.
+    """
+    there, models = tuning_lab(lab), nineteen()
     most, seconds = lab.pick(TUNING_RPS, 1.0), lab.pick(40.0, 8.0)
     rate = most * sum((m.rank + 1) ** -TUNING_ALPHA for m in models)
     trace = power_law(there, models, rate, TUNING_ALPHA, seconds)
@@ -123,5 +129,5 @@ def tuned_systems(lab: Lab) -> Tuned:
 
 
 def throughput(found: TrialOutcome) -> float | None:
-    """Averaged over the models by rate (§4.1)."""
+    """Returns the throughput, averaged over the models by rate (§4.1)."""
     return None if found.summary is None else found.weighted_rps

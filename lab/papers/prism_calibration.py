@@ -1,5 +1,8 @@
-"""What the other studies of Prism stand on, simulated beside what was measured: latencies on
-dedicated GPUs for base SLOs (§7.2), times of activations (Figure 9), and its baseline (Table 5)."""
+"""Calibration of the studies of Prism: simulated figures against measured ones.
+
+These are latencies on dedicated GPUs for base SLOs (§7.2), activation times (Figure 9), and Prism's
+baseline (Table 5).
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ MEASURED = {
     "ttft": (42.870, 40.772, 22.267, 46.499, 48.559, 39.885, 36.987, 21.877),
     "tpot": (11.463, 9.607, 6.097, 11.231, 11.084, 8.796, 6.115, 5.484),
 }
-"""P99 in ms on dedicated GPUs, of E2E_MODELS: constants of the published prototype's end-to-end
-experiment (Apache-2.0)."""
+"""Metric -> P99 in ms of each of E2E_MODELS on dedicated GPUs: constants of the published
+prototype's end-to-end experiment (Apache-2.0)."""
 
 ACTIVATIONS_S = {("Llama-3.1-8B", 1): 0.7, ("Qwen2.5-14B", 1): 1.3, ("Llama-3.1-70B", 8): 1.5}
 NAIVE_14B_S = 7.1
 FASTER_14B = 5.5
-"""Prism §7.4, Figure 9: with all optimisations, by plain copies, and how much faster."""
+"""Activation times of Prism §7.4, Figure 9: with all optimisations, by plain copies, and the factor
+between both."""
 
 
 def dedicated(lab: Lab) -> Findings:
@@ -79,20 +83,23 @@ def _errors(found: TrialOutcome) -> list[Statement]:
 
 
 def _activations(lab: Lab) -> dict[tuple[str, int], float]:
-    """By the simulator's own costs; (Qwen2.5-14B, 0): of a restarted engine's plain load."""
+    """Returns (model, TP) -> activation time by the simulator's costs.
+
+    (Qwen2.5-14B, 0) is the plain load of a restarted engine.
+    """
     shapes = list(ACTIVATIONS_S)
     models = [{"name": name, "tp": tp} for name, tp in shapes]
     gpus = {"type": "h100", "count": 8}
     empty: dict[str, Any] = {"gpus": gpus, "models": models, "generate": {"seconds": 60}}
     path = Path(lab.write("activations", empty))
     setup = load(path).setup
-    node, times = setup.devices[0].node, {}
+    node, settings, times = setup.devices[0].node, setup.activation, {}
     for (name, tp), model in zip(shapes, setup.models, strict=True):
-        ranks, how = setup.devices[:tp], setup.activation
-        times[name, tp] = activation_s(model, ranks, how, restarts=False, weights_node=node)
+        ranks = setup.devices[:tp]
+        times[name, tp] = activation_s(model, ranks, settings, restarts=False, weights_node=node)
         if (name, tp) == ("Qwen2.5-14B", 1):
-            whole_s = activation_s(model, ranks, how, restarts=True, weights_node=node)
-            times[name, 0] = whole_s - how.restart_s
+            whole_s = activation_s(model, ranks, settings, restarts=True, weights_node=node)
+            times[name, 0] = whole_s - settings.restart_s
     return times
 
 
@@ -114,9 +121,9 @@ def _activation_times(times: dict[tuple[str, int], float]) -> list[Statement]:
 
 
 CALIBRATED = (
-    "Two parameters are fitted to these rows and used in every study of Prism, for every policy "
-    f"alike: {ENGINE['host']} of host time in each step, which has the least median error of TPOT, "
-    f"and {ENGINE['request']} before a request is in its queue, the median of what TTFT then lacks."
+    "Two parameters are fitted to these rows and used in every study of Prism for every policy: "
+    f"{ENGINE['host']} of host time in each step, which has the smallest median error of TPOT, and "
+    f"{ENGINE['request']} before a request is in its queue, the median of the remaining TTFT."
 )
 
 
@@ -133,15 +140,15 @@ PUBLISHED: dict[str, tuple[float, float]] = {
     "requests per second": (7.98, 7.97),
     "tokens per second": (3353.09, 3363.53),
 }
-"""Of SYSTEMS."""
+"""Figure -> its values for SYSTEMS."""
 BETTER = ("mean end to end (s)", "P95 end to end (s)", "mean TTFT (ms)", "mean TPOT (ms)")
-"""Of PUBLISHED: where MuxServe++ is ahead, and by how much is compared too."""
+"""Figures in which MuxServe++ is better, whose factor is compared as well."""
 SOURCE = "Table 5 (A.2)"
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "with fixed shares of the compute": ("fixed-sm", {}),
     "with 20ms of host time in each step": ("", {"engine.host": "20ms"}),
 }
-"""Of MuxServe: (variant, changes)."""
+"""Description -> (variant, changes) of an ablation of MuxServe."""
 
 
 def calibration(lab: Lab) -> Findings:
@@ -202,4 +209,4 @@ def _compared(ours: dict[str, dict[str, float | None]]) -> list[Statement]:
     return compared
 
 
-BUDGET = "Both place by the same search over the same trace; neither is tuned by hand."
+BUDGET = "Both use the same placement search over the same trace, and neither is tuned."

@@ -16,16 +16,16 @@ from lab.papers.tuning import Settings, Tuned
 
 STYLE = "arena-chat"
 SLO_SCALE, TPOT_PART = 5.0, 0.4
-"""Of TTFT 5 and of TPOT 2, at which (b) has Prism at 99 % with 16 GPUs."""
+"""SLO scale of TTFT, and that of TPOT (2) over it. At these, (b) has Prism at 99 % with 16 GPUs."""
 LARGE_RATES = (4.0, 8.0, 16.0, 24.0)
 GPUS = {"prism": 16, "muxserve++": 32, sweeps.GIVEN: 32}
-"""For nearly 99 % TTFT."""
+"""System -> GPUs for nearly 99 % TTFT."""
 EVEN_MORE = ("static", "qlm")
-"""Those with fewer than 99 % TTFT on all 32 GPUs."""
+"""Systems with less than 99 % TTFT on all 32 GPUs."""
 IMPROVES = {"static": True, "muxserve++": True, sweeps.GIVEN: True, "qlm": False}
-"""Whether attainments rise with GPUs."""
+"""System -> whether its attainment increases with GPUs."""
 TPOT_GPUS = {"static": 20, "muxserve++": 29, "qlm": 29}
-"""For 99 % TPOT at an SLO scale of up to 3; of the latter two: at least."""
+"""System -> GPUs for 99 % TPOT at SLO scales up to 3; for the last two, a lower bound."""
 TPOT_ORDER: sweeps.Levels = ("static", ("muxserve++", "qlm"))
 SAVED = 2.0
 TUNING_SECONDS = 150.0
@@ -58,7 +58,7 @@ def large(lab: Lab) -> Findings:
 
 
 def _tuned(lab: Lab, nodes: dict[str, Any], fixed: Settings) -> Tuned:
-    there = tuning.elsewhere(lab)
+    there = tuning.tuning_lab(lab)
     seconds, rate, gpus = lab.pick(TUNING_SECONDS, 100.0), lab.pick(16.0, 0.4), lab.pick(16, 32)
     trace = there.sources.styled(STYLE, model_names(58), seconds, there.seed)
     cluster = prepared(
@@ -93,7 +93,7 @@ def ttft_gpus(ttft: Lines, most: int) -> list[Statement]:
 
 
 def tpot_gpus(tpot: Lines, most: int) -> list[Statement]:
-    """Which baseline needs the fewest."""
+    """Compares the order of the baselines by the GPUs they need."""
     needed = {policy: first_at_target(line) or most + 1.0 for policy, line in tpot.items()}
     what = f"GPUs for 99 % TPOT among the baselines ({most + 1}: not up to {most})"
     return [
@@ -104,8 +104,10 @@ def tpot_gpus(tpot: Lines, most: int) -> list[Statement]:
 
 
 def improvements(found: Mapping[str, Lines]) -> list[Statement]:
-    """From the fewest GPUs to the most, by more than EQUAL of all requests; no claim where both are
-    so near to 100 % that nothing can rise."""
+    """Compares whether attainment increases from the fewest to the most GPUs by more than EQUAL.
+
+    The verdict is None if the first attainment is too close to 100 % to increase by that.
+    """
     compared, bar = [], 100 * findings.EQUAL
     for metric, by_policy in found.items():
         for policy, rises in IMPROVES.items():

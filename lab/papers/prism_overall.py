@@ -19,7 +19,7 @@ MORE_REQUESTS: dict[str, dict[str, float]] = {
     "hyperbolic": {"muxserve++": 2.3, sweeps.GIVEN: 2.3, "static": 3.5},
     "arena-chat": dict.fromkeys(sweeps.BASELINES, 3.0),
 }
-"""At 99 % TTFT, Prism over a baseline; on Arena-Chat, over 3 over each."""
+"""Style -> baseline -> factor in requests at 99 % TTFT; "over 3" for each on Arena-Chat."""
 ROW_1 = "§7.3, Figure 7, first row"
 SAID: dict[str, tuple[tuple[sweeps.Levels, str], ...]] = {
     "ttft": (
@@ -29,7 +29,7 @@ SAID: dict[str, tuple[tuple[sweeps.Levels, str], ...]] = {
     ),
     "tpot": ((("prism", "qlm"), ROW_1), (("qlm", "serverlessllm"), f"§7.2, {sweeps.OSDI}")),
 }
-"""Orders by attainment, with their sources."""
+"""Metric -> published orders by attainment, with their sources."""
 
 
 def by_rate(lab: Lab) -> Findings:
@@ -61,8 +61,11 @@ def _by_rate(lab: Lab, models: sweeps.Models, rates: Sequence[float]) -> Finding
 
 
 def more_requests(style: str, found: Lines) -> list[Statement]:
-    """Where a baseline is below the target from the lowest rate on, the factor is more than that
-    over the lowest."""
+    """Compares the factors in requests at 99 % TTFT.
+
+    If a baseline is below the target at the lowest rate, the factor over this rate is a lower
+    bound.
+    """
     held = {policy: up_to(line) for policy, line in found.items()}
     what = f"{style}: requests at 99 % TTFT, Prism over"
     source, prism, compared = f"{ROW_1} (factors: §7.2, {sweeps.OSDI})", held.get("prism"), []
@@ -93,7 +96,7 @@ def degrading(style: str, tpot: Lines) -> list[Statement]:
 
 
 def degrades(style: str, system: str, line: Line) -> Statement:
-    """From the lowest rate to the highest, by more than EQUAL of all requests."""
+    """Compares whether attainment falls from the lowest to the highest rate by more than EQUAL."""
     what, ends = (
         f"{style}: TPOT attainment degrades at high rates, {system}",
         sweeps.known_ends(line),
@@ -128,13 +131,15 @@ def by_slo_8b(lab: Lab) -> Findings:
 
 
 def _by_slo(lab: Lab, models: sweeps.Models) -> Findings:
-    """TTFT and TPOT each by its own scale: half, one and two of those at which Prism is said to
-    have 99 %."""
+    """Runs Figure 7 by SLO scale, separately for TTFT and TPOT.
+
+    The scales are half, one and two times those at which the paper has Prism at 99 %.
+    """
     study = Findings([], [], {}, [FAIR_TUNED])
     for style in STYLES:
         cluster, own = sweeps.eight_model_cluster(lab, style, models), sweeps.SLO_SCALES[style]
         load = sweeps.held_rate(lab, cluster, {"slo_scale": own})
-        scales = [own * part for part in lab.pick((0.5, 1.0, 2.0), (0.5, 1.0))]
+        scales = [own * factor for factor in lab.pick((0.5, 1.0, 2.0), (0.5, 1.0))]
         systems, fixed = sweeps.EIGHT_SYSTEMS, {"rate_scale": load}
         points = sweeps.sweep(lab, cluster, "slo_scale", scales, fixed, whole=systems)
         where = f"{style}, rate scale {load:g}"
@@ -158,7 +163,7 @@ def _by_slo(lab: Lab, models: sweeps.Models) -> Findings:
 
 
 def at_scale(what: str, line: Line, said: float) -> Statement:
-    """Nothing can be said of a published scale that is not among those tried."""
+    """Compares the SLO scale at the target. No verdict if the published one is out of range."""
     first, tried = first_at_target(line), [scale for scale, _ in line]
     if first is None and said > tried[-1]:
         shown = f"not up to {tried[-1]:g}"
@@ -172,7 +177,7 @@ def at_scale(what: str, line: Line, said: float) -> Statement:
 def largest_scale(style: str, last: Mapping[str, float | None]) -> list[Statement]:
     known = {name: share for name, share in last.items() if share is not None}
     what, said = f"{style}: TTFT attainment at the largest scale", BEST_BASELINE[style]
-    compared = [none_has(f"{style}: at the largest scale,", known, ROW_2)]
+    compared = [no_baseline_reaches(f"{style}: at the largest scale,", known, ROW_2)]
     for system in ("muxserve++", sweeps.GIVEN, sweeps.LISTED):
         if system in last:
             best = f"{what}, {system}, the paper's best baseline"
@@ -180,8 +185,8 @@ def largest_scale(style: str, last: Mapping[str, float | None]) -> list[Statemen
     return [*compared, *sweeps.orders(what, last, ROW_2, MUXSERVE_FIRST)]
 
 
-def none_has(where: str, shares: Mapping[str, float], source: str) -> Statement:
-    """No baseline has 99 % TTFT; `shares` may have Prism's as well."""
+def no_baseline_reaches(where: str, shares: Mapping[str, float], source: str) -> Statement:
+    """Compares whether no baseline has 99 % TTFT. Prism's share in `shares` is ignored."""
     names = sorted(set(sweeps.EIGHT_SYSTEMS) - {"prism"})
     held = [name for name in names if shares.get(name, 0.0) >= TARGET]
     shown = ", ".join(held) + (" do" if len(held) > 1 else " does") if held else "none does"
@@ -193,7 +198,7 @@ def none_has(where: str, shares: Mapping[str, float], source: str) -> Statement:
 PRISM_GPUS = {"hyperbolic": 4, "arena-chat": 5}
 ROW_3 = "§7.3, Figure 7, last row"
 HIGHER = {"ttft": 3.3, "tpot": 2.0}
-"""Attainment with as many GPUs, up to that many times a baseline's."""
+"""Metric -> maximum factor of attainment over a baseline with the same number of GPUs."""
 
 
 def by_gpus(lab: Lab) -> Findings:
@@ -230,12 +235,12 @@ def fewest(style: str, ttft: Lines, tpot: Lines) -> list[Statement]:
     highest = {name: max(y or 0.0 for _, y in line) for name, line in ttft.items()}
     return [
         findings.reached(what, needed, said, ROW_3, unit="GPUs", most=most),
-        none_has(f"{style}: with up to {most} GPUs", highest, ROW_3),
+        no_baseline_reaches(f"{style}: with up to {most} GPUs", highest, ROW_3),
     ]
 
 
 def few_at_tpot(style: str, tpot: Lines) -> Statement:
-    """Of the baselines some, and not all."""
+    """Compares whether some of the baselines, but not all, have 99 % TPOT."""
     most = {name: line[-1] for name, line in tpot.items() if name in sweeps.BASELINES}
     held = [name for name, (_, share) in most.items() if share is not None and share >= TARGET]
     gpus = max((x for x, _ in most.values()), default=0)
@@ -246,7 +251,7 @@ def few_at_tpot(style: str, tpot: Lines) -> Statement:
 
 
 def up_to_higher(style: str, metric: str, found: Lines) -> Statement:
-    """Prism over any baseline at the same number of GPUs, at most."""
+    """Compares the maximum factor of Prism over any baseline with the same number of GPUs."""
     known = [name for name in sweeps.BASELINES if name in found]
     each = [(ratio, name, x) for name in known for x, ratio in ratios(found, "prism", name)]
     best, name, gpus = max(each, default=(None, "a baseline", "as many"))

@@ -26,14 +26,17 @@ PAIR = [("Llama-3.1-8B", 1), ("Llama-3.1-8B", 1)]
 ONE_GPU: dict[str, Any] = {"gpus": {"type": "h100", "count": 1}}
 
 Phase = tuple[float, float, float]
-"""Seconds, and the requests per second of the first and the second model."""
+"""Duration in seconds, and the requests per second of the first and of the second model."""
 
 
 def phased(
     lab: Lab, phases: Sequence[Phase], lengths: Sequence[LengthSource], wave: float = 0.0
 ) -> Trace:
-    """Poisson arrivals of two models whose rates change from phase to phase and, by the part
-    `wave`, up and down within a minute."""
+    """Returns Poisson arrivals of two models with a rate for each phase.
+
+    Args:
+        wave: Amplitude of a periodic change of the rates within a minute, as a fraction of them.
+    """
     rng = np.random.default_rng([lab.seed, 13])
     found: list[TraceRequest] = []
     for model, source in enumerate(lengths):
@@ -52,7 +55,7 @@ def phased(
 
 
 def kv_line(found: TrialOutcome) -> list[tuple[float, float]]:
-    """Of both models, in bytes."""
+    """Returns (time, KV memory in bytes of both models)."""
     series = _series(found)
     held = zip(series.time_s, zip(*series.kv_bytes.values(), strict=True), strict=True)
     return [(t, sum(values)) for t, values in held]
@@ -75,7 +78,7 @@ def _series(found: TrialOutcome) -> Series:
 def with_series(
     lab: Lab, config: str, policies: Systems
 ) -> tuple[dict[str, TrialOutcome], list[str]]:
-    """The policies that were simulated; and why others were not."""
+    """Returns the outcomes of the simulated policies, and the reasons why others were not."""
     trials = [
         Trial(config, {"slo_scale": SLO_SCALE, "policy": policy}, variant=variant, series=True)
         for policy, variant in policies.values()
@@ -95,12 +98,17 @@ FIG3 = {
     BY_DEADLINE: ("qlm", "by-deadline"),
     "prism": ("prism", ""),
 }
-"""name -> (policy, variant). QLM's published code orders a queue in which not all can be in time by
-deadline; ours, by fewest late requests, which serves more in time and swaps less."""
+"""Name -> (policy, variant). If not all requests of a queue can meet their deadlines, QLM's
+published code orders it by deadline. Ours minimizes late requests, which serves more requests in
+time and swaps less."""
 
 
 def fig3(lab: Lab) -> Findings:
-    """T1: both models fluctuate, the first has more; T2: the first is idle, the second spikes."""
+    """Runs Figure 3.
+
+    In T1 both models fluctuate and the first has more requests. In T2 the first is idle and the
+    second has a spike.
+    """
     half_s, fast = lab.pick(120.0, 10.0), lab.pick(1.0, 0.1)
     phases = [(half_s, 36.0 * fast, 12.0 * fast), (2 * half_s, 0.0, 70.0 * fast)]
     trace = phased(lab, phases, [lab.sources.sharegpt()] * 2, wave=0.6)
@@ -124,7 +132,7 @@ def fig3(lab: Lab) -> Findings:
             source,
         ),
         *by_deadline_drops(drops, by_deadline),
-        findings.unsaid(
+        findings.unpublished(
             "T2: KV memory, Prism over MuxServe++ (Prism is not in the figure)",
             findings.ratio(then.get("prism"), then.get("muxserve++")),
             "ours",
@@ -143,7 +151,7 @@ def plotted(found: Mapping[str, Sequence[tuple[float, float]]], unit: float = 1.
 
 
 def by_deadline_drops(drops: int | None, changed: int | None) -> list[Statement]:
-    """Only where QLM itself has no drops is there a cause to name."""
+    """Returns the ablation of QLM's order; an empty list if QLM itself has drops."""
     if drops is None or changed is None or drops > 0:
         return []
     verdict = "names the cause" if changed else "is not the cause"
@@ -152,7 +160,7 @@ def by_deadline_drops(drops: int | None, changed: int | None) -> list[Statement]
 
 
 def _drops(line: Sequence[tuple[float, float]], until_s: float) -> int:
-    """How often KV memory falls below a tenth of its mean."""
+    """Returns how often KV memory falls below a tenth of its mean."""
     held = [v / GB for t, v in line if t < until_s]
     low = [v < 0.1 * sum(held) / len(held) for v in held]
     return sum(now and not before for before, now in pairwise(low))
@@ -164,7 +172,7 @@ FIG8 = {"prism": ("prism", ""), "static": ("static", "")}
 
 
 def fig8(lab: Lab) -> Findings:
-    """After 20 s the first model's demand falls and the second one's surges."""
+    """Runs Figure 8: after 20 s, the first model's demand falls and the second one's surges."""
     fast, surge_s = lab.pick(1.0, 0.1), 20.0
     phases = [(surge_s, 40.0 * fast, 12.0 * fast), (lab.pick(40.0, 10.0), 2.0 * fast, 90.0 * fast)]
     end_s = sum(seconds for seconds, _, _ in phases)
@@ -201,21 +209,24 @@ def fig8(lab: Lab) -> Findings:
 KEPT = 90.0
 GAINED = 40.0
 FIRST_SCALE = 8.0
-PATIENT_SCALE = 64.0
-"""Of the first model in an ablation: what time it has to spare is what the scheduler can give."""
+LOOSE_SCALE = 64.0
+"""SLO scale of the first model in an ablation: the scheduler can only use its spare time."""
 LOCAL = {"with": "", "without": "no-local"}
 SMALLER_GPU: dict[str, Any] = {"gpus": {**ONE_GPU["gpus"], "memory": "56GB"}}
-"""Beside two models of 8B, some 13 GB for KV: what the two compete for, as in the figure."""
+"""GPU with about 13 GB for KV in addition to two models of 8B, which compete for it."""
 
 LONG = Lengths(input_median=900, input_sigma=0.6, input_max=4000, output_median=150)
 SHORT = Lengths(input_median=300, input_sigma=0.6, input_max=2000, output_median=150)
 Pair = dict[str, TrialOutcome]
 Shares = dict[str, tuple[float, float]]
-"""With and without: TTFT attainment of the first and the second model, in percent."""
+"""Name in LOCAL -> TTFT attainment of the first and the second model, in percent."""
 
 
 def fig11(lab: Lab) -> Findings:
-    """The first model's SLO scale is eight; the second's requests are shorter, its scale varies."""
+    """Runs Figure 11.
+
+    The first model's SLO scale is 8. The second has shorter requests and a varied SLO scale.
+    """
     scales = lab.pick((2.0, 4.0, 8.0, 16.0), (4.0,))
     table: list[dict[str, Any]] = []
     by_rate: dict[float, list[Pair]] = {}
@@ -227,14 +238,14 @@ def fig11(lab: Lab) -> Findings:
                 for n, o in pair.items()
             ]
     shares = {rate: [_shares(p) for p in pairs] for rate, pairs in by_rate.items()}
-    gained, relative, kept_high = said(shares)
+    gained, relative, kept_high = published_statements(shares)
     second: list[Statement] = []
     first: list[Statement] = []
     if not (gained.agrees and relative.agrees and kept_high.agrees):
-        by_load = causes(shares)
+        by_load = load_causes(shares)
         above = [rate for rate in shares if rate > min(shares)]
-        longer = {r: [_shares(p) for p in _at(lab, r, scales, PATIENT_SCALE)[1]] for r in above}
-        second, first = [by_load[0], *patient(shares, longer)], by_load[1:]
+        longer = {r: [_shares(p) for p in _at(lab, r, scales, LOOSE_SCALE)[1]] for r in above}
+        second, first = [by_load[0], *spare_time_cause(shares, longer)], by_load[1:]
     compared = [gained, relative, *second, kept_high, *first]
     last = max(by_rate)
     plots = _plots(f"at {last:g} req/s", scales, by_rate[last])
@@ -262,8 +273,12 @@ def _plots(where: str, scales: Sequence[float], pairs: Sequence[Pair]) -> dict[s
 def _at(
     lab: Lab, rate_rps: float, scales: Sequence[float], first: float = FIRST_SCALE
 ) -> tuple[Cluster, list[Pair]]:
-    """With and without the scheduler at each scale of the second model. rate_rps: of the first
-    model, whose scale is `first`; the second has half as many again."""
+    """Runs with and without the scheduler at each SLO scale of the second model.
+
+    Args:
+        rate_rps: Rate of the first model. The second one's is 1.5 times as high.
+        first: SLO scale of the first model.
+    """
     phases = [(lab.pick(60.0, 8.0), rate_rps, 1.5 * rate_rps)]
     trace = phased(lab, phases, [LONG, SHORT])
     name = f"pair-{rate_rps:g}-rps-{LONG.input_median}-{SHORT.input_median}-tokens"
@@ -280,7 +295,7 @@ def _at(
 def _rescaled(
     lab: Lab, name: str, cluster: Cluster, trace: Trace, scales: tuple[float, float]
 ) -> str:
-    """The setup with SLOs times a scale of each model's own."""
+    """Writes the setup with SLOs multiplied by a scale for each model. Returns its path."""
     data, of_model = lab.read(cluster.config), dict(zip(("m0", "m1"), scales, strict=True))
     for model in data["models"]:
         model["slo"] = {
@@ -304,24 +319,26 @@ def _shares(pair: Pair) -> Shares:
 
 
 def gain(pairs: Sequence[Shares]) -> float:
-    """Of the second model, in points, at the scale at which it is largest."""
+    """Returns the second model's largest gain over the scales, in points."""
     return max(pair["with"][1] - pair["without"][1] for pair in pairs)
 
 
 def relative_gain(pairs: Sequence[Shares]) -> float | None:
-    """As `gain`, in percent of what the second model has without the scheduler."""
+    """Returns `gain` in percent of the second model's attainment without the scheduler."""
     ratios = [findings.ratio(pair["with"][1], pair["without"][1]) for pair in pairs]
     return max((100 * (ratio - 1) for ratio in ratios if ratio is not None), default=None)
 
 
 def kept(pairs: Sequence[Shares]) -> float:
-    """The least that the first model has with the scheduler."""
+    """Returns the first model's lowest attainment with the scheduler."""
     return min(pair["with"][0] for pair in pairs)
 
 
-def said(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
-    """The gain, read as points of attainment and as a part of it, and what the first model keeps.
-    A gain counts only at loads at which the first keeps KEPT: both belong to one statement."""
+def published_statements(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
+    """Compares the second model's gain, in points and relative, and the first's attainment.
+
+    A gain counts only at loads at which the first model has KEPT: the paper states both together.
+    """
     source, published = "§7.4, Figure 11", f"by more than {GAINED:g} %"
     what = f"second model's TTFT attainment gained at loads at which the first has {KEPT:g} %"
     high = [pairs for pairs in by_rate.values() if kept(pairs) > KEPT]
@@ -345,9 +362,11 @@ def said(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
     return [*compared, findings.claim(what, holds, shown, "consistently", source)]
 
 
-def causes(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
-    """Whether the load decides what each model gains: it does if the gains at two loads differ by
-    more than EQUAL of all requests."""
+def load_causes(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
+    """Returns the ablation of the load for each model.
+
+    The load is a cause if the gains at two loads differ by more than EQUAL of all requests.
+    """
     first = {
         rate: max(pair["with"][0] - pair["without"][0] for pair in pairs)
         for rate, pairs in by_rate.items()
@@ -359,10 +378,10 @@ def causes(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
     ]
 
 
-def patient(
+def spare_time_cause(
     by_rate: Mapping[float, Sequence[Shares]], changed: Mapping[float, Sequence[Shares]]
 ) -> list[Statement]:
-    """Whether both statements hold where the first model has more time to spare, load by load."""
+    """Returns the ablation, at each load, of a looser SLO for the first model."""
     compared = []
     for rate, pairs in changed.items():
         before, after = kept(by_rate[rate]), kept(pairs)
@@ -375,7 +394,7 @@ def patient(
             holds = after > KEPT and gain(pairs) > GAINED
             verdict = "names the cause" if holds else "in its direction"
         what = (
-            f"ablation: first model's SLO scale {PATIENT_SCALE:g} instead of {FIRST_SCALE:g}, "
+            f"ablation: first model's SLO scale {LOOSE_SCALE:g} instead of {FIRST_SCALE:g}, "
             f"{rate:g} req/s: second model's points gained"
         )
         compared.append(Statement(what, shown, "not published", verdict, "ours"))

@@ -1,4 +1,4 @@
-"""Prism's Figure 10, and what its thresholds do (§6.2, §7.4)."""
+"""Prism's Figure 10, and the effect of its thresholds (§6.2, §7.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lab.papers.trial import Trial, TrialOutcome
 from lab.papers.tuning import Settings
 
 Traces = Sequence[TrialOutcome]
-"""Of one setting, an outcome for each trace."""
+"""Outcomes of one setting, one for each trace."""
 
 # --- Figure 10 -----------------------------------------------------------------------------
 
@@ -28,17 +28,17 @@ GLOBAL: dict[str, tuple[str, dict[str, Any]]] = {
     "without, models in order": ("in-order", {}),
     "with all moves": ("", {"scheduler.contended_requests": 0.0}),
 }
-"""name -> (variant, changes). What "without" starts from decides what there is to gain: models that
-went where memory was free are spread already; those that stand as they are listed are not. "With
-all moves" is Algorithm 1 by rates alone, where there is room now."""
+"""Name -> (variant, changes). The gain depends on the placement without the scheduler: models
+placed by free memory are already spread, models placed in listed order are not. "With all moves"
+is Algorithm 1 by rates only, restricted to devices with enough free memory."""
 LISTED = "the first four models on one GPU, the others on the other"
 ALL = "every move that Algorithm 1 finds by rates and that has room"
 TPOT_SCALE = 2.0
-"""That of §7.5, tighter than those of Figure 7."""
+"""SLO scale of TPOT in §7.5, tighter than in Figure 7."""
 
 
 def fig10(lab: Lab) -> Findings:
-    """At the load that Prism holds, and half as much again."""
+    """Runs Figure 10 at the highest load at which Prism has 99 % TTFT, and at 1.5 times that."""
     bars: Lines = {name: [] for name in GLOBAL}
     plot = Plot("TTFT attainment", "", "TTFT attainment (%)", bars, bars=True)
     study = Findings([], [], {"ttft": plot}, [FAIR])
@@ -66,7 +66,11 @@ def fig10(lab: Lab) -> Findings:
 def _on_all(
     lab: Lab, clusters: Sequence[Cluster], settings: Settings, variant: str = "", judge: float = 1.0
 ) -> Traces:
-    """judge: a part of the SLOs at which attainment is measured as well."""
+    """Runs the setting on all traces.
+
+    Args:
+        judge: Additional SLO scale at which attainment is measured.
+    """
     scales = (1.0, judge)
     return lab.run([Trial(c.config, dict(settings), scales, variant) for c in clusters])
 
@@ -76,13 +80,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _each(traces: Traces, metric: str, judge: float) -> list[float]:
-    """Attainments in percent; TPOT at the part `judge` of its SLO."""
+    """Returns the attainment of each trace in percent, of TPOT at SLO scale `judge`."""
     judged = f"{judge:g}" if metric == "tpot" else "1"
     return [100 * o.attainment(metric, judged) for o in traces]
 
 
 def spread(values: Sequence[float | None], unit: str) -> str:
-    """Over the traces."""
+    """Returns a text with the range over the traces; "" for fewer than two."""
     known = [v for v in values if v is not None]
     if len(known) < 2:
         return ""
@@ -106,7 +110,7 @@ def _gains(where: str, judge: float, found: Mapping[str, Traces]) -> list[Statem
             compared.append(findings.cause(f"{what}, {LISTED}", gain, listed))
             compared.append(findings.cause(f"{what}, {ALL}", gain, every))
         else:
-            compared.append(findings.unsaid(f"{what}, {ALL}", every, "§6.2, Algorithm 1"))
+            compared.append(findings.unpublished(f"{what}, {ALL}", every, "§6.2, Algorithm 1"))
     return compared
 
 
@@ -153,11 +157,11 @@ def _thresholds(by_idle: Mapping[int, Traces], by_window: Mapping[int, Traces]) 
 
 
 ROBUST = 1.1
-"""Mean TTFTs no further apart are called robust; the paper has no figure for it."""
+"""Largest ratio of mean TTFTs that counts as robust; the paper does not define it."""
 
 
 def _ttfts_ms(found: Mapping[int, Traces]) -> dict[int, list[float]]:
-    """Mean TTFT of each trace."""
+    """Returns setting -> mean TTFT of each trace."""
     summaries = {s: [o.summary for o in traces if o.summary] for s, traces in found.items()}
     return {s: [one.total.ttft_ms.mean or 0.0 for one in each] for s, each in summaries.items()}
 
@@ -169,7 +173,7 @@ def _shown(ttfts_ms: Mapping[int, Sequence[float]]) -> str:
 
 
 def best_idle(ttfts_ms: Mapping[int, Sequence[float]]) -> Statement:
-    # the largest of what is below zero is the shortest
+    # Negated: `findings.best` looks for the largest figure.
     faster = {f"{s} s": -_mean(each) for s, each in ttfts_ms.items()}
     what = "45 s of idle time has the shortest mean TTFT of the thresholds tried"
     source, said = f"A.4, Figure 15 (a), {OSDI}", "best at about 45 s"

@@ -1,4 +1,4 @@
-"""What Prism's evaluation runs on (§7.2): models, GPUs, SLOs from dedicated GPUs, policies."""
+"""Setup of Prism's evaluation (§7.2): models, GPUs, SLOs from dedicated GPUs, policies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ E2E_MODELS = (
 """The eight models of the prototype's end-to-end experiment, the most popular first."""
 
 ENGINE: dict[str, Any] = {"host": "4.5ms", "request": "12ms", "max_running": 2048}
-"""What the real stack adds to the GPU's time, fitted to measured rows (`prism_calibration`): host
-time of each step, and the way of a request to its queue. max_running: SGLang bounds the requests
-that run by memory alone, not below 2048, unless it is told otherwise."""
+"""Engine settings. The host time of each step and the time before a request is in its queue are
+fitted to measured rows (`prism_calibration`). max_running: by default, SGLang limits running
+requests only by memory up to 2048."""
 
 SMALL = ("Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-1.5B", "Qwen3-1.7B")
 MEDIUM = ("Llama-3.1-8B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-4B")
@@ -29,27 +29,29 @@ LARGE = ("Qwen2.5-14B", "Qwen3-14B", "Qwen2.5-14B")
 WIDE = (("Qwen2.5-32B", 4), ("Qwen2.5-32B", 4), ("Llama-3.1-70B", 4), ("Llama-3.3-70B-Instruct", 8))
 
 GIVEN_AHEAD = (
-    " Placement searches are given the whole trace's rates and lengths, which no live system "
-    "has, and up to 600 of its requests to simulate on; Prism is given nothing in advance. `prism` "
-    "is the paper's Algorithm 1 and two rules that the paper does not have: a model moves for "
-    "balance only off a device on which several models' requests run and some wait, or less than a "
-    "quarter of the memory is free, and only where the room that it takes is free now."
+    " Placement searches know the rates and lengths of the whole trace, which a live system does "
+    "not, and simulate up to 600 of its requests. Prism knows nothing in advance. `prism` is the "
+    "paper's Algorithm 1 with two additional rules: a model moves for balance only off a device on "
+    "which several models run and requests wait, or with less than a quarter of its memory free, "
+    "and only to a device with enough free memory."
 )
 FAIR = (
-    "Every policy runs with the shipped settings, the same at every point: only the studies that "
-    "rank systems (Table 1, Figures 7 and 12) tune them." + GIVEN_AHEAD
+    "Every policy runs with the shipped settings at every point. Only the studies that rank "
+    "systems (Table 1, Figures 7 and 12) tune them." + GIVEN_AHEAD
 )
 FAIR_TUNED = RULE + "." + GIVEN_AHEAD
 
 
 def eighteen() -> list[tuple[str, int]]:
-    """Of 1B to 8B, a mix of sizes over the ranks of popularity (§7.3)."""
+    """Returns (shape, TP) of 18 models of 1B to 8B with mixed sizes over the ranks (§7.3)."""
     return [(MEDIUM[i // 3 % 4] if i % 3 == 0 else SMALL[i % 4], 1) for i in range(18)]
 
 
 def fifty_eight() -> list[tuple[str, int]]:
-    """Table 4: 43 of 1B-3B, 8 of 4B-8B, 3 of 9B-30B, 4 of 31B-70B, the larger ones spread over the
-    ranks of popularity."""
+    """Returns (shape, TP) of the models of Table 4, with the larger ones spread over the ranks.
+
+    43 are of 1B-3B, 8 of 4B-8B, 3 of 9B-30B and 4 of 31B-70B.
+    """
     small = [(SMALL[i % 4], 1) for i in range(43)]
     others = [(MEDIUM[i % 4], 1) for i in range(8)] + [(name, 1) for name in LARGE] + list(WIDE)
     stride = 58 / len(others)
@@ -61,12 +63,12 @@ def fifty_eight() -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A prepared experiment. SLO scale 1 is what dedicated GPUs do."""
+    """Prepared experiment. SLO scale 1 is the P95 latency on dedicated GPUs."""
 
     config: str
     """Path of the YAML."""
     slo_ttft_ms: tuple[float, float]
-    """The smallest and the largest of a model."""
+    """Smallest and largest SLO of a model."""
     slo_tpot_ms: tuple[float, float]
     tuned: Tuned = AS_SHIPPED
 
@@ -88,9 +90,13 @@ def prepared(
     *,
     tpot_part: float = 1.0,
 ) -> Cluster:
-    """Run the trace on dedicated GPUs for its P95 latencies (§7.2) and write the setup with these
-    as SLOs. Models without requests get the others' largest. tpot_part: the SLO scale of TPOT over
-    that of TTFT, which `slo_scale` is."""
+    """Measures P95 latencies on dedicated GPUs (§7.2) and writes the setup with these as SLOs.
+
+    Models without requests get the largest SLOs of the others.
+
+    Args:
+        tpot_part: SLO scale of TPOT over that of TTFT, which is `slo_scale`.
+    """
     base = {
         "gpus": {"type": "h100", "count": 2},
         "models": [
@@ -101,8 +107,11 @@ def prepared(
         **(extra or {}),
     }
     whole = sum(tp for _, tp in models)
-    alone = {**base, "gpus": {"type": "h100", "count": -(-whole // 8) * 8, "nodes": -(-whole // 8)}}
-    path = lab.setup(f"{name}-dedicated", alone, trace)
+    dedicated = {
+        **base,
+        "gpus": {"type": "h100", "count": -(-whole // 8) * 8, "nodes": -(-whole // 8)},
+    }
+    path = lab.setup(f"{name}-dedicated", dedicated, trace)
     measured = lab.run([Trial(path, {"policy": "dedicated"})], f"{name}: dedicated GPUs")[0]
     if measured.summary is None:
         raise ConfigError(measured.problem)

@@ -1,4 +1,4 @@
-"""How the studies of Prism's evaluation sweep rates, SLO scales and GPUs, and read the lines."""
+"""Sweeps of rates, SLO scales and GPUs for the studies of Prism's evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTED = "muxserve++ as listed"
 AWARE = "qlm to instances by estimated wait"
 AT_TP = "muxserve++, at the TP degrees of the setup"
 Models = Sequence[tuple[str, int]]
-"""Shape and TP degree, the most popular first."""
+"""(shape, TP degree) of each model, the most popular first."""
 SYSTEMS = {
     "prism": ("prism", ""),
     "muxserve++": ("muxserve++", ""),
@@ -28,31 +28,32 @@ SYSTEMS = {
     "qlm": ("qlm", ""),
     "serverlessllm": ("serverlessllm", ""),
 }
-"""name -> (policy, variant): those of the paper's Figures 7 and 12, and ServerlessLLM, which its
-published version adds. MuxServe++ twice: as its own search places models, free to spread each over
-several GPUs, and at the TP degrees that the paper's setup gives models (one GPU for all that fit on
-one, §7.3; "following common TP practices" for larger ones, §7.5)."""
+"""Name -> (policy, variant) of the systems in the paper's Figures 7 and 12, and of ServerlessLLM
+from its published version. MuxServe++ is included twice: with its own search, which may spread a
+model over several GPUs, and at the TP degrees of the paper's setup (one GPU if the model fits,
+§7.3; "following common TP practices" for larger ones, §7.5)."""
 EIGHT_SYSTEMS = {**SYSTEMS, LISTED: ("muxserve++", "listed"), AWARE: ("qlm-aware", "")}
-"""For eight models, two that are not tuned. MuxServe++ as its listing says: at the given TP, by
-mean rates, of equal meshes the first. QLM by its own rule: Prism §7.5 has it give requests to the
-first idle instance, with which more GPUs do not help, and Table 1 has it need eight."""
+"""Systems for eight models, with two more that are not tuned. MuxServe++ as in its listing uses the
+given TP, mean rates, and the first of equal meshes. QLM by its own rule uses estimated waits: in
+Prism §7.5 it assigns requests to the first idle instance, with which more GPUs do not help, while
+it needs eight GPUs in Table 1."""
 BASELINES = tuple(name for name in SYSTEMS if name != "prism")
 Levels = tuple[str | tuple[str, ...], ...]
-"""Best first; of those in a tuple the paper says nothing among each other."""
+"""Systems, best first. The paper does not order the systems within a tuple."""
 PRISM_FIRST: Levels = ("prism", ("muxserve++", "static", "qlm", "serverlessllm"))
 OSDI = "OSDI 2026 version"
 
 METRICS = ("ttft", "tpot")
 SLO_SCALES = {"hyperbolic": 20.0, "arena-chat": 10.0}
-"""Of TTFT: where Prism has 99 % on its two GPUs (§7.3, Figure 7, middle row)."""
+"""Style -> SLO scale of TTFT at which Prism has 99 % on two GPUs (§7.3, Figure 7, middle row)."""
 TPOT_SCALES = {"hyperbolic": 22.0, "arena-chat": 3.0}
-"""Of TPOT, likewise."""
+"""Style -> SLO scale of TPOT at which Prism has 99 % on two GPUs."""
 RATES = (4.0, 8.0, 16.0, 24.0, 32.0, 48.0)
 SECONDS = 600.0
 TRACES = 3
 EIGHT = [(name, 1) for name in E2E_MODELS]
 EIGHT_8B = [("Llama-3.1-8B", 1)] * 8
-"""Their weights take 83 % of what models may use of two GPUs of 80 GB; those of EIGHT 42 %."""
+"""Models whose weights take 83 % of the memory for models on two GPUs of 80 GB; EIGHT take 42 %."""
 
 
 def tpot_part(style: str) -> float:
@@ -60,7 +61,7 @@ def tpot_part(style: str) -> float:
 
 
 def eight_model_cluster(lab: Lab, style: str, models: Models = EIGHT) -> Cluster:
-    """Eight models on two GPUs (§7.3): of the prototype's sizes, or EIGHT_8B."""
+    """Returns the setup of eight models on two GPUs (§7.3): EIGHT or EIGHT_8B."""
     cluster = with_models(lab, f"eight-{style}", style, models)
     return replace(cluster, tuned=tuned(lab, style, models))
 
@@ -71,17 +72,17 @@ def with_models(lab: Lab, name: str, style: str, models: Models) -> Cluster:
 
 
 TUNING_RATE = 32.0
-"""Of the rates of Figure 7 the one at which systems begin to differ."""
+"""Rate of Figure 7 at which systems begin to differ."""
 TUNING_TRACES, TUNING_SECONDS = 2, 300.0
-"""Where a placement by a trace's rates puts models is that trace's luck, more than its length's."""
+"""Several traces: a placement by rates varies more with the trace than with its length."""
 
 
 def tuned(lab: Lab, style: str, models: Models = EIGHT) -> Tuned:
-    """All systems on eight models and two GPUs; as EIGHT, for the eighteen as well."""
+    """Tunes all systems on eight models and two GPUs. EIGHT is also used for eighteen models."""
     seconds, rate = lab.pick(TUNING_SECONDS, 20.0), lab.pick(TUNING_RATE, 8.0)
     clusters = []
     for number in range(lab.pick(TUNING_TRACES, 1)):
-        there = tuning.elsewhere(lab, number)
+        there = tuning.tuning_lab(lab, number)
         trace = there.sources.styled(style, model_names(len(models)), seconds, there.seed)
         name = f"tuning-{style}-{number}"
         clusters.append(prepared(there, name, models, trace, tpot_part=tpot_part(style)))
@@ -110,8 +111,10 @@ def compared_systems(lab: Lab, whole: Systems = SYSTEMS) -> Systems:
 
 
 def several(lab: Lab, style: str) -> list[Cluster]:
-    """As `eight_model_cluster`, untuned, on TRACES traces with a seed each. A few bursts decide a
-    trace of minutes; what is true of one may be the other way round in the next."""
+    """Returns the untuned setup of eight models on TRACES traces with different seeds.
+
+    A few bursts dominate a trace of minutes, so results may be reversed on the next trace.
+    """
     return [
         with_models(replace(lab, seed=lab.seed + i), f"eight-{style}-{i}", style, EIGHT)
         for i in range(lab.pick(TRACES, 1))
@@ -119,21 +122,26 @@ def several(lab: Lab, style: str) -> list[Cluster]:
 
 
 def at(cluster: Cluster, system: str, **changes: Any) -> Trial:
-    """With the settings that the system was tuned to."""
+    """Returns a trial of the system with its tuned settings."""
     policy, variant = EIGHT_SYSTEMS[system]
     settings = {**cluster.tuned.of(system), **changes, "policy": policy}
     return Trial(cluster.config, settings, variant=variant)
 
 
 def attained(lab: Lab, trials: Sequence[Trial], metric: str = "ttft") -> list[float | None]:
-    """Attainments in percent."""
+    """Returns the attainment of each trial in percent."""
     return [outcome.percent(metric) for outcome in lab.run(trials)] if trials else []
 
 
 def held_rate(lab: Lab, cluster: Cluster, fixed: Settings, rates: Sequence[float] = ()) -> float:
-    """The highest rate scale tried at which Prism holds 99 % TTFT, the load at which the paper's
-    own statement about Prism is tight; the lowest where it holds it at none. rates: default RATES;
-    three more are tried between the last that it holds and the next."""
+    """Returns the highest tried rate scale at which Prism has 99 % TTFT, or else the lowest one.
+
+    At this load, the paper's statement about Prism is tight.
+
+    Args:
+        rates: Rate scales to try, by default RATES. Three more are tried between the last one at
+            which Prism has 99 % and the next.
+    """
     rates = rates or lab.pick(RATES, (4.0, 8.0))
     best = _held(lab, cluster, fixed, rates)
     above = [rate for rate in rates if rate > best]
@@ -158,13 +166,13 @@ def sweep(
     *,
     whole: Systems = SYSTEMS,
 ) -> Points:
-    """All systems over the values of one key."""
+    """Runs all systems over the values of one key."""
     setups = dict.fromkeys(values, cluster.config)
     return simulated(lab, setups, compared_systems(lab, whole), cluster.tuned, fixed, key=key)
 
 
 def attainments(points: Points, metric: str) -> Lines:
-    """In percent; systems that were not simulated are left out."""
+    """Returns the attainments in percent, without systems that were not simulated."""
     found = lines(points, lambda outcome: outcome.percent(metric))
     return {name: line for name, line in found.items() if any(y is not None for _, y in line)}
 
@@ -179,11 +187,11 @@ def by_system(points: Points) -> Iterator[tuple[str, Any, TrialOutcome]]:
 def gather(
     study: Findings, points: Points, cluster: Cluster, style: str, key: str, *, where: str = ""
 ) -> None:
-    """Add the rows, the budget and the remarks of a sweep to a study."""
+    """Adds the rows, the budget and the remarks of a sweep to a study."""
     study.rows.extend(
         row(found, style=style, policy=name, **{key: x}) for name, x, found in by_system(points)
     )
-    study.budget.extend(cluster.tuned.said)
+    study.budget.extend(cluster.tuned.log)
     study.budget.append(f"{where}: {cluster.described()}" if where else cluster.described())
     lost = problems(found for _, _, found in by_system(points))
     study.remarks.extend(reason for reason in lost if reason not in study.remarks)
@@ -196,8 +204,11 @@ def figure(title: str, xlabel: str, found: Lines, metric: str) -> Plot:
 def orders(
     what: str, values: Mapping[str, float | None], source: str, levels: Levels = PRISM_FIRST
 ) -> list[Statement]:
-    """The paper's order, with each MuxServe++ and each QLM that `values` has; where MuxServe++ is
-    ahead of Prism as its search places, whether the TP degrees are why."""
+    """Compares the order of systems, for each variant of MuxServe++ and QLM in `values`.
+
+    If MuxServe++ with its own search is better than Prism, an ablation shows the effect of TP
+    degrees.
+    """
     found = [findings.order(what, values, levels, source)]
     if GIVEN in values and with_named(levels, GIVEN) != levels and "prism" in levels:
         pair = findings.order(what, values, ("prism", "muxserve++"), source)
@@ -213,7 +224,7 @@ def orders(
 
 
 def with_named(levels: Levels, name: str) -> Levels:
-    """The same with GIVEN or LISTED for MuxServe++, or AWARE for QLM."""
+    """Returns the levels with GIVEN or LISTED instead of MuxServe++, or AWARE instead of QLM."""
     named = {"qlm" if name == AWARE else "muxserve++": name}
     return tuple(
         named.get(level, level)
@@ -224,6 +235,6 @@ def with_named(levels: Levels, name: str) -> Levels:
 
 
 def known_ends(line: Line) -> tuple[tuple[Any, float], tuple[Any, float]] | None:
-    """The first and the last point that were simulated; None where these are not two."""
+    """Returns the first and the last simulated point; None if there are fewer than two."""
     known = [(x, y) for x, y in line if y is not None]
     return (known[0], known[-1]) if len(known) > 1 else None

@@ -30,8 +30,8 @@ TABLE: sweeps.Levels = ("prism", "muxserve++", "qlm", "static")
 SHOWN = "TTFT attainment on 2 GPUs"
 STYLE = "hyperbolic"
 OUTSIDE = ("2GiB", "3GiB")
-"""Of an engine's memory beside weights and KV, instead of the simulator's 1 GiB: what `prism-serve`
-plans on a GPU, and more. The paper states none."""
+"""An engine's memory in addition to weights and KV, instead of the simulator's 1 GiB: the reserve
+of `prism-serve` on a GPU, and more. The paper does not state it."""
 
 
 def table1(lab: Lab) -> Findings:
@@ -52,7 +52,7 @@ def _table(lab: Lab, models: sweeps.Models) -> Findings:
     sweeps.gather(study, points, cluster, STYLE, "gpus")
     study.remarks.append(
         f"The load is rate scale {load:g}, the highest tried at which Prism holds 99 % TTFT on 2 "
-        "GPUs, so that its own row is what the load was chosen by"
+        "GPUs, so Prism's row agrees by the choice of the load"
     )
     found = sweeps.attainments(points, "ttft")
     study.plots["gpus"] = sweeps.figure("TTFT attainment by GPUs", "GPUs", found, "ttft")
@@ -66,14 +66,17 @@ def _table(lab: Lab, models: sweeps.Models) -> Findings:
     study.comparisons.extend(_gpus(found))
     larger = _outside(lab, cluster, {**fixed, "gpus.count": 2}, with_two)
     study.plots["outside"] = Plot(
-        BESIDE, "of each engine", "TTFT attainment (%)", larger, bars=True
+        BY_STATIC, "of each engine", "TTFT attainment (%)", larger, bars=True
     )
     study.comparisons.extend(_by_size(name, dict(line)) for name, line in larger.items())
     return study
 
 
 def _gpus(found: Lines) -> list[Statement]:
-    """Of QLM §7.5 says, with 58 models, that GPUs do not help it; Table 1 says how many do."""
+    """Compares the GPUs for 99 % TTFT, and whether more GPUs help QLM.
+
+    §7.5 states for 58 models that they do not; Table 1 has the number with which QLM reaches 99 %.
+    """
     compared = []
     for system, said in NEEDED.items():
         if system in found:
@@ -91,13 +94,13 @@ def _gpus(found: Lines) -> list[Statement]:
     return compared
 
 
-BESIDE = "TTFT attainment by memory beside weights and KV"
+BY_STATIC = "TTFT attainment by memory in addition to weights and KV"
 
 
 def _outside(
     lab: Lab, cluster: Cluster, fixed: Settings, with_two: Mapping[str, float | None]
 ) -> Lines:
-    """with_two: attainments at 1 GiB."""
+    """Returns the attainments by OUTSIDE, given those at 1 GiB (`with_two`)."""
     sizes = lab.pick(OUTSIDE, ())
     trials = [
         sweeps.at(cluster, name, **fixed, **{"engine.static": size})
@@ -116,5 +119,5 @@ def _by_size(name: str, shares: Mapping[str, float | None]) -> Statement:
         f"{size} {'not placed' if share is None else f'{share:.1f} %'}"
         for size, share in shares.items()
     )
-    what = f"{SHOWN} by memory beside weights and KV, {name}"
+    what = f"{SHOWN} by memory in addition to weights and KV, {name}"
     return Statement(what, shown, "not published", "not counted", "ours")

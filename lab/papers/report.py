@@ -1,4 +1,4 @@
-"""What a study leaves: study.json, comparisons.csv, points.csv and one HTML page with plots."""
+"""Output of a study: study.json, comparisons.csv, points.csv and an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class StudyResult(msgspec.Struct, frozen=True):
     shortened: str
     differs: str
     quick: bool
-    """The size for tests; its figures mean nothing."""
+    """True for the size for tests, whose figures are meaningless."""
     seed: int
     traces: str
-    """Where the load came from."""
+    """Source of the traces."""
     findings: Findings
     schema: str = SCHEMA
 
@@ -50,10 +50,14 @@ def result(
     traces: str,
     shortened: Sequence[str] = (),
 ) -> StudyResult:
-    """shortened: what is smaller in this run, beside what always is."""
-    parts = {name: getattr(study, name) for name in ("name", "title", "source", "setup")}
+    """Returns the result of a study.
+
+    Args:
+        shortened: Reductions of this run in addition to `study.shortened`.
+    """
+    texts = {name: getattr(study, name) for name in ("name", "title", "source", "setup")}
     return StudyResult(
-        **parts,
+        **texts,
         shortened="; ".join(text for text in (study.shortened, *shortened) if text),
         differs=study.differs,
         quick=quick,
@@ -121,7 +125,7 @@ def _cell(value: Any) -> str:
 
 
 def table(found: StudyResult) -> Table:
-    size = " (quick: figures mean nothing)" if found.quick else ""
+    size = " (quick: meaningless figures)" if found.quick else ""
     made = Table(title=f"{found.name}: {found.verdict}{size}", caption=found.source)
     for column in ("statement", "ours", "published", "verdict"):
         made.add_column(column, overflow="fold")
@@ -131,8 +135,8 @@ def table(found: StudyResult) -> Table:
 
 
 def markdown(results: Sequence[StudyResult]) -> str:
-    """All studies as one page: a table of verdicts, then a section for each."""
-    lines = ["| study | verdict | of |", "|---|---|---|"]
+    """Returns a page of all studies: a table of verdicts, then a section for each."""
+    lines = ["| study | verdict | source |", "|---|---|---|"]
     lines += [f"| [{r.name}](#{r.name}) | {r.verdict} | {r.source} |" for r in results]
     return "\n".join(lines) + "\n" + "".join(_section(r) for r in results)
 
@@ -141,8 +145,8 @@ def _section(found: StudyResult) -> str:
     lines = [f"\n## {found.name}", f"{found.title} ({found.source}).", ""]
     lines += ["| statement | ours | published | verdict |", "|---|---|---|---|"]
     lines += [_line(c) for c in found.findings.comparisons]
-    parts = {"Setup": found.setup, "Shortened": found.shortened, "Why it may differ": found.differs}
-    lines += ["", *(f"{head}: {_sentence(text)}" for head, text in parts.items() if text)]
+    texts = {"Setup": found.setup, "Shortened": found.shortened, "Why it may differ": found.differs}
+    lines += ["", *(f"{head}: {_sentence(text)}" for head, text in texts.items() if text)]
     lines += [_sentence(text) for text in (*found.findings.budget, *found.findings.remarks)]
     return "\n".join(lines) + "\n"
 

@@ -29,7 +29,7 @@ FIGURE_6: dict[str, tuple[Measure, bool]] = {
     "P99 latency": (services.tail_s, True),
     "SLO attainment": services.ATTAINMENT,
 }
-"""name -> (measure, whether smaller figures are better)"""
+"""Name -> (measure, whether smaller figures are better)."""
 
 
 def by_rate(lab: Lab, tuned: Tuned) -> Points:
@@ -74,11 +74,11 @@ def fig6(lab: Lab) -> Findings:
             source,
         ),
     ]
-    return study_of(points, compared, plots, [services.FAIR_TUNED, *tuned.said])
+    return study_of(points, compared, plots, [services.FAIR_TUNED, *tuned.log])
 
 
 PUBLISHED_TTFT = 51.98
-"""Up to, over any baseline (§6.2)."""
+"""Maximum factor in TTFT over any baseline (§6.2)."""
 
 
 def fig7(lab: Lab) -> Findings:
@@ -99,12 +99,14 @@ def fig7(lab: Lab) -> Findings:
         "ttft": Plot("Mean TTFT", "req/s", "ms", first, log=True),
         "tpot": Plot("Mean TPOT", "req/s", "ms", each, log=True),
     }
-    return study_of(points, compared, plots, [services.FAIR_TUNED, *tuned.said])
+    return study_of(points, compared, plots, [services.FAIR_TUNED, *tuned.log])
 
 
 def worst_of(first: Lines, source: str) -> Statement:
-    """ "The Avg TTFT of MuxServe is the worst". The paper names no rate: ours is the mean over the
-    rates."""
+    """Compares "the Avg TTFT of MuxServe is the worst".
+
+    The paper does not state a rate; ours is the mean over the rates.
+    """
     means = {name: mean(line) for name, line in first.items() if name != services.FIXED}
     known = {name: v for name, v in means.items() if v is not None}
     what = "mean TTFT over the rates, MuxServe's is the worst"
@@ -116,18 +118,19 @@ def worst_of(first: Lines, source: str) -> Statement:
 
 # --- Figure 8 ------------------------------------------------------------------------------
 
-SAID = {
+REMOVED = {
     "F": "first come first served",
     "M": "skip-join feedback queues",
     "P": "no sharing",
     "A": "no adaptive replacement",
 }
-VARIANTS = {"seallm": ("seallm", ""), **{name: ("seallm", name) for name in SAID}}
+"""Variant -> its replacement for a part of SeaLLM."""
+VARIANTS = {"seallm": ("seallm", ""), **{name: ("seallm", name) for name in REMOVED}}
 REPLACEMENT = "60s"
-"""The first interval, so that there is a replacement within 90 s."""
+"""First replacement interval, short enough for a replacement within 90 s."""
 PUBLISHED_PARTS = {("F", "M"): (4.17, 1.37), ("A",): (2.44, 1.33)}
-"""Normalised latency and SLO attainment, up to; F and M have one figure for both. Of P the text has
-none: it is "degraded to vLLM", which it is here by construction."""
+"""Variants -> maximum factors in normalised latency and SLO attainment. F and M share one figure.
+The text has no figure for P, which is "degraded to vLLM", as it is here by construction."""
 
 
 def fig8(lab: Lab) -> Findings:
@@ -146,18 +149,18 @@ def fig8(lab: Lab) -> Findings:
         "latency": Plot("Normalised latency", "req/s", "normalised latency", times, log=True),
         "slo": Plot("SLO attainment", "req/s", "%", shares),
     }
-    budget = [services.FAIR, f"Here it comes after {REPLACEMENT}, so that one is within the trace"]
+    budget = [services.FAIR, f"In this study it is after {REPLACEMENT}, which is within the trace"]
     return study_of(points, compared, plots, budget)
 
 
 def _without(measure: str, found: Lines, smaller: bool) -> list[Statement]:
-    """SeaLLM over its variants in one measure. smaller: smaller figures are better."""
+    """Compares SeaLLM with its variants in one measure."""
     source, compared = "§6.3, Figure 8", []
-    over = {name: statements.most(found, name, smaller=smaller) for name in SAID}
+    over = {name: statements.most(found, name, smaller=smaller) for name in REMOVED}
 
     def what(*names: str) -> str:
-        parts = " or ".join(SAID[name] for name in names)
-        return f"without its part: {parts}: {measure}, up to"
+        removed = " or ".join(REMOVED[name] for name in names)
+        return f"without its part: {removed}: {measure}, up to"
 
     for names, published in PUBLISHED_PARTS.items():
         known = [r for name in names if (r := over[name]) is not None]
@@ -165,11 +168,11 @@ def _without(measure: str, found: Lines, smaller: bool) -> list[Statement]:
         compared.append(findings.factor(what(*names), max(known, default=None), said, source))
         if len(names) > 1:
             compared += [findings.factor(what(n), over[n], None, source) for n in names]
-    return [*compared, findings.unsaid(what("P"), over["P"], source)]
+    return [*compared, findings.unpublished(what("P"), over["P"], source)]
 
 
 def fig14(lab: Lab) -> Findings:
-    """CPU times: the one study whose figures depend on the machine."""
+    """Runs Figure 14, CPU times: the only study with figures that depend on the machine."""
     sizes, times = lab.pick((4, 8, 16), (4, 8)), []
     work = services.trace(lab, services.ServiceLoad(lab.pick(RATE, 2.0), services.seconds_for(lab)))
     with lab.bar("searches") as progress:

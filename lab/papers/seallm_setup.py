@@ -1,4 +1,4 @@
-"""What SeaLLM's evaluation runs on (§6.1), at a quarter of its size."""
+"""Setup of SeaLLM's evaluation (§6.1) at a quarter of its size."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lab.papers.a100 import GPU, slo, with_slos
 from lab.papers.lab import Lab
 from lab.papers.lines import Measure, Points
 from lab.papers.trial import TrialOutcome
-from lab.papers.tuning import RULE, Systems, Tuned, elsewhere, simulated, tune
+from lab.papers.tuning import RULE, Systems, Tuned, simulated, tune, tuning_lab
 from prism_replay.generators.steady import renewals
 from prism_replay.lengths import SHAREGPT, Lengths, LengthSource, requests_at
 from prism_replay.trace import Trace, TraceRequest
 
 GPUS = 8
-"""A100s; the paper's are A800s (§6.1), A100s with a slower NVLink."""
+"""Number of A100s; the paper has A800s (§6.1), which are A100s with a slower NVLink."""
 SLO_SCALE = 5.0
 BURSTS_CV = 4.0
 OUTPUT_MAX = 2048
 
 CHAT = replace(SHAREGPT, input_median=31, output_median=259)
-"""ShareGPT's means in SeaLLM's Table 1: 73 tokens in, 427 out."""
+"""ShareGPT's lengths with the means of SeaLLM's Table 1: 73 input tokens, 427 output."""
 SUMMARIES = Lengths(
     input_median=3200,
     input_sigma=0.25,
@@ -34,7 +34,7 @@ SUMMARIES = Lengths(
     output_sigma=0.5,
     output_max=96,
 )
-"""LongBench's mean of 21 tokens out; inputs, 13,187 on average, cut to what Llama-2 takes."""
+"""LongBench's lengths: mean output of 21 tokens; inputs (mean 13,187) cut to Llama-2's context."""
 
 
 @dataclass(frozen=True)
@@ -62,43 +62,46 @@ SYSTEMS = {
     FIXED: ("muxserve", "fixed-sm"),
     "vllm": ("dedicated", ""),
 }
-"""name -> (policy, variant); vLLM is each service alone on its GPUs: "evenly" in the paper
-(§6.1), which 8 GPUs do not allow with a service of 70B; here as `dedicated.search` has it. MuxServe
-once as its own paper has it, where decodes take what is left of the SMs (MuxServe §3.4), and as an
-ablation with the "fixed percentage of computational resources for each LLM service" of SeaLLM
-§6.2."""
+"""Name -> (policy, variant). With vLLM, each service is alone on its GPUs, which are divided by
+`dedicated.search`. The paper divides them "evenly" (§6.1), which is not possible for a service of
+70B on 8 GPUs. MuxServe is as in its own paper, where decodes take the remaining SMs (MuxServe
+§3.4), and as an ablation with the "fixed percentage of computational resources for each LLM
+service" of SeaLLM §6.2."""
 
 FAST = {name: system for name, system in SYSTEMS.items() if name != "alpaserve"}
-"""Those whose searches are quick enough for tests."""
+"""Systems with searches that are fast enough for tests."""
 
 GIVEN_AHEAD = (
-    " All systems are given the whole trace's rates, lengths and execution times; the searches of "
-    "SeaLLM and AlpaServe simulate on up to 600 of its requests unless they are tuned to others, "
-    "at low rates on all of them, while MuxServe's sees means. SeaLLM's first replacement comes "
-    "after 5 minutes, which no trace lasts, unless it is tuned or said to come earlier."
+    " All systems know the rates, lengths and execution times of the whole trace. The searches of "
+    "SeaLLM and AlpaServe simulate up to 600 of its requests unless tuned to another number, at "
+    "low rates all of them; MuxServe's search uses means. SeaLLM's first replacement is after 5 "
+    "minutes, longer than any trace, unless it is tuned or stated to be earlier."
 )
-FAIR = "Parts of one policy are compared: it runs with the shipped settings." + GIVEN_AHEAD
+FAIR = "Parts of one policy are compared, which runs with the shipped settings." + GIVEN_AHEAD
 FAIR_TUNED = RULE + "." + GIVEN_AHEAD
 
 
 @dataclass(frozen=True)
 class ServiceLoad:
     rate_rps: float
-    """Of all services."""
+    """Rate of all services together."""
     seconds: float
     skew: int = 1
-    """So many requests in a row are of one service."""
+    """Number of consecutive requests to one service."""
     spread: float = 0.0
-    """Standard deviation of the output length, in lengths."""
+    """Standard deviation of the output length, relative to the length."""
     slo_scale: float = SLO_SCALE
-    """Times the execution time of the request alone."""
+    """SLO relative to the execution time of the request on an idle engine."""
     slo_of_service: bool = False
-    """SLOs scale the service's mean execution time instead."""
+    """True if the SLO is relative to the mean execution time of the service instead."""
 
 
 def trace(lab: Lab, load: ServiceLoad) -> Trace:
-    """Azure Functions at this rate where the user has them, else arrivals as bursty as AlpaServe
-    takes them to be (Gamma gaps, CV 4), in equal parts to the services."""
+    """Returns a trace of the load.
+
+    Arrivals are those of Azure Functions if the user has the file, scaled to this rate. Otherwise
+    they have Gamma gaps with AlpaServe's CV of 4, equally for all services.
+    """
     rng = np.random.default_rng([lab.seed, 11])
     names = [s.name for s in SERVICES]
     given = None
@@ -106,19 +109,19 @@ def trace(lab: Lab, load: ServiceLoad) -> Trace:
         given = lab.sources.functions(names, load.seconds, load.rate_rps, lab.seed)
     if given is not None:
         moments_s = np.array([r.arrival_s for r in given])
-        whose = np.array([names.index(r.model) for r in given])
+        owner = np.array([names.index(r.model) for r in given])
     elif load.skew > 1:
         moments_s = renewals(load.rate_rps, 1.0, load.seconds, rng)
         runs = -(-len(moments_s) // load.skew)
-        whose = np.repeat(rng.integers(len(names), size=runs), load.skew)[: len(moments_s)]
+        owner = np.repeat(rng.integers(len(names), size=runs), load.skew)[: len(moments_s)]
     else:
         rate_rps = load.rate_rps / len(names)
-        parts = [renewals(rate_rps, BURSTS_CV, load.seconds, rng) for _ in names]
-        moments_s = np.concatenate(parts)
-        whose = np.repeat(np.arange(len(names)), [len(p) for p in parts])
+        by_service = [renewals(rate_rps, BURSTS_CV, load.seconds, rng) for _ in names]
+        moments_s = np.concatenate(by_service)
+        owner = np.repeat(np.arange(len(names)), [len(each) for each in by_service])
     found: list[TraceRequest] = []
     for number, service in enumerate(SERVICES):
-        found += requests_at(service.name, moments_s[whose == number], service.lengths, rng)
+        found += requests_at(service.name, moments_s[owner == number], service.lengths, rng)
     spread = [_spread(request, load.spread, rng) for request in found]
     return with_slos(
         sorted(spread, key=lambda r: r.timestamp),
@@ -129,7 +132,11 @@ def trace(lab: Lab, load: ServiceLoad) -> Trace:
 
 
 def _spread(request: TraceRequest, spread: float, rng: np.random.Generator) -> TraceRequest:
-    """§6.3: a Gaussian delta, with a standard deviation of so many output lengths."""
+    """Adds a Gaussian delta to the output length, as in §6.3.
+
+    Args:
+        spread: Standard deviation relative to the output length.
+    """
     if not spread:
         return request
     drawn = request.output_length * (1 + spread * float(rng.standard_normal()))
@@ -137,7 +144,7 @@ def _spread(request: TraceRequest, spread: float, rng: np.random.Generator) -> T
 
 
 def cluster(gpus: int = GPUS) -> dict[str, Any]:
-    """One node; only the end-to-end SLO is judged."""
+    """Returns a setup with one node. Only the E2E SLO counts; the others are loose."""
     return {
         "gpus": {"type": GPU, "count": gpus},
         "models": [{"name": s.name, "shape": s.shape, "tp": s.tp} for s in SERVICES],
@@ -147,32 +154,34 @@ def cluster(gpus: int = GPUS) -> dict[str, Any]:
 
 
 def tuned_systems(lab: Lab) -> Tuned:
-    """For all studies that compare systems."""
-    there = elsewhere(lab)
+    """Returns the tuned systems for all studies that compare systems."""
+    there = tuning_lab(lab)
     load = ServiceLoad(lab.pick(TUNING_RPS, 2.0), lab.pick(60.0, 5.0))
     config = lab.setup("tuning", cluster(), trace(there, load))
-    said = f"another such trace, {load.seconds:g} s at {load.rate_rps:g} req/s on {GPUS} GPUs"
+    description = (
+        f"another such trace, {load.seconds:g} s at {load.rate_rps:g} req/s on {GPUS} GPUs"
+    )
     chosen = lab.pick(SYSTEMS, FAST)
-    return tune(lab, [config], chosen, slo, load=said, what="SLO attainment (%)")
+    return tune(lab, [config], chosen, slo, load=description, what="SLO attainment (%)")
 
 
 def latency(found: TrialOutcome) -> float | None:
-    """Mean normalised latency (§6.1)."""
+    """Returns the mean normalised latency (§6.1)."""
     return found.normalized_latency
 
 
 def tail_s(found: TrialOutcome) -> float | None:
-    """P99 of the end-to-end latency."""
+    """Returns the P99 of the E2E latency."""
     p99_ms = found.summary.total.e2e_ms.p99 if found.summary else None
     return None if p99_ms is None else p99_ms / 1000
 
 
 def others_tail_s(found: TrialOutcome) -> float | None:
-    """The longest P99 of the services other than LARGEST."""
+    """Returns the longest P99 E2E latency of the services other than LARGEST."""
     if found.summary is None:
         return None
-    parts = (group.e2e_ms.p99 for name, group in found.summary.models.items() if name != LARGEST)
-    return max((p99_ms / 1000 for p99_ms in parts if p99_ms is not None), default=None)
+    tails = (group.e2e_ms.p99 for name, group in found.summary.models.items() if name != LARGEST)
+    return max((p99_ms / 1000 for p99_ms in tails if p99_ms is not None), default=None)
 
 
 def mean_ttft_ms(found: TrialOutcome) -> float | None:
@@ -185,11 +194,11 @@ def mean_tpot_ms(found: TrialOutcome) -> float | None:
 
 LATENCY: tuple[Measure, bool] = (latency, True)
 ATTAINMENT: tuple[Measure, bool] = (slo, False)
-"""A measure, and whether smaller figures are better."""
+"""(measure, whether smaller figures are better)."""
 
 
 def seconds_for(lab: Lab) -> float:
-    """Arrivals come in bursts (CV 4): in half a minute they are another load each time."""
+    """Returns a duration at which bursty arrivals (CV 4) still have the given load."""
     return lab.pick(60.0, 5.0)
 
 
@@ -200,7 +209,7 @@ def under_loads(
     gpus: Mapping[Any, int] | None = None,
     systems: Systems | None = None,
 ) -> Points:
-    """Systems (by default all of the study) under each load."""
+    """Runs systems, by default all of the study, under each load."""
     setups = {
         x: lab.setup(
             f"x{x}".replace(".", "-"), cluster((gpus or {}).get(x, GPUS)), trace(lab, load)

@@ -1,4 +1,4 @@
-"""Statements of SeaLLM's paper, as its studies read them off lines."""
+"""Statements of SeaLLM's paper, evaluated on the lines of its studies."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ BASELINES = ("vllm", "alpaserve", "muxserve")
 
 
 def most(found: Lines, over: str, *, smaller: bool) -> float | None:
-    """SeaLLM's best factor over another system; None where that one was not run."""
+    """Returns SeaLLM's best factor over another system; None if that was not simulated."""
     return best_ratio(found, "seallm", over, smaller=smaller)
 
 
 def shares_cause(what: str, found: Lines, *, smaller: bool) -> Statement:
-    """Whether MuxServe gains by taking the SMs that are free."""
+    """Returns the ablation of MuxServe's use of free SMs."""
     here, fixed = (most(found, name, smaller=smaller) for name in ("muxserve", FIXED))
     return findings.cause(f"{what}, over muxserve with fixed shares of the compute", here, fixed)
 
 
 def tail_cause(points: Points, name: str) -> Statement:
-    """The tail over a baseline without the service of several GPUs, whose longest answers make
-    it."""
+    """Returns the ablation of P99 latency without LARGEST, whose responses take longest."""
     whole, others = (most(lines(points, m), name, smaller=True) for m in (tail_s, others_tail_s))
     what = f"P99 latency, over {name}, of the slowest service but {LARGEST}"
     return findings.cause(what, whole, others)
 
 
 def _others(found: Lines, place: int) -> list[float]:
-    """The baselines' figures at the x of this place."""
+    """Returns the baselines' figures at the x with this index."""
     return [v for n in BASELINES if n in found and (v := found[n][place][1]) is not None]
 
 
 def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool | None, str]:
-    """Whether SeaLLM is best at every x, and at how many; at how many of these with an equal. None
-    where it has an equal at all of them."""
+    """Returns whether SeaLLM is best at every x, and a text with the number of such x.
+
+    None if a baseline equals SeaLLM at every x.
+    """
     won = tied = 0
     for place, (_, own) in enumerate(found["seallm"]):
         others = _others(found, place)
-        if own is None or any(findings.behind(own, v, smaller=smaller) for v in others):
+        if own is None or any(findings.is_worse(own, v, smaller=smaller) for v in others):
             continue
         won += 1
         tied += any(findings.same(own, v) for v in others)
@@ -55,9 +56,9 @@ def best_everywhere(found: Lines, *, smaller: bool) -> tuple[bool | None, str]:
 
 @dataclass(frozen=True)
 class Fall:
-    """What a paper says of a fall, and the points of attainment that we read into it."""
+    """Paper's text on a fall, and the range in points of attainment that we read it as."""
 
-    said: str = "falls"
+    text: str = "falls"
     least_points: float = 0.0
     most_points: float = 100.0
 
@@ -74,21 +75,25 @@ WORSE = Fall("worse")
 
 
 def falls(found: Lines, system: str, what: str, source: str, fall: Fall) -> Statement:
-    """Whether a system's SLO attainment is lower at the last x than at the first, by as much as
-    `fall` says. A fall of less than EQUAL is none."""
+    """Compares whether SLO attainment falls from the first x to the last, within `fall`'s range.
+
+    A difference of at most EQUAL is not a fall.
+    """
     shares = [v for _, v in found.get(system, [])]
     first, last = (shares[0], shares[-1]) if shares else (None, None)
     what = f"{system}{what}{fall.reading}"
     if first is None or last is None:
-        return findings.claim(what, None, "-", fall.said, source)
+        return findings.claim(what, None, "-", fall.text, source)
     down = first - last
-    holds = findings.behind(last, first) and fall.least_points <= down <= fall.most_points
-    return findings.claim(what, holds, f"{first:.1f} % to {last:.1f} %", fall.said, source)
+    holds = findings.is_worse(last, first) and fall.least_points <= down <= fall.most_points
+    return findings.claim(what, holds, f"{first:.1f} % to {last:.1f} %", fall.text, source)
 
 
 def faster(found: Lines, over: str, what: str, said: str, source: str) -> Statement:
-    """Whether SeaLLM's figure is smaller than that of `over` at every x; neither borne out nor
-    refuted where they are equal at some."""
+    """Compares whether SeaLLM's figure is smaller than that of `over` at every x.
+
+    If they are equal at some x, the statement neither agrees nor disagrees.
+    """
     each = ratios(found, "seallm", over, smaller=True)
     shown = ", ".join(f"{r:.2f}x at {x:g}" for x, r in each)
     if len(each) < len(found["seallm"]):
@@ -104,11 +109,11 @@ def faster(found: Lines, over: str, what: str, said: str, source: str) -> Statem
 
 
 SIMILAR = 0.25
-"""Within which part of the other we read "similar"."""
+"""Largest relative difference that we read as "similar"."""
 
 
 def similar(found: Lines, other: str, what: str, source: str) -> Statement:
-    """Whether SeaLLM's figure is near that of `other` at every x."""
+    """Compares whether SeaLLM's figure is similar to that of `other` at every x."""
     each = [r for _, r in ratios(found, "seallm", other)]
     what = f"{what} (read as: within {SIMILAR:.0%} at every x)"
     if len(each) < len(found["seallm"]):
@@ -119,13 +124,13 @@ def similar(found: Lines, other: str, what: str, source: str) -> Statement:
 
 
 def shrinks(found: Lines, what: str, source: str, *, smaller: bool) -> Statement:
-    """Whether SeaLLM's factor over the best baseline is smaller at the last x than at the first."""
+    """Compares whether SeaLLM's factor over the best baseline falls from first to last x."""
     ends = [found["seallm"][i][0] for i in (0, -1)]
     first, last = (_lead_at(found, x, smaller=smaller) for x in ends)
     if first is None or last is None:
         return findings.claim(what, None, "-", "get smaller", source)
     shown = f"{first:.2f}x at {ends[0]:g}, {last:.2f}x at {ends[-1]:g}"
-    return findings.claim(what, findings.behind(last, first), shown, "get smaller", source)
+    return findings.claim(what, findings.is_worse(last, first), shown, "get smaller", source)
 
 
 def _lead_at(found: Lines, x: Any, *, smaller: bool) -> float | None:
@@ -134,7 +139,7 @@ def _lead_at(found: Lines, x: Any, *, smaller: bool) -> float | None:
 
 
 def gains_of(found: Lines) -> list[tuple[Any, float]]:
-    """SeaLLM's lead over the best baseline, in points, by x."""
+    """Returns (x, SeaLLM's difference to the best baseline in points)."""
     return [
         (x, own - max(others))
         for place, (x, own) in enumerate(found["seallm"])
@@ -143,8 +148,11 @@ def gains_of(found: Lines) -> list[tuple[Any, float]]:
 
 
 def crowded_cause(found: Lines) -> Statement:
-    """The paper's MuxServe found no placement on the most crowded cluster: SeaLLM's lead there
-    without it, beside its lead anywhere else."""
+    """Returns the ablation of MuxServe on the most crowded cluster.
+
+    The paper's MuxServe found no placement there. SeaLLM's factor there without MuxServe is
+    compared with its lead at all other x.
+    """
     x, last = found["seallm"][-1]
     known = {n: ratio_at(found, x, "seallm", n) for n in BASELINES if n in found}
     leads = {name: r for name, r in known.items() if r is not None}

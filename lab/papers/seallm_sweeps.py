@@ -34,8 +34,13 @@ def _always_best(
     gpus: Mapping[Any, int] | None = None,
     more: Callable[[Points], list[Statement]] = lambda points: [],
 ) -> Findings:
-    """What Figures 10 to 13 say: SeaLLM is best at every x in `measures`, and `more` that one of
-    them says. None says in words by how much."""
+    """Runs one of Figures 10 to 13: SeaLLM is best at every x in `measures`.
+
+    The paper's text has no factors for them.
+
+    Args:
+        more: Returns further statements of the figure.
+    """
     points, source = services.under_loads(lab, tuned, loads, gpus), f"§6.3, Figure {figure}"
     compared: list[Statement] = []
     plots = {}
@@ -48,9 +53,9 @@ def _always_best(
         for other in statements.BASELINES:
             if other in found:
                 best = statements.most(found, other, smaller=smaller)
-                compared.append(findings.unsaid(f"{name}, over {other}, up to", best, source))
+                compared.append(findings.unpublished(f"{name}, over {other}, up to", best, source))
         plots[name.replace(" ", "-")] = Plot(name, xlabel, name, found, log=smaller)
-    return study_of(points, [*compared, *more(points)], plots, [services.FAIR_TUNED, *tuned.said])
+    return study_of(points, [*compared, *more(points)], plots, [services.FAIR_TUNED, *tuned.log])
 
 
 def _load(lab: Lab, rate_rps: float = RATE) -> services.ServiceLoad:
@@ -87,7 +92,9 @@ def _crowded(points: Points) -> list[Statement]:
         findings.claim(
             "MuxServe finds no placement on the most crowded cluster",
             left_out.summary is None or left_out.lost > 0,
-            f"{left_out.lost} requests are of services left out" if left_out.lost else "it does",
+            f"{left_out.lost} requests of services without a placement"
+            if left_out.lost
+            else "it does",
             "cannot find one",
             source,
         ),

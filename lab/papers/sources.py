@@ -1,5 +1,4 @@
-"""Traces that the papers' evaluations are driven with: real ones where they are at hand, else
-generated ones with the published means."""
+"""Traces for the papers' evaluations: from the user's files, or generated with published means."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from prism_replay.trace import Trace, TraceRequest, models_of
 ARENA_LIKE = replace(
     PRESETS["arena-chat"], models=numbered(27), rate_rps=2.5, groups=9, lengths=ARENA
 )
-"""Stands in for the sample: as many models and requests per second."""
+"""Replacement for the sample, with the same number of models and requests per second."""
 SERVEGEN_PART = 0.1
-"""Of ServeGen's requests that is read: its clients send thousands a second."""
+"""Fraction of ServeGen's requests to read: its clients send thousands per second."""
 STYLES = ("hyperbolic", "arena-chat")
 PATTERNS = {
     "arena": "arena_chat*.csv",
@@ -36,43 +35,49 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Files replace generators where the user has them. For the two styles: arena_chat*.csv, the
-    Chatbot Arena sample that the Prism prototype replays, and the arrivals of
-    servegen_client_rates*.csv, thinned to the generator's rate so that loads are comparable.
-    *maf*.csv has arrivals for SeaLLM, *sharegpt*.json lengths."""
+    """Sources of traces. The user's files, if present, replace generators.
+
+    arena_chat*.csv is the Chatbot Arena sample that the Prism prototype replays.
+    servegen_client_rates*.csv has arrivals for the Hyperbolic style, thinned to the generator's
+    rate for comparable loads. *maf*.csv has arrivals for SeaLLM, and *sharegpt*.json lengths.
+    """
 
     folder: Path | None = None
-    """Of the user's own files."""
+    """Folder of the user's files."""
     shortened: dict[str, None] = field(default_factory=dict, compare=False)
-    """Which traces are shorter than a study asked for, each once."""
+    """Texts on traces that are shorter than a study requested, each once."""
 
     def find(self, what: str) -> Path | None:
-        """Raises ConfigError where the folder is missing."""
+        """Returns the file of one of PATTERNS, or None. Raises ConfigError without the folder."""
         if self.folder is None:
             return None
         if not self.folder.is_dir():
-            raise ConfigError(f"--traces {self.folder}: is no folder")
+            raise ConfigError(f"--traces {self.folder}: is not a folder")
         return next(iter(sorted(self.folder.glob(PATTERNS[what]))), None)
 
     def sharegpt(self) -> LengthSource:
-        """ShareGPT's lengths, or log-normals with the means that MuxServe reports of them."""
+        """Returns ShareGPT's lengths, or log-normals with the means that MuxServe reports."""
         path = self.find("sharegpt")
         return SHAREGPT if path is None else lengths_of(read_format(path, "sharegpt"))
 
     def styled(self, style: str, models: Sequence[str], seconds: float, seed: int) -> Trace:
-        """A trace of one of STYLES to `models`, the most popular first, at its own rate, without
-        SLOs. It is as long as `lasting` says."""
-        whole_s = self.lasting(style, len(models), seconds)
+        """Returns a trace of one of STYLES for `models`, the most popular first, without SLOs.
+
+        It has the style's own rate and the length of `available_s`.
+        """
+        whole_s = self.available_s(style, len(models), seconds)
         if whole_s < seconds:
-            said = f"{style}: the {whole_s:g} s of arrivals that its sample has"
-            self.shortened[f"{said}, instead of {seconds:g} s"] = None
+            text = f"{style}: the {whole_s:g} s of its sample instead of {seconds:g} s"
+            self.shortened[text] = None
             seconds = whole_s
         make = self._hyperbolic if style == "hyperbolic" else self._arena
         return onto(make(len(models), seconds, seed), models)
 
-    def lasting(self, style: str, count: int, seconds: float) -> float:
-        """Of `seconds`, what a trace of a style to `count` models can have: the Arena sample is
-        taken whole where it is shorter, rather than generated anew."""
+    def available_s(self, style: str, count: int, seconds: float) -> float:
+        """Returns the length of a trace of a style for `count` models, at most `seconds`.
+
+        A shorter Arena sample is used as it is; it is not extended by a generator.
+        """
         path = self.find("arena")
         if style == "hyperbolic" or path is None:
             return seconds
@@ -86,13 +91,15 @@ class Sources:
             return _generated(config, count, seconds, seed)
         options = ReadOptions(seed=seed, seconds=seconds, thin=SERVEGEN_PART)
         clients = transforms.sample_models(read_format(path, "servegen", options), count, seed)
-        inside = transforms.window(clients, 0, seconds)  # its rates are those of ten minutes each
+        inside = transforms.window(clients, 0, seconds)  # the file has windows of ten minutes
         wanted = config.rate_rps * count / len(config.models) * seconds
         return redrawn(transforms.scale_rate(inside, wanted / len(inside), seed), config, seed)
 
     def _arena(self, count: int, seconds: float, seed: int) -> Trace:
-        """The sample that the prototype replays; for more models than it has, the generator with
-        the sample's lengths."""
+        """Returns the sample that the prototype replays.
+
+        For more models than the sample has, the generator with the sample's lengths.
+        """
         path = self.find("arena")
         if path is None:
             return _generated(ARENA_LIKE, count, seconds, seed)
@@ -107,8 +114,10 @@ class Sources:
     def functions(
         self, services: Sequence[str], seconds: float, rate_rps: float, seed: int
     ) -> Trace | None:
-        """Azure Functions, round robin over services (SeaLLM §6.1), at `rate_rps` of all; None
-        without a file."""
+        """Returns Azure Functions, mapped round robin to services (SeaLLM §6.1), or None.
+
+        None means that the user has no file. `rate_rps` is the rate of all services together.
+        """
         path = self.find("maf")
         if path is None:
             return None
@@ -122,8 +131,8 @@ class Sources:
     def described(self) -> str:
         used = [f"{what}: {path.name}" for what in PATTERNS if (path := self.find(what))]
         if used:
-            text = "of the files given, " + ", ".join(used)
-            return text + " (a sample of fewer models than a study gives its lengths alone)"
+            text = "from files, " + ", ".join(used)
+            return text + " (of a sample with fewer models than the study, only the lengths)"
         return "generators with the published statistics"
 
 
@@ -132,7 +141,7 @@ def _has(sample: Trace, count: int) -> bool:
 
 
 def redrawn(trace: Trace, config: BurstyConfig, seed: int) -> Trace:
-    """Lengths of `config`, model by model; arrivals stay."""
+    """Returns the trace with new lengths from `config` and unchanged arrivals."""
     made: list[TraceRequest] = []
     for number, model in enumerate(models_of(trace)):
         rng = np.random.default_rng([seed, number])
@@ -142,8 +151,11 @@ def redrawn(trace: Trace, config: BurstyConfig, seed: int) -> Trace:
 
 
 def _generated(config: BurstyConfig, count: int, seconds: float, seed: int) -> Trace:
-    """`count` models sampled from all ranks of `config`; more than it has by more models of the
-    same kind (Prism §7.5 samples other periods of the same models)."""
+    """Returns a generated trace of `count` models, sampled from all ranks of `config`.
+
+    If `count` is larger than the number of its models, it has more models of the same kind. Prism
+    §7.5 samples other periods of the same models instead.
+    """
     have = len(config.models)
     if count > have:
         names = tuple(f"model-{i}" for i in range(count))
@@ -154,7 +166,7 @@ def _generated(config: BurstyConfig, count: int, seconds: float, seed: int) -> T
             rate_rps=config.rate_rps * more,
             groups=round(config.groups * more),
         )
-    # The generator gives each model a request; a shorter trace is cut from one with room for them.
+    # The generator gives each model a request, so a short trace is cut from a longer one.
     whole_s = max(seconds, 2 * len(config.models) / config.rate_rps)
     trace: Trace = generate(replace(config, seconds=whole_s, seed=seed))
     if count < have:
@@ -163,8 +175,10 @@ def _generated(config: BurstyConfig, count: int, seconds: float, seed: int) -> T
 
 
 def onto(trace: Trace, models: Sequence[str]) -> Trace:
-    """The trace's models, the most popular first, become `models`; SLOs are dropped. Models of
-    which the window holds no request stay without any."""
+    """Renames the trace's models to `models`, both most popular first, and removes SLOs.
+
+    If the trace has fewer models, the last of `models` have no requests.
+    """
     mapping = dict(zip(models_of(trace), models, strict=False))
     return [without_slo(r, mapping[r.model]) for r in trace]
 

@@ -1,4 +1,4 @@
-"""A point of a study: a setup, changes, perhaps an ablated policy; and what is measured of it."""
+"""Points of a study: a setup with changes and possibly an ablated policy, and its outcome."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ SERIES_POINTS = 120
 
 class Trial(Point, frozen=True):
     variant: str = ""
-    """Of the policy; see `lab.papers.ablations`."""
+    """Variant of the policy; see `lab.papers.ablations`."""
     series: bool = False
-    """Keep samples over time."""
+    """True to keep samples over time."""
 
 
 class ModelMeasure(msgspec.Struct, frozen=True):
     requests: int
     in_window: int
-    """Requests that ended while others still arrived."""
+    """Number of requests that finished before the last arrival of the trace."""
     normalized_latency: float | None
-    """Mean latency of the served requests over the mean execution time of a request alone (SeaLLM
-    eq. 1)."""
+    """Mean latency of the served requests, relative to the mean execution time of a request on an
+    idle engine (SeaLLM eq. 1)."""
     ttft: float
+    """Attainment of the TTFT SLO."""
     tpot: float
-    """Attainments."""
+    """Attainment of the TPOT SLO."""
     kv_bytes: float
-    """Mean KV memory while requests arrive."""
+    """Mean KV memory until the last arrival."""
     asked_kv_bytes: float = 0.0
-    """Of all its requests together, each at full length."""
+    """Sum of the KV memory of all its requests at full length."""
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -50,44 +51,44 @@ class Series(msgspec.Struct, frozen=True):
     time_s: list[float]
     kv_bytes: dict[str, list[int]]
     waiting: dict[str, list[int]]
-    """Requests."""
+    """Model -> number of waiting requests."""
     tokens: list[float]
-    """Output tokens per second of all models since the last sample. An output counts as evenly
-    spread from its first token to its last."""
+    """Output tokens per second of all models since the previous sample. The tokens of an output
+    count as evenly spread from the first to the last."""
 
 
 class TrialOutcome(PointOutcome, frozen=True):
     models: dict[str, ModelMeasure] = msgspec.field(default_factory=dict)
     window_s: float = 0.0
-    """Until the last arrival."""
+    """Time until the last arrival."""
     normalized_latency: float | None = None
     lost: int = 0
-    """Requests that ended with an error."""
+    """Number of requests that ended with an error."""
     gpu_bytes: int = 0
     series: Series | None = None
 
     def percent(self, metric: str) -> float | None:
-        """Attainment at SLO scale 1; None for a point that could not be simulated."""
+        """Returns the attainment at SLO scale 1; None for a point that was not simulated."""
         return None if self.summary is None else 100 * self.attainment(metric, "1")
 
     @property
     def completed_rps(self) -> float:
-        """Requests that ended while others still arrived, per second."""
+        """Requests per second that finished before the last arrival."""
         done = sum(model.in_window for model in self.models.values())
         return done / self.window_s if self.window_s else 0.0
 
     @property
     def weighted_rps(self) -> float:
-        """Throughputs of the models, averaged by their rates (MuxServe §4.1)."""
+        """Throughput of the models, averaged by their rates (MuxServe §4.1)."""
         requests = sum(model.requests for model in self.models.values())
         if not requests:
             return 0.0
-        parts = (m.requests * m.in_window / self.window_s for m in self.models.values())
-        return sum(parts) / requests
+        weighted = (m.requests * m.in_window / self.window_s for m in self.models.values())
+        return sum(weighted) / requests
 
 
 def simulate(trial: Trial) -> TrialOutcome:
-    """Raises nothing for a ConfigError: it is the outcome."""
+    """Runs a trial. A ConfigError is returned as the outcome's problem."""
     try:
         scenario = load(Path(trial.config), trial.changes)
         policy = ablations.get(scenario.config.policy, trial.variant, scenario.setup.knobs)
@@ -115,7 +116,7 @@ def simulate(trial: Trial) -> TrialOutcome:
 def _models(
     scenario: Scenario, records: Records, table: Columns, execution_s: NDArray[np.float64]
 ) -> dict[str, ModelMeasure]:
-    """In the order of the setup; models without requests are left out."""
+    """Returns the measures of the models with requests, in the order of the setup."""
     work = scenario.work
     ended = np.array(records.end_s) <= work.end_s
     tokens = np.array(work.prompt_tokens) + np.array(work.output_tokens)
@@ -142,7 +143,7 @@ def _models(
 
 
 def _mean_normalized(table: Columns, execution_s: NDArray[np.float64]) -> float | None:
-    """Over all served requests."""
+    """Returns the mean normalised latency over all served requests; None without any."""
     served = table.ok
     if not served.any():
         return None
@@ -156,7 +157,7 @@ def _series(records: Records) -> Series:
     times = np.array([sample.time_s for sample in samples])
     arrival, model = np.array(work.arrival_s), np.array(work.model)
     started, end = np.array(records.started_s), np.array(records.end_s)
-    # one that never started waited until it was given up
+    # A request that never started waited until it was dropped.
     leaves = np.where(started == NEVER, end, started)
     waiting = {
         name: [

@@ -1,8 +1,8 @@
-"""Tuning: the same small budget for every system that a study compares, and a log of every try.
+"""Tuning of the systems that a study compares, with the same budget for each and a log.
 
-Each system has a list of at most TRIES settings of knobs that are its own, the shipped ones first.
-All are tried on traces that no study evaluates, at one load, by the study's main measure; the best
-one is used at every point of the studies that share the trace's setup.
+Each system has a list of at most TRIES settings of its knobs, starting with the shipped ones. All
+are tried on traces that are not evaluated, at one load, by the study's main measure. The best
+setting is used at every point of the studies that share the setup.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from lab.papers.trial import Trial, TrialOutcome
 TRIES = 4
 QUICK_TRIES = 2
 SEED = 1000
-"""On top of the run's seed, for traces to tune on."""
+"""Offset to the run's seed for traces to tune on."""
 Settings = Mapping[str, Any]
 Systems = Mapping[str, tuple[str, str]]
-"""name -> (policy, variant)"""
+"""Name -> (policy, variant)."""
 
 OPTIONS: dict[str, tuple[Settings, ...]] = {
     name: tuple(tries)
     for name, tries in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
-"""Policy, or policy and variant -> what is tried."""
+"""Policy, or policy and variant -> settings to try."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    taken: Mapping[str, Settings] = field(default_factory=dict)
-    """System -> the settings that did best."""
-    said: tuple[str, ...] = ()
-    """Every try, for the report."""
+    best: Mapping[str, Settings] = field(default_factory=dict)
+    """System -> its best settings."""
+    log: tuple[str, ...] = ()
+    """Texts on all tries, for the report."""
 
     def of(self, system: str) -> Settings:
-        return self.taken.get(system, {})
+        return self.best.get(system, {})
 
 
 AS_SHIPPED = Tuned()
 NO_CHANGES: Settings = {}
 RULE = (
-    f"Every system is tuned with the same budget: at most {TRIES} settings of knobs that are its "
-    "own, the shipped ones first, on generated traces of the same kind that are not evaluated, at "
-    "one load; the best one, of equals the first, is used at every point. Systems with fewer knobs "
-    "had fewer settings to try"
+    f"Every system is tuned with the same budget: at most {TRIES} settings of its knobs, starting "
+    "with the shipped ones, on generated traces of the same kind that are not evaluated, at one "
+    "load. The best one (the first of equal ones) is used at every point. Systems with fewer knobs "
+    "have fewer settings"
 )
 
 
@@ -64,8 +64,12 @@ def simulated(
     *,
     key: str = "",
 ) -> Points:
-    """Each system with the settings it was tuned to, and the changes. setups: x -> YAML. key: takes
-    x as its value."""
+    """Runs each system with its tuned settings and the changes.
+
+    Args:
+        setups: x -> path of the YAML.
+        key: Key that is set to x; "" for none.
+    """
     trials = [
         Trial(
             config,
@@ -79,9 +83,11 @@ def simulated(
     return {x: {name: next(outcomes) for name in systems} for x in setups}
 
 
-def elsewhere(lab: Lab, number: int = 0) -> Lab:
-    """Where traces to tune on are made: by generators, also where studies replay files, of which
-    another seed draws other models of the same minutes."""
+def tuning_lab(lab: Lab, number: int = 0) -> Lab:
+    """Returns a lab for traces to tune on, with another seed and generators only.
+
+    With the user's files, another seed would draw other models of the same minutes.
+    """
     return replace(lab, seed=lab.seed + SEED + number, sources=Sources())
 
 
@@ -99,10 +105,17 @@ def tune(
     what: str,
     fixed: Settings | None = None,
 ) -> Tuned:
-    """configs: the setups to tune on, with the changes `fixed`. measure: larger is better; None
-    where a point could not be simulated. load, what: `configs` and `measure` in words."""
-    most = lab.pick(TRIES, QUICK_TRIES)
-    tries = {name: options(*system)[:most] for name, system in systems.items()}
+    """Tries the options of each system and returns the best ones.
+
+    Args:
+        configs: Setups to tune on.
+        measure: Larger is better; None for a point that was not simulated.
+        load: Description of `configs`.
+        what: Description of `measure`.
+        fixed: Changes of the setups.
+    """
+    maximum = lab.pick(TRIES, QUICK_TRIES)
+    tries = {name: options(*system)[:maximum] for name, system in systems.items()}
     trials = [
         Trial(config, {**(fixed or {}), **settings, "policy": policy}, variant=variant)
         for name, (policy, variant) in systems.items()
@@ -115,28 +128,28 @@ def tune(
         for name, each in tries.items()
     }
     best = {name: best_of(each) for name, each in figures.items()}
-    log = (f"{name}: {_said(tries[name], figures[name], best[name])}" for name in systems)
-    taken = {name: tries[name][place] for name, place in best.items()}
-    return Tuned(taken, (f"Tuned on {load}, by {what}. " + "; ".join(log),))
+    log = (f"{name}: {_described(tries[name], figures[name], best[name])}" for name in systems)
+    settings_of = {name: tries[name][place] for name, place in best.items()}
+    return Tuned(settings_of, (f"Tuned on {load}, by {what}. " + "; ".join(log),))
 
 
 def best_of(figures: Sequence[float | None]) -> int:
-    """The place of the largest; of equal ones, and where there is none, the first."""
+    """Returns the index of the largest figure, the first of equal ones; 0 without figures."""
     known = [(figure, -place) for place, figure in enumerate(figures) if figure is not None]
     return -max(known)[1] if known else 0
 
 
 def whole_mean(figures: Sequence[float | None]) -> float | None:
-    """None where any is missing."""
+    """Returns the mean; None if a figure is missing."""
     known = [figure for figure in figures if figure is not None]
     return sum(known) / len(known) if len(known) == len(figures) else None
 
 
-def _said(tries: Sequence[Settings], figures: Sequence[float | None], best: int) -> str:
-    parts = []
+def _described(tries: Sequence[Settings], figures: Sequence[float | None], best: int) -> str:
+    texts = []
     for place, (settings, figure) in enumerate(zip(tries, figures, strict=True)):
         named = " and ".join(f"{key.rpartition('.')[2]} {v}" for key, v in settings.items())
         shown = "not simulated" if figure is None else f"{figure:.4g}"
         taken = " (taken)" if place == best else ""
-        parts.append(f"{named or 'as shipped'} {shown}{taken}")
-    return ", ".join(parts)
+        texts.append(f"{named or 'as shipped'} {shown}{taken}")
+    return ", ".join(texts)

@@ -47,10 +47,10 @@ def test_nothing_else_changes(policy: str, variant: str) -> None:
 def test_unknown_ones_are_named() -> None:
     assert ablations.get("prism") is registry.get("prism")
     with pytest.raises(
-        ConfigError, match="'x' of 'prism': known are no-global, in-order, no-local"
+        ConfigError, match="'x' of 'prism' is not one of no-global, in-order, no-local"
     ):
         ablations.get("prism", "x")
-    with pytest.raises(ConfigError, match="of 'static': known are none"):
+    with pytest.raises(ConfigError, match="of 'static' is not one of none"):
         ablations.get("static", "x")
 
 

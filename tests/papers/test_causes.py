@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab.papers.lines import Lines
-from lab.papers.muxserve_parts import apart, fairness
+from lab.papers.muxserve_parts import fairness, unfairness
 from lab.papers.prism_pair import by_deadline_drops
 from lab.papers.prism_sweeps import GIVEN, orders
 from lab.papers.seallm_setup import FIXED
@@ -27,7 +27,7 @@ def test_fair_parts_are_what_the_requests_ask_for() -> None:
         return TrialOutcome({}, models=found)
 
     orders_of = {"adbs": holding(7.0, 3.0), "round-robin": holding(5.0, 5.0)}
-    assert [apart(found) for found in orders_of.values()] == pytest.approx([10.0, 50.0])
+    assert [unfairness(found) for found in orders_of.values()] == pytest.approx([10.0, 50.0])
     assert fairness("a", orders_of, "Figure 10").agrees is True
     assert fairness("a", {"adbs": holding(0.0, 0.0)}, "Figure 10").agrees is None
 

@@ -37,10 +37,10 @@ def test_names_are_listed(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("prism-fig99", "--out", "x"), "study 'prism-fig99': known are all, prism-dedicated"),
-        ((), "study: name one of all"),
-        ((OTHER,), "study: give --out FOLDER"),
-        ((OTHER, "--out", "x", "--traces", "nowhere"), "--traces nowhere: is no folder"),
+        (("prism-fig99", "--out", "x"), "study 'prism-fig99' is not one of all, prism-dedicated"),
+        ((), "study: NAME is missing; give one of all"),
+        ((OTHER,), "study: --out is missing; give a folder"),
+        ((OTHER, "--out", "x", "--traces", "nowhere"), "--traces nowhere: is not a folder"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -83,4 +83,4 @@ def test_all_makes_one_page(
     assert call(monkeypatch, "all", "--quick", "--out", str(tmp_path), "--jobs", "1") == 0
     page = (tmp_path / "studies.md").read_text()
     assert all(f"## {name}\n" in page for name in two)
-    assert "quick: figures mean nothing" in " ".join(capsys.readouterr().out.split())
+    assert "quick: meaningless figures" in " ".join(capsys.readouterr().out.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers.prism_pair import Shares, causes, patient, said
+from lab.papers.prism_pair import Shares, load_causes, published_statements, spare_time_cause
 
 
 def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)) -> Shares:
@@ -15,27 +15,27 @@ def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)
     ("gained", "agrees"), [(40.1, True), (40.0, False), (20.0, False), (55.0, True)]
 )
 def test_more_than_40_points(gained: float, agrees: bool) -> None:
-    assert said({11.0: [pair(95.0, 40.0 + gained)]})[0].agrees is agrees
+    assert published_statements({11.0: [pair(95.0, 40.0 + gained)]})[0].agrees is agrees
 
 
 def test_a_gain_at_which_the_first_model_collapses_does_not_count() -> None:
-    found = said({11.0: [pair(95.0, 50.0)], 15.0: [pair(30.0, 95.0)]})
+    found = published_statements({11.0: [pair(95.0, 50.0)], 15.0: [pair(30.0, 95.0)]})
     assert [c.agrees for c in found] == [False, False, False]
     assert found[0].ours == "10.0 points at most"
-    assert [c.agrees for c in said({15.0: [pair(30.0, 95.0)]})[:2]] == [None, None]
+    assert [c.agrees for c in published_statements({15.0: [pair(30.0, 95.0)]})[:2]] == [None, None]
 
 
 def test_the_gain_as_a_part_of_what_it_has_without() -> None:
-    points, part, _ = said({11.0: [pair(95.0, 60.0)]})
+    points, part, _ = published_statements({11.0: [pair(95.0, 60.0)]})
     assert (points.agrees, part.agrees) == (False, True)
     assert (points.ours, part.ours) == ("20.0 points at most", "50.0 % at most")
 
 
 def test_the_load_is_no_cause_of_what_is_the_same_at_all() -> None:
     same = {rate: [pair(95.0, 40.0)] for rate in (11.0, 15.0)}
-    assert {c.verdict for c in causes(same)} == {"is not the cause"}
+    assert {c.verdict for c in load_causes(same)} == {"is not the cause"}
     other = {11.0: [pair(95.0, 40.0)], 15.0: [pair(95.0, 60.0)]}
-    assert [c.verdict for c in causes(other)] == ["names a cause", "is not the cause"]
+    assert [c.verdict for c in load_causes(other)] == ["names a cause", "is not the cause"]
 
 
 def test_time_to_spare_is_the_cause_only_if_both_statements_hold() -> None:
@@ -47,5 +47,5 @@ def test_time_to_spare_is_the_cause_only_if_both_statements_hold() -> None:
         (71.0, 90.0): "is not the cause",
     }
     for shares, verdict in verdicts.items():
-        assert [c.verdict for c in patient(here, {13.0: [pair(*shares)]})] == [verdict]
-    assert patient(here, {}) == []
+        assert [c.verdict for c in spare_time_cause(here, {13.0: [pair(*shares)]})] == [verdict]
+    assert spare_time_cause(here, {}) == []

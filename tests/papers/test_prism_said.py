@@ -109,9 +109,9 @@ def test_a_scale_that_was_not_tried(
 
 def test_baselines_at_the_target() -> None:
     shares = {"prism": 99.9, "muxserve++": 99.0, "qlm": 20.0}
-    found = prism_overall.none_has("with 8 GPUs", shares, "Figure 7")
+    found = prism_overall.no_baseline_reaches("with 8 GPUs", shares, "Figure 7")
     assert (found.ours, found.agrees) == ("muxserve++ does", False)
-    assert prism_overall.none_has("x", {"prism": 99.9}, "Figure 7").agrees is None
+    assert prism_overall.no_baseline_reaches("x", {"prism": 99.9}, "Figure 7").agrees is None
     tpot: Lines = {name: [(8, share)] for name, share in shares.items()}
     assert prism_overall.few_at_tpot("x", tpot).agrees is True
     assert prism_overall.few_at_tpot("x", {**tpot, "qlm": [(8, 99.0)]}).agrees is False

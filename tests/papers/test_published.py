@@ -7,7 +7,7 @@ import pytest
 from lab.papers import muxserve, muxserve_parts, seallm
 from lab.papers.catalog import STUDIES
 from lab.papers.lines import Lines
-from lab.papers.muxserve import in_time, outperforms, quite_bad
+from lab.papers.muxserve import outperforms, requests_at_target, temporal_is_worst
 from lab.papers.seallm import worst_of
 from lab.papers.seallm_statements import (
     FAST_FALL,
@@ -77,18 +77,18 @@ def test_requests_within_99_percent_are_read_between_rates() -> None:
         "spatial": line(100.0, 98.0, 90.0),
         "temporal": line(98.0, 90.0, 80.0),
     }
-    found = in_time({0.9: shares})
+    found = requests_at_target({0.9: shares})
     assert (found.ours, found.published) == (f"{2.5 / 1.5:.2f}x", "2.90x")
     assert "over spatial, alpha 0.9" in found.what
     nothing: Lines = {name: line(90.0) for name in shares}
-    assert in_time({0.9: nothing}).agrees is None
+    assert requests_at_target({0.9: nothing}).agrees is None
 
 
 @pytest.mark.parametrize(("temporal", "holds"), [(0.5, True), (1.0, False), (1.5, False)])
 def test_quite_bad_is_behind_both_in_both(temporal: float, holds: bool) -> None:
     rates: Lines = {"muxserve": line(2.0), "spatial": line(1.0), "temporal": line(temporal)}
-    assert quite_bad(rates, rates, "Figure 7").agrees is holds
-    assert quite_bad({**rates, "spatial": [(1.0, None)]}, rates, "Figure 7").agrees is None
+    assert temporal_is_worst(rates, rates, "Figure 7").agrees is holds
+    assert temporal_is_worst({**rates, "spatial": [(1.0, None)]}, rates, "Figure 7").agrees is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_similar_is_within_a_quarter(other: float, holds: bool) -> None:
 )
 def test_a_fall_is_as_large_as_the_words(last: float, fall: Fall, holds: bool) -> None:
     found = falls({"vllm": line(100.0, last)}, "vllm", "'s SLO attainment", "Figure 12", fall)
-    assert (found.agrees, found.published) == (holds, fall.said)
+    assert (found.agrees, found.published) == (holds, fall.text)
 
 
 def test_benefits_get_smaller_over_the_best_baseline() -> None:

@@ -45,7 +45,7 @@ def test_a_shorter_arena_sample_is_taken_whole(tmp_path: Path) -> None:
     assert len(trace) > 120 * 8 / 9 - 2
     assert trace[-1].arrival_s <= 60
     (said,) = sources.shortened
-    assert said.startswith("arena-chat: the 60 s of arrivals that its sample has")
+    assert said.startswith("arena-chat: the 60 s of its sample instead of 900 s")
     assert said.endswith("instead of 900 s")
     found = report.result(
         catalog.get("prism-fig7-rate"),

@@ -90,7 +90,7 @@ def test_every_try_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     assert found.of("parts") == {"baselines.static_kv": "tokens"}
     assert found.of("prism") == found.of("not tuned") == {}
-    assert found.said == (
+    assert found.log == (
         "Tuned on a load, by a measure. parts: as shipped 1, static_kv tokens 2 (taken); "
         "prism: as shipped 1 (taken), idle_threshold 10s 1, rate_window 20s 1, "
         "idle_threshold 10s and rate_window 20s 1",
@@ -128,9 +128,9 @@ def test_tuning_is_the_same_each_time_and_on_no_evaluated_trace(
 ) -> None:
     found = TRACES[family](a_lab(tmp_path / "0"))
     assert found == TRACES[family](a_lab(tmp_path / "1"))
-    assert found.said[0].startswith("Tuned on ")
-    assert found.said[0].count("as shipped") == found.said[0].count("(taken)")
-    assert "not simulated" not in found.said[0]
+    assert found.log[0].startswith("Tuned on ")
+    assert found.log[0].count("as shipped") == found.log[0].count("(taken)")
+    assert "not simulated" not in found.log[0]
     # the trace that it would be with the run's own seed, which studies evaluate
     TRACES[family](replace(a_lab(tmp_path / "2"), seed=-tuning.SEED))
     first, again, own = ((tmp_path / name / "study" / "setups") for name in "012")
