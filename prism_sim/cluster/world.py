@@ -45,6 +45,8 @@ class World:
         target: Permanent placement, instead of a search by the policy.
         start: Initial placement, used until the policy searches again.
         keep_queues: Record the queue of each device with its inputs in `queues`.
+
+    `progress` is called periodically with (requests ended, requests).
     """
 
     def __init__(
@@ -106,7 +108,6 @@ class World:
         self._next, self._requests, self._wake_due = 0, len(work), False
         # Some inputs of the scheduler, such as idle times, change without an event.
         self._alarm = Alarm(self.kernel, self._tick)
-        # Called periodically with (requests ended, requests).
         self.progress: Callable[[int, int], None] | None = None
 
     @property

@@ -292,7 +292,7 @@ def test_results_say_how_much_was_cached(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"policy": "muxserve"}, "engine.prefix_reuse: muxserve controls steps"),
+        ({"policy": "muxserve"}, "engine.prefix_reuse: cannot be combined with policy 'muxserve'"),
         ({"engine.block_tokens": 48}, "48 must divide the 512 tokens of a hash_ids block"),
     ],
 )

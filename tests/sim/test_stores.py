@@ -159,7 +159,7 @@ def test_the_keys(tmp_path: Path) -> None:
     [
         (
             {"activation.weights_everywhere": False},
-            "activation.weights_everywhere: with host_store",
+            "activation.weights_everywhere: false cannot be combined with host_store",
         ),
         ({"activation.disk_rate": "0.4B"}, "activation.disk_rate, gpus.network_rate: must be"),
         (
