@@ -28,9 +28,11 @@ CHECKED = (
     "deploy",
     "kvcached",
     "kvcached_plugins",
+    "lab",
     "patches",
     "prism",
     "prism_replay",
+    "prism_sim",
     "scripts",
 )
 SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".lua", ".md", ".sh", ".yaml", ".toml")
