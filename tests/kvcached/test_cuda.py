@@ -68,7 +68,12 @@ def test_without_a_driver_the_message_says_what_to_install(
 ) -> None:
     for path, error, says, do in (
         ("libnot-there.so.1", errors.NoDriverError, "libnot-there", "install the driver"),
-        ("libm.so.6", errors.DriverTooOldError, "too old: .*no cuInit", "install one of CUDA 11"),
+        (
+            "libm.so.6",
+            errors.DriverTooOldError,
+            "too old: .*no cuInit",
+            "install the driver of CUDA 11",
+        ),
     ):
         monkeypatch.setenv("KVCACHED_LIBCUDA", path)
         with pytest.raises(error, match=says) as refused:
@@ -245,7 +250,7 @@ def test_memory_outside_the_ledger_is_no_room(libcuda: LibCuda, namespace: str) 
     refused = run_python(code, KVCACHED_TEST_CUDA_BYTES=str(CAPACITY // 2))
     assert refused.stdout.startswith("NoRoomError cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY (2)")
     assert "tries in 500 ms" in refused.stdout
-    assert "used outside of the ledger. End who holds it" in refused.stdout
+    assert "used outside of the ledger. End the processes that hold it" in refused.stdout
 
 
 def test_a_gpu_that_stays_full_holds_up_the_first_create_alone(

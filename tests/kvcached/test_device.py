@@ -120,7 +120,7 @@ def test_what_is_no_ledger_is_refused(device: Device, namespace: str) -> None:
 def test_a_ledger_of_an_earlier_boot_is_used_by_nobody(namespace: str) -> None:
     stale = Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
     overwrite(namespace, 16, b"00000000-0000")
-    with pytest.raises(errors.LedgerCorruptError, match="in use, but of another boot"):
+    with pytest.raises(errors.LedgerCorruptError, match="in use, but it is of another boot"):
         Device.open("host:0", capacity_bytes=PAGE, page_bytes=PAGE, namespace=namespace)
     stale.close()
     with pytest.raises(errors.UnknownDeviceError, match="capacity_bytes to create"):
@@ -218,7 +218,7 @@ def test_memory_that_may_not_be_looked_at_is_named(
     segment_path("host:0", namespace).chmod(0o666)
     with device.client("owner"):
         said, _ = spawn("look_as_nobody").communicate(timeout=60)
-    assert "may not look at the memory of process" in said
+    assert "no permission to read the memory of process" in said
 
 
 def test_a_device_closes_with_its_block(namespace: str) -> None:

@@ -117,12 +117,12 @@ def test_bad_ids_choose_nothing(client: Client) -> None:
     times = np.zeros(2, dtype=np.int64)
     with pytest.raises(errors.DoubleFreeError, match="named twice"):
         kv.choose_evictions(slabs[0][[3, 3]], times, 1)
-    with pytest.raises(errors.UnknownBlockError, match="not of this KV cache"):
+    with pytest.raises(errors.UnknownBlockError, match="does not belong to this KV cache"):
         kv.choose_evictions(np.array([3, kv.num_blocks]), times, 1)
     kv.free_kv(slabs[1])
     with pytest.raises(errors.DoubleFreeError, match="not allocated"):
         kv.choose_evictions(slabs[1][:2], times, 1)
-    with pytest.raises(errors.InvalidArgumentError, match="of one length"):
+    with pytest.raises(errors.InvalidArgumentError, match="the same length"):
         kv.choose_evictions(slabs[0], times, 1)
     with pytest.raises(errors.InvalidArgumentError, match="1-D int64"):
         kv.choose_evictions(slabs[0].astype(np.int32), times, 1)

@@ -61,7 +61,7 @@ def said(namespace: str, device: str = "cuda:0", **env: str) -> str:
 def test_a_driver_that_is_too_old(libcuda: LibCuda, namespace: str) -> None:
     told = said(namespace, KVCACHED_TEST_CUDA_VERSION="10010")
     assert told.startswith("DriverTooOldError NVIDIA's driver is too old: it is of CUDA 10.1")
-    assert "install one of CUDA 11.4 or later" in told
+    assert "install the driver of CUDA 11.4 or later" in told
 
 
 def test_a_libcuda_of_another_version_than_the_kernels_driver(
@@ -74,7 +74,9 @@ def test_a_libcuda_of_another_version_than_the_kernels_driver(
 
 def test_a_gpu_without_virtual_memory(libcuda: LibCuda, namespace: str) -> None:
     told = said(namespace, KVCACHED_TEST_CUDA_VMM="0")
-    assert told.startswith("UnsupportedDeviceError device 'cuda:0', NVIDIA H200, has no virtual")
+    assert told.startswith(
+        "UnsupportedDeviceError device 'cuda:0', NVIDIA H200, does not support virtual"
+    )
     assert "use another GPU or a host device such as 'host:0'" in told
 
 
@@ -301,7 +303,7 @@ def test_the_memory_of_a_killed_process_is_waited_for(libcuda: LibCuda, namespac
         return subprocess.run(next_one, env=env, capture_output=True, text=True, check=True).stdout
 
     try:
-        assert "if a process that was killed is still being cleaned up" in after("0.1")
+        assert "if a killed process is still being cleaned up" in after("0.1")
         assert after("") == "mapped\n"
     finally:
         Device.unlink(namespace, "cuda:0", force=True)

@@ -176,7 +176,7 @@ def test_a_capture_goes_on_beside_kvcached(
     kv.free_kv(ids)
     if own_stream:
         # Nothing may be recorded into the graph: what is freed waits for its end.
-        with pytest.raises(PagesInUseError, match="captures a graph"):
+        with pytest.raises(PagesInUseError, match="is capturing a graph"):
             kv.trim()
         assert kv.mapped_bytes() == 8 * TINY.quantum_bytes(PAGE)
     else:

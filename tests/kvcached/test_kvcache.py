@@ -119,7 +119,7 @@ def test_bad_frees_change_nothing(client: Client) -> None:
         ([ids[0], other[5]], errors.DoubleFreeError, "not allocated"),
         ([ids[0], 0], errors.UnknownBlockError, "reserved for padding"),
         ([ids[0], -1], errors.UnknownBlockError, "blocks 1 to 255"),
-        ([ids[0], kv.num_blocks], errors.UnknownBlockError, "not of this KV cache"),
+        ([ids[0], kv.num_blocks], errors.UnknownBlockError, "does not belong to this KV cache"),
     ]
     for bad, error, says in cases:
         with pytest.raises(error, match=says):

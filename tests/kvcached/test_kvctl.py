@@ -72,7 +72,7 @@ def test_top_names_the_holder_of_a_locked_ledger(device: Device, namespace: str)
     refusal = refused("top", "--once", "--namespace", namespace)
     assert time.monotonic() - started < 10
     assert f"kvctl: {namespace}/host:0: the ledger has been locked for too long" in refusal
-    assert f"by process {os.getpid()}, which does not go on" in refusal
+    assert f"by process {os.getpid()}, which makes no progress" in refusal
     struct.pack_into("<I", segment, LOCK_OFFSET, 0)
     assert f"{namespace}/host:0 [" in kvctl("top", "--once", "--namespace", namespace)
 

@@ -110,7 +110,7 @@ def test_another_version_is_stale_once_nobody_uses_it(left_behind: str) -> None:
 def test_another_size_is_no_other_version(left_behind: str) -> None:
     overwrite(left_behind, 12, (16).to_bytes(4, "little"))
     said = segment_of(left_behind).stale_reason or ""
-    assert said.startswith("a ledger of 16 bytes, this library's has ")
+    assert said.startswith("a ledger of 16 bytes, that of this library has ")
     with pytest.raises(errors.LedgerVersionError, match="has a ledger of 16 bytes, this library's"):
         Device.open("host:0", namespace=left_behind)
     assert collected(left_behind)
@@ -119,8 +119,8 @@ def test_another_size_is_no_other_version(left_behind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "its creator died before it was done"),
-        (bytes(5000), "its creator died before it was done"),
+        (b"", "its creator died before it was finished"),
+        (bytes(5000), "its creator died before it was finished"),
         (b"not one.", "it is not a ledger"),
         (b"KVLEDGER\x01\0\0\0", "version 1 of the ledger"),
     ],
