@@ -1,8 +1,8 @@
-"""An engine of one file on kvcached: continuous batching, paging and elastic memory.
+"""Engine on kvcached in one file: continuous batching, paging and elastic memory.
 
 A tiny transformer in numpy keeps its KV cache in kvcached's tensors. While a second process holds
-most of the device, requests wait or are preempted; once it has left, the engine grows by itself.
-Every answer is compared with that of the same model on plain arrays.
+most of the device, requests wait or are preempted. After it has exited, the engine grows.
+Every answer is compared with the answer of the same model on plain arrays.
 
     python examples/engine_loop.py [NAMESPACE]
 """
@@ -37,7 +37,7 @@ class Memory(Protocol):
 
 
 class Model:
-    """Two layers of attention with random weights; greedy."""
+    """Two layers of attention with random weights and greedy decoding."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(7).standard_normal
@@ -46,7 +46,7 @@ class Model:
         self.weights = draw(shape, dtype=np.float32) / np.float32(HIDDEN**0.5)
 
     def forward(self, token: int, position: int, memory: Memory) -> int:
-        """Writes the token's K and V at `position`, attends to all up to it, returns the next."""
+        """Writes the token's K and V at `position` and returns the next token."""
         x = self.embedding[token]
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
             q, k, v = ((x @ w).reshape(LAYOUT.num_kv_heads, -1) for w in (wq, wk, wv))
@@ -61,22 +61,22 @@ class Model:
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` starts with the prompt; the first `computed` of them have K and V in `blocks`."""
+    """Request of the engine."""
 
-    tokens: list[int]
-    length: int
-    computed: int = 0
+    tokens: list[int]  # the prompt, then the output
+    length: int  # of both
+    computed: int = 0  # number of first tokens that have K and V in `blocks`
     blocks: list[int] = field(default_factory=list)
 
 
 class PagedMemory:
-    """A request's view of the engine's KV tensors."""
+    """View of the engine's KV tensors for one request."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.buffers = engine.buffers
         block = LAYOUT.block_tokens
         starts = np.array(request.blocks, dtype=np.int64)[:, None] * block
-        self.slots = (starts + np.arange(block)).reshape(-1)  # of position 0, 1, 2, ...
+        self.slots = (starts + np.arange(block)).reshape(-1)  # by position
 
     def write(self, layer: int, position: int, k: Floats, v: Floats) -> None:
         keys, values = self.buffers[layer]
@@ -88,7 +88,7 @@ class PagedMemory:
 
 
 class Engine:
-    """Runs all requests it has memory for, a token each a step; the oldest come first."""
+    """Scheduler that runs the oldest requests for which there is memory, a token each per step."""
 
     def __init__(self, device: Device, name: str, max_tokens: int = 1 << 16) -> None:
         self.model = Model()
@@ -103,7 +103,7 @@ class Engine:
         self.preemptions = 0
 
     def step(self) -> None:
-        """One token for every running request, then new ones while there is room."""
+        """Computes a token of every running request, then starts waiting ones if there is room."""
         for request in list(self.running):
             if request in self.running and self._grow(request):
                 self._compute(request)
@@ -111,7 +111,7 @@ class Engine:
             self.running.append(self.waiting.popleft())
 
     def _start(self, request: Request) -> bool:
-        """Takes memory for all that the request has to compute again, and computes it."""
+        """Computes the prompt and earlier output. Returns False without room for them."""
         if not self._cover(request):
             return False
         while request.computed < len(request.tokens) - 1:
@@ -119,7 +119,10 @@ class Engine:
         return True
 
     def _grow(self, request: Request) -> bool:
-        """Room for one token more; preempts the youngest where there is none."""
+        """Allocates room for one more token and preempts the youngest requests if needed.
+
+        Returns False if `request` itself was preempted.
+        """
         while not self._cover(request):
             youngest = self.running.pop()
             self._release(youngest)
@@ -131,7 +134,7 @@ class Engine:
         return True
 
     def _cover(self, request: Request) -> bool:
-        """Whether there are blocks for all tokens so far; "no room" is a value, not an error."""
+        """Allocates blocks for all tokens so far. Returns False without room, which is normal."""
         missing = -(-len(request.tokens) // LAYOUT.block_tokens) - len(request.blocks)
         if missing > 0:
             ids = self.kv.alloc_kv(missing)
@@ -158,7 +161,7 @@ class Engine:
 
 
 class PlainMemory:
-    """The same K and V without paging, to compare with."""
+    """K and V without paging, for the comparison."""
 
     def __init__(self, length: int) -> None:
         shape = (LAYOUT.num_layers, 2, length, LAYOUT.num_kv_heads, LAYOUT.head_dim)
@@ -172,7 +175,7 @@ class PlainMemory:
 
 
 def expected_tokens(model: Model, prompt: list[int], length: int) -> list[int]:
-    """What the model says when memory is no object."""
+    """Returns the model's tokens, computed on plain arrays."""
     tokens, memory = list(prompt), PlainMemory(length)
     for position in range(length - 1):
         following = model.forward(tokens[position], position, memory)
@@ -182,18 +185,18 @@ def expected_tokens(model: Model, prompt: list[int], length: int) -> list[int]:
 
 
 def neighbour(namespace: str) -> None:
-    """The second process: holds most of the device until it is told to leave."""
+    """Holds most of the device until a line arrives on stdin. Runs in the second process."""
     device = Device.open("host:0", namespace=namespace)
     with device.client("neighbour") as client:
         tensor = client.alloc_virtual_tensor(NEIGHBOUR_BYTES)
         tensor.map(0, NEIGHBOUR_BYTES)
         print("ready", flush=True)
         sys.stdin.readline()
-    print("gone", flush=True)
+    print("freed", flush=True)
 
 
 def run_until(engine: Engine, steps: int | None = None) -> int:
-    """Runs some steps, or all that are needed; returns the most requests that ran at once."""
+    """Runs `steps` steps, or all. Returns the largest number of concurrent requests."""
     most = 0
     while (engine.waiting or engine.running) and steps != 0:
         engine.step()
@@ -203,22 +206,22 @@ def run_until(engine: Engine, steps: int | None = None) -> int:
 
 
 def serve(device: Device) -> None:
-    """Twelve requests, the first steps beside the neighbour, the others without it."""
+    """Runs twelve requests, the first steps together with the neighbour."""
     command = [sys.executable, __file__, "neighbour", device.namespace]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdout.readline()  # it holds its memory now
+        process.stdout.readline()  # the neighbour holds its memory now
         engine = Engine(device, "engine")
         prompts = [[i, 2 * i, 3 * i] * 16 for i in range(1, 13)]
         requests = [Request(list(prompt), length=len(prompt) + 60) for prompt in prompts]
         engine.waiting.extend(requests)
-        beside = run_until(engine, steps=40)
-        print(f"beside the neighbour: {beside} requests at once")
+        shared = run_until(engine, steps=40)
+        print(f"with the neighbour: {shared} requests at once")
         print(f"preempted so far: {engine.preemptions}")
-        process.stdin.write("leave\n")
+        process.stdin.write("exit\n")
         process.stdin.flush()
         process.stdout.readline()
         alone = run_until(engine)
@@ -227,9 +230,9 @@ def serve(device: Device) -> None:
         request.tokens == expected_tokens(engine.model, prompt, request.length)
         for request, prompt in zip(requests, prompts, strict=True)
     )
-    print(f"{right} of {len(requests)} answers are right")
+    print(f"{right} of {len(requests)} answers are correct")
     held = engine.kv.mapped_bytes() - engine.kv.floor_bytes()
-    print(f"held when idle: {held} bytes beside the padding block")
+    print(f"held when idle: {held} bytes in addition to the padding block")
     engine.client.close()
 
 

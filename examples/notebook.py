@@ -1,10 +1,10 @@
-"""A notebook on `prism_sim`, as a script: which policy keeps its SLOs on two GPUs, and why.
+"""Notebook on `prism_sim`, as a script: comparison of policies on two GPUs.
 
-Run it with `python examples/notebook.py`; in a notebook, each `# %%` begins a cell. It needs the
+Run it with `python examples/notebook.py`. In a notebook each `# %%` starts a cell. It needs the
 package polars (`pip install 'prism-sim[frames]'`).
 """
 
-# %% A cluster is the keys of the YAML; a trace is a file, or rows.
+# %% A setup has the keys of the YAML. A trace is a file, or rows.
 import polars as pl
 
 from prism.policies.data import Action, Activate, ClusterView, Settings
@@ -24,11 +24,11 @@ setup = {
 results = simulate(setup)
 print(results.summary.total.attainment["1"])
 
-# %% Each request is a row: the slowest first tokens, and who had them.
+# %% Each request is a row. These have the slowest first tokens.
 slow = results.requests.sort("ttft_s", descending=True).head(5)
 print(slow.select("model", "device", "arrival_s", "ttft_s"))
 
-# %% Latency over time, in pieces of a minute.
+# %% Latency by minute.
 minutes = (
     results.requests.group_by((pl.col("arrival_s") // 60).alias("minute"))
     .agg(pl.len().alias("requests"), pl.col("ttft_s").quantile(0.99).alias("ttft_p99_s"))
@@ -37,9 +37,9 @@ minutes = (
 print(minutes)
 
 
-# %% A policy of one's own needs no package here: the first device with room, for good.
+# %% A policy of your own needs no package here: the first device with room, permanently.
 def first_fit(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """One model for each plan; the next one sees what is left."""
+    """Returns an action for one model. The next plan sees the remaining room."""
     for model in view.models:
         for gpu in view.gpus:
             need = model.weight_bytes + model.kv_floor_bytes
@@ -55,7 +55,7 @@ runs: dict[str, Results] = {
     "prism": results,
 }
 
-# %% One table of all: attainment, busy GPUs, and how often models came and went.
+# %% A table of all runs: attainment, busy GPUs and activations.
 compared = pl.DataFrame(
     {
         "policy": list(runs),
@@ -66,7 +66,7 @@ compared = pl.DataFrame(
 )
 print(compared)
 
-# %% The same requests elsewhere: a trace is rows, too.
+# %% A trace can also be rows.
 rows = [
     {"timestamp": 1000.0 * i, "model": "chat", "input_length": 200, "output_length": 50}
     for i in range(60)

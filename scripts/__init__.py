@@ -1,2 +1,4 @@
-"""Commands for developers. A regular package: one that is installed under this name would hide a
-folder without this file, wherever it is on the path."""
+"""Commands for developers.
+
+This is a regular package, because an installed package of this name would hide a namespace package.
+"""

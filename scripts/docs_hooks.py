@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: pages of kvcached's API, and documents from outside docs/.
 
-    mkdocs build        writes build/site; a dead link or an unknown name of the API is an error
-    mkdocs serve        shows the site while the documents are edited
+mkdocs build        writes build/site; a dead link or an unknown name of the API is an error
+mkdocs serve        shows the site while the documents are edited
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-# Page -> title and modules whose public names it has.
+# Page -> title and modules with its public names.
 API = {
     "device": ("Devices and their usage", ("device", "usage", "driver_memory")),
     "client": ("Clients", ("client",)),
     "kvcache": ("KV caches", ("kvcache", "group", "ranks")),
-    "handover": ("Blocks of one process in another's", ("handover.offer",)),
+    "handover": ("Moving KV between processes", ("handover.offer",)),
     "balloon": ("Giving memory back", ("balloon", "memory_requests")),
     "layouts": ("Layouts", ("layouts",)),
     "weights": (
@@ -63,7 +63,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Leads links to other files of the repository to their pages, or makes them plain text."""
+    """Rewrites links to other files of the repository: to their pages, or to plain text."""
     here = page.file.src_uri
     origin = here.removeprefix("project/") if here.startswith("project/") else f"docs/{here}"
 

@@ -1,6 +1,6 @@
-"""Print the requirements of the distributions and of the named extras and groups, one a line.
+"""Print the requirements of the distributions and of the named extras and groups, one per line.
 
-They can then be installed under constraints before the projects themselves are built.
+They are installed with constraints before the projects are built.
 """
 
 import sys

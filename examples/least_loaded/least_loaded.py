@@ -1,4 +1,4 @@
-"""A model goes to the least loaded device; where none has room, the least recently used leaves."""
+"""Policy that places a model on the least loaded device and evicts the least recently used one."""
 
 from functools import partial
 
@@ -8,9 +8,9 @@ from prism.policies.policy import ELASTIC_MEMORY, Policy, PolicyKnobs
 
 
 class Knobs(PolicyKnobs, frozen=True):
-    """In the YAML: `knobs: {least-loaded: {keep_s: 5}}`."""
+    """Knobs of the policy, set in the YAML by `knobs: {least-loaded: {keep_s: 5}}`."""
 
-    # A model stays for so long after its last request.
+    # Seconds after its last request in which a model is not evicted.
     keep_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -19,12 +19,12 @@ class Knobs(PolicyKnobs, frozen=True):
 
 
 def policy(knobs: Knobs) -> Policy:
-    """What the entry point names."""
+    """Returns the policy. The entry point names this function."""
     return Policy("least-loaded", partial(plan, knobs=knobs), frozenset({ELASTIC_MEMORY}))
 
 
 def plan(view: ClusterView, settings: Settings, knobs: Knobs) -> tuple[Action, ...]:
-    """An action for each model that is asked for and absent."""
+    """Returns an action for each inactive model that has requests."""
     gpus = {g.name: g for g in view.gpus if g.alive}
     room = {name: g.free_bytes for name, g in gpus.items()}
     engines = {name: g.engines_free for name, g in gpus.items()}
@@ -37,7 +37,7 @@ def plan(view: ClusterView, settings: Settings, knobs: Knobs) -> tuple[Action, .
         places = [d for d in gpus if allowed(model, d) and engines[d] and room[d] >= need]
         if places:
             device = min(places, key=lambda d: (load[d], -room[d], d))
-            actions.append(Activate(model.name, device, f"{load[device]} requests are there"))
+            actions.append(Activate(model.name, device, f"the device has {load[device]} requests"))
             engines[device], room[device] = engines[device] - 1, room[device] - need
             load[device] += model.waiting
         elif model.waiting and unused and not leaving:

@@ -27,12 +27,12 @@ def run(*command: str) -> list[str]:
 
 def test_the_engine_loop_shares_a_device_and_answers_rightly(namespace: str) -> None:
     said = run(str(ROOT / "examples" / "engine_loop.py"), namespace)
-    beside, preempted, alone = (int(re.findall(r": (\d+)", line)[0]) for line in said[:3])
-    assert beside < alone == 12
+    shared, preempted, alone = (int(re.findall(r": (\d+)", line)[0]) for line in said[:3])
+    assert shared < alone == 12
     assert preempted > 0
     assert said[3:] == [
-        "12 of 12 answers are right",
-        "held when idle: 0 bytes beside the padding block",
+        "12 of 12 answers are correct",
+        "held when idle: 0 bytes in addition to the padding block",
     ]
     assert not list(SHM_DIR.glob(f"prism-kvcached.{namespace}.*"))
 

@@ -31,5 +31,5 @@ def test_the_example_serves_two_models_on_one_engine(
             answer = cluster.post(model, return_token_ids=True, ignore_eos=True).json()
             assert answer["choices"][0]["token_ids"] == expected_tokens([9, 8, 7], 12)
     journal = "".join(path.read_text() for path in (folder / "logs").rglob("*cluster*"))
-    for reason in ("0 requests are there", "; b waits", "; a waits"):
+    for reason in ("the device has 0 requests", "; b waits", "; a waits"):
         assert reason in journal
