@@ -67,7 +67,8 @@ def test_each_metric_in_the_documentation_moves() -> None:
     named = {
         name
         for page in DOCS.glob("*.md")
-        for name in re.findall(r"\bprism_(?!sim\b|replay\b)[a-z0-9_]+(?=[`{\[ ,)])", page.read_text())
+        for name in re.findall(r"\bprism_[a-z0-9_]+(?=[`{\[ ,)])", page.read_text())
+        if name not in ("prism_host_device", "prism_replay", "prism_sim")
     }
     before, after = samples(0), samples(1)
     moved = {name for name in before if before[name] != after[name]}
