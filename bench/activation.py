@@ -3,14 +3,15 @@
     python bench/activation.py [--model DIR] [--pairs 3] [--capacity 4GiB] [--page 2MiB]
         [--context 2048] [--neighbour DIR] [--seconds 6] [--rate 500MiB]
 
-Both are timed on the clock until the model has given two greedy tokens, in turn, in one run, with
-the model's files in the page cache. Stock: `sglang.Engine` in a new process, on the same CPU paths,
-its weights and KV in torch's memory. Warm: a process that has imported the engine once and has
-served this model before, so that its weights are in the store; its stages are listed, and what it
-read from disk. CPU time beside both (of the stock engine's processes, to their end), which says
-more where the machine is busy. With
---neighbour (a second model) another process decodes that one all the while: its time per token
-before, during and after an activation, which copies at most --rate bytes per second.
+Both are timed alternately in one run until the model has generated two greedy tokens, with the
+model's files in the page cache. Stock: `sglang.Engine` in a new process, on the same CPU paths,
+with weights and KV in torch's memory. Warm: a process that has imported the engine once and has
+served this model before, so its weights are in the store. The output has wall-clock time, CPU time
+(of the stock engine's processes until their end), the stages of an activation, and its disk reads.
+CPU time is more reliable on a busy machine.
+
+With --neighbour (a second model) another process decodes that model meanwhile. The output then has
+its time per token before, during and after an activation, which copies at most --rate bytes/s.
 
 Models: `prism-models prepare smollm2-135m tiny-llama` (0.54 GB and 17 MB of float32).
 """
@@ -49,8 +50,8 @@ DEVICE = "host:0"
 PROMPT = [1, 8, 15, 22]
 TARGET = 10.0
 
-# What the stock engine finds on its path: a platform on the same native code paths with SGLang's
-# own pools, and the stand-ins that its imports need on a machine without a GPU.
+# Files on the path of the stock engine: a platform with the same native code paths and SGLang's
+# own pools, and the stand-ins for imports that fail on a machine without a GPU.
 PLATFORM = """
 from kvcached.engines.sglang.platform import NativeCpuPlatform
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -79,7 +80,7 @@ if __name__ == "__main__":
 
 
 def write_platform(folder: Path) -> None:
-    """SGLANG_PLATFORM=stock_cpu, for processes that have the folder on their path."""
+    """Writes the platform that SGLANG_PLATFORM=stock_cpu selects for processes with this path."""
     metadata = folder / "stock_cpu-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stock-cpu\nVersion: 0\n")
@@ -90,7 +91,7 @@ def write_platform(folder: Path) -> None:
 
 @contextmanager
 def stock_files() -> Iterator[Path]:
-    """A folder that makes the stock engine find its platform, without installing anything."""
+    """Yields a folder on whose path the stock engine finds its platform. Installs nothing."""
     with tempfile.TemporaryDirectory(prefix="stock-") as name:
         folder = Path(name)
         write_platform(folder)
@@ -100,8 +101,9 @@ def stock_files() -> Iterator[Path]:
 
 
 def cold_start(folder: Path, spec: ModelSpec) -> tuple[float, float]:
-    """Seconds from the start of a new process until the stock engine's second token, and all its
-    CPU seconds."""
+    """Returns seconds from the start of a new process until the stock engine's second token, and
+    the process's CPU seconds.
+    """
     options = {
         "model_path": spec.path,
         "device": "cpu",
@@ -141,7 +143,7 @@ def cold_start(folder: Path, spec: ModelSpec) -> tuple[float, float]:
 
 
 def children_s() -> float:
-    """CPU seconds of children that have ended."""
+    """Returns CPU seconds of children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -153,7 +155,7 @@ def warm_engine(config: ClusterConfig, engine_id: str) -> EngineCore:
 
 
 def activation(core: EngineCore, spec: ModelSpec) -> tuple[float, float, Activated]:
-    """Seconds, CPU seconds of all threads, and the stages."""
+    """Returns seconds, CPU seconds of all threads, and the stages."""
     begin_s, used_s = time.monotonic(), time.process_time()
     activated = core.activate(ActivateEngine(spec, max_running=8))
     seconds, cpu_s = time.monotonic() - begin_s, time.process_time() - used_s
@@ -162,14 +164,14 @@ def activation(core: EngineCore, spec: ModelSpec) -> tuple[float, float, Activat
 
 
 def read_bytes() -> int:
-    """What this process has read from disks so far."""
+    """Returns bytes that this process has read from disks so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def compare(config: ClusterConfig, spec: ModelSpec, pairs: int) -> None:
     core = warm_engine(config, "bench")
-    activation(core, spec)  # an engine that has served before
+    activation(core, spec)  # so that the engine has served before
     cold, warm = list[tuple[float, float]](), list[tuple[float, float]]()
     stages = list[dict[str, float]]()
     with stock_files() as folder:
@@ -178,7 +180,7 @@ def compare(config: ClusterConfig, spec: ModelSpec, pairs: int) -> None:
             seconds, cpu_s, activated = activation(core, spec)
             warm.append((seconds, cpu_s))
             stages.append(activated.stages_s)
-    activation(core, spec)  # code that the system had dropped comes back from disk
+    activation(core, spec)  # reads code back that the system had dropped from memory
     read_before = read_bytes()
     activation(core, spec)
     print(f"read from disk by one activation: {read_bytes() - read_before} bytes")
@@ -208,7 +210,7 @@ def request(spec: ModelSpec, number: int) -> Request:
 
 
 def decode_on(config: ClusterConfig, spec: ModelSpec, out_fd: int, streams: int = 4) -> None:
-    """Decode until killed, writing the monotonic time of every step that gave tokens."""
+    """Decodes until killed. Writes the monotonic time of every step that returned tokens."""
     core = warm_engine(config, "neighbour")
     core.activate(ActivateEngine(spec, max_running=streams))
     number = 0
@@ -222,7 +224,7 @@ def decode_on(config: ClusterConfig, spec: ModelSpec, out_fd: int, streams: int 
 
 @contextmanager
 def neighbour(config: ClusterConfig, spec: ModelSpec) -> Iterator[Callable[[], list[float]]]:
-    """A forked process that decodes; yields what returns the times of its steps so far."""
+    """Runs a forked process that decodes. Yields a function that returns the times of its steps."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -231,7 +233,7 @@ def neighbour(config: ClusterConfig, spec: ModelSpec) -> Iterator[Callable[[], l
         finally:
             os._exit(1)
     os.close(writer)
-    rest = os.read(reader, 1)  # it decodes
+    rest = os.read(reader, 1)  # waits until it decodes
     os.set_blocking(reader, False)
 
     def steps_s() -> list[float]:
@@ -254,7 +256,9 @@ def neighbour(config: ClusterConfig, spec: ModelSpec) -> Iterator[Callable[[], l
         os.close(reader)
 
 
-def beside(config: ClusterConfig, spec: ModelSpec, other: ModelSpec, seconds: float) -> None:
+def measure_neighbour(
+    config: ClusterConfig, spec: ModelSpec, other: ModelSpec, seconds: float
+) -> None:
     with neighbour(config, other) as steps_s:
         core = warm_engine(config, "bench")
         activation(core, spec)
@@ -271,7 +275,7 @@ def beside(config: ClusterConfig, spec: ModelSpec, other: ModelSpec, seconds: fl
         "after": (end_s, end_s + seconds),
     }
     medians = {}
-    print(f"{other.name} decodes beside an activation of {end_s - begin_s:.2f} s:")
+    print(f"{other.name} decodes during an activation of {end_s - begin_s:.2f} s:")
     for name, (first_s, last_s) in spans.items():
         gaps = [b - a for a, b in pairwise(times_s) if first_s < b <= last_s]
         if len(gaps) < 2:
@@ -304,7 +308,7 @@ def config_of(capacity: str, page: str, rate: str | None, run_dir: str) -> Clust
 
 
 def read_files(spec: ModelSpec) -> None:
-    """Into the page cache."""
+    """Reads the model's files into the page cache."""
     for file in Path(spec.path).glob("*.safetensors"):
         with file.open("rb", buffering=0) as opened:
             while opened.read(1 << 24):
@@ -337,7 +341,7 @@ def main() -> None:
         try:
             if options.neighbour is not None:
                 other = spec_of(options.neighbour, options.context)
-                beside(config, spec, other, options.seconds)
+                measure_neighbour(config, spec, other, options.seconds)
             compare(config, spec, options.pairs)
         finally:
             kvcached.Device.unlink(config.namespace, DEVICE, force=True)

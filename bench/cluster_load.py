@@ -1,8 +1,8 @@
-"""The cluster scheduler and Redis under many agents and models.
+"""Load of the cluster scheduler and Redis with many agents and models.
 
-Real: the scheduler's process with its policy, Redis, ZeroMQ (TCP with CURVE beyond the first
-machine), and what agents say (`stub_agents.py`). Requests come for models by Zipf's law, so rare
-ones are brought up and others evicted all the time.
+Real are the scheduler's process with its policy, Redis, ZeroMQ (TCP with CURVE, except on the first
+machine), and the messages of agents (`stub_agents.py`). Requests choose models by Zipf's law, so
+rare models are activated and others evicted all the time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FLUSH_EVERY_S = 0.05
 
 
 def configuration(folder: Path, redis_url: str, options: argparse.Namespace) -> ClusterConfig:
-    """Machines of eight devices; about three fifths of the models fit."""
+    """Returns machines of eight devices, on which about three fifths of the models fit."""
     count = -(-options.agents // PER_NODE)
     nodes = [NodeConfig(f"n{i}", "127.0.0.1", _free_port(), 1, PER_NODE) for i in range(count)]
     engines = max(2, -(-options.models * 3 // (5 * options.agents)))
@@ -105,8 +105,9 @@ def _model(name: str, weight_bytes: int) -> ModelSpec:
 
 
 async def drive(config: ClusterConfig, options: argparse.Namespace) -> tuple[list[float], int]:
-    """Requests and operators' flushes while it is measured: seconds of each flush, from the command
-    to its answer by way of an agent, and how many requests were sent."""
+    """Sends requests and flushes. Returns the seconds of each flush, from the command to its answer
+    from an agent, and the number of requests.
+    """
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     asking = asyncio.create_task(_flush(config))
     weights = [1 / (rank + 1) for rank in range(len(config.models))]
@@ -130,7 +131,7 @@ def _request(request_id: str, model: str) -> Request:
 
 
 async def _flush(config: ClusterConfig) -> list[float]:
-    """Until cancelled."""
+    """Sends flushes until it is cancelled. Returns the seconds of each."""
     context, taken_s = zmq.asyncio.Context(), list[float]()
     channel = Channel[ActionResult](context, zmq.DEALER, ActionResult)
     channel.connect(config.scheduler_endpoint)
@@ -162,7 +163,7 @@ def scheduler(config_path: Path, log: Path) -> Iterator[psutil.Process]:
 
 
 class Meter:
-    """CPU seconds of a process, from when it was made."""
+    """CPU seconds of a process since the meter was created."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process, self._before_s = process, 0.0
@@ -211,7 +212,7 @@ def measure(
         "cores of the stubs": sum(part.cpu_s for part in found) / seconds,
         "Redis commands a second": commands / seconds,
         "an action beyond what the agent takes, p50 p99 ms": _shares(flush_s),
-        "a request for an absent model, beyond the activation, p50 p99 ms": _shares(
+        "a request for an inactive model, beyond the activation, p50 p99 ms": _shares(
             [each for part in found for each in part.cold_s]
         ),
     }
@@ -223,7 +224,7 @@ def _await_start(
     futures: Sequence[Future[Found]],
     begin_unix_s: float,
 ) -> None:
-    """Until the stubs begin to count. Prints when all models that fit were up."""
+    """Waits until the stubs start to count. Prints when all models that fit were active."""
     begun_s, last, at_s = time.monotonic(), 0, 0.0
     while time.time() < begin_unix_s:
         time.sleep(0.5)
@@ -233,7 +234,7 @@ def _await_start(
         placed = int(client.hlen(f"{config.namespace}:placement"))
         if placed > last:
             last, at_s = placed, time.monotonic() - begun_s
-    print(f"{last} models were up {at_s:.1f} s after the start")
+    print(f"{last} models were active {at_s:.1f} s after the start")
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:
@@ -246,12 +247,12 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=200)
     parser.add_argument("--models", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--report-ms", type=int, default=500, help="between two reports of one")
-    parser.add_argument("--action-ms", type=int, default=1000, help="an activation's own time")
+    parser.add_argument("--report-ms", type=int, default=500, help="between an agent's reports")
+    parser.add_argument("--action-ms", type=int, default=1000, help="duration of an activation")
     parser.add_argument("--policy", default="prism")
-    parser.add_argument("--start-s", type=float, default=90.0, help="before it is measured")
+    parser.add_argument("--start-s", type=float, default=90.0, help="time before the measurement")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--processes", type=int, default=2, help="of stub agents")
+    parser.add_argument("--processes", type=int, default=2, help="processes of stub agents")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with TemporaryDirectory(prefix="prism-") as folder, BundledRedis(Path(folder)) as database:

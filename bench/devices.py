@@ -1,4 +1,4 @@
-"""A device of one benchmark's own."""
+"""Private devices for benchmarks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from uuid import uuid4
 
 from kvcached import Client, Device
 
-CAPACITY_BYTES = 1 << 40  # of the ledger alone: memory is what the benchmark touches
+CAPACITY_BYTES = 1 << 40  # of the ledger; the benchmark uses only the memory that it touches
 
 
 @contextmanager
 def bench_device(
     page_bytes: int, name: str = "host:0", capacity_bytes: int = CAPACITY_BYTES
 ) -> Iterator[Device]:
-    """It holds `capacity_bytes`, rounded up to pages. Gone afterwards, whoever still holds memory
-    of it."""
+    """Yields a device of `capacity_bytes`, rounded up to pages. Destroys it afterwards, even with
+    open clients.
+    """
     device = Device.open(
         name,
         capacity_bytes=-(-capacity_bytes // page_bytes) * page_bytes,
@@ -31,6 +32,6 @@ def bench_device(
 
 @contextmanager
 def bench_client(page_bytes: int) -> Iterator[Client]:
-    """A client of such a device, with no thread that could blur what a call costs."""
+    """Yields a client of a private device, without a thread that could distort measurements."""
     with bench_device(page_bytes) as device, device.client("bench", background=False) as client:
         yield client

@@ -3,12 +3,12 @@
     python bench/gpu_attention.py [--device cuda:0] [--layers 16] [--kv-heads 8] [--group 4]
         [--batch 64] [--context 2048] [--dtype bfloat16] [--pairs 9] [--kernel auto]
 
-A step attends, in every layer, with one query token of each sequence to its whole context, whose
-blocks lie in random order. The same step on the per-layer layout is the other half of each pair:
-only the strides differ. `--kernel triton` reads the blocks in place (gpu_attention_kernel.py), as
-engines' kernels do; `torch` gathers them first and calls scaled_dot_product_attention; `auto` is
-Triton where it can be imported. Wall-clock time, the GPU idle at both ends. The results of both
-layouts are compared. Figures of a GPU belong in docs/gpu-results.md.
+In every layer a step attends with one query token of each sequence to its whole context, whose
+blocks are in random order. Each pair has the same step on the per-layer layout, so only the strides
+differ. `--kernel triton` reads the blocks in place (gpu_attention_kernel.py), as engines' kernels
+do. `torch` gathers them first and calls scaled_dot_product_attention. `auto` is Triton if it can be
+imported. Times are wall-clock times, with an idle GPU at both ends. The results of both layouts are
+compared. Figures of a GPU belong in docs/gpu-results.md.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 @dataclass(frozen=True)
 class Subject:
-    """One layout's cache, filled, and what a step reads of it."""
+    """Filled cache of one layout, and the inputs of a step."""
 
     kv: KVCache
     views: list[tuple[torch.Tensor, torch.Tensor]]
-    table: torch.Tensor  # (batch, blocks): which blocks a sequence has
+    table: torch.Tensor  # (batch, blocks): blocks of each sequence
     query: torch.Tensor  # (batch, query heads, head_dim)
 
     def step(self, attend: Attend) -> torch.Tensor:
-        """The last layer's result, in (batch, query heads, head_dim)."""
+        """Returns the last layer's result, in (batch, query heads, head_dim)."""
         out = self.query
         for keys, values in self.views:
             out = attend(self.query, keys, values, self.table)
@@ -54,7 +54,7 @@ class Subject:
 def attend_gathered(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """torch's own attention, over blocks that are copied together first."""
+    """Returns torch's own attention, over blocks that are copied together first."""
     k, v = (x[table].flatten(1, 2).transpose(1, 2) for x in (keys, values))
     return scaled_dot_product_attention(query.unsqueeze(2), k, v, enable_gqa=True).squeeze(2)
 
@@ -70,7 +70,7 @@ def chosen_kernel(name: str) -> tuple[str, Attend]:
 
 
 def fill(view: torch.Tensor, ids: torch.Tensor, seed: int) -> None:
-    """The same values whatever the layout; a few blocks at a time, for they are large."""
+    """Writes values that are equal for all layouts, a few blocks at a time to save memory."""
     generator = torch.Generator(device=view.device).manual_seed(seed)
     for some in ids.split(1024):
         shape = (len(some), *view.shape[1:])
@@ -110,7 +110,7 @@ def until_done(step: Callable[[], torch.Tensor]) -> Callable[[], None]:
 
 
 def check_equal(first: torch.Tensor, second: torch.Tensor, what: str) -> None:
-    """Raises SystemExit: strides must not change what is computed."""
+    """Raises SystemExit if the results of the layouts differ."""
     difference = float((first.float() - second.float()).abs().amax().cpu())
     if not difference <= 0.02:
         raise SystemExit(f"{what} differ by {difference}")

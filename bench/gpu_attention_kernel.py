@@ -1,7 +1,7 @@
-"""Decode attention over paged KV as one Triton kernel, for gpu_attention.py: reads blocks in place.
+"""Decode attention over paged KV as one Triton kernel that reads blocks in place.
 
-One program for each sequence and KV head goes over the sequence's blocks with a running softmax.
-Small on purpose: it compares layouts, not kernels.
+One program for each sequence and KV head iterates over the sequence's blocks with a running
+softmax. The kernel is deliberately small, because gpu_attention.py compares layouts, not kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS_MIN = 16  # what tl.dot takes
+ROWS_MIN = 16  # minimum of tl.dot
 
 
 @triton.jit
@@ -47,8 +47,11 @@ def _decode(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a kernel has no 
 def attend_in_place(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """(batch, query heads, head_dim) from the same, and blocks (blocks, tokens, heads, head_dim)
-    whose table is (batch, blocks). REQUIRES: dense heads; keys and values of the same strides."""
+    """Returns (batch, query heads, head_dim) from a query of that shape, blocks of (blocks, tokens,
+    heads, head_dim), and a table of (batch, blocks).
+
+    REQUIRES: dense heads; keys and values of the same strides.
+    """
     batch, heads, dim = query.shape
     kv_heads, tokens = keys.shape[2], keys.shape[1]
     group = heads // kv_heads

@@ -2,15 +2,17 @@
 
     python bench/gpu_map.py [--device cuda:0] [--page-bytes 2097152] [--buffers 64] [--slabs 4]
 
-`slabs` pages in each of `buffers` buffers (2 x layers) come and go, in pairs of two ways:
+`slabs` pages in each of `buffers` buffers (2 x layers) are mapped and unmapped, in pairs of two
+variants:
 
-- one alloc_kv and free_kv with cached handles, against one call per page, handles cached as well;
-- the same with handles made and given back each time, against handles that are cached;
-- with a stream's fence, and with holes that show the guard page, against without.
+- one alloc_kv and free_kv with cached handles, against one call per page with cached handles;
+- the same with handles created and released each time, against cached handles;
+- with a stream's fence, and with the guard page mapped into holes, against without.
 
-Wall-clock time, since the driver may wait in a call. It needs an idle GPU with room for five times
-buffers x slabs pages, since each way keeps its own. On the test libcuda (KVCACHED_LIBCUDA) it runs
-as well; its times mean nothing. Figures of a GPU belong in docs/gpu-results.md.
+Times are wall-clock times, because the driver may wait in a call. The benchmark needs an idle GPU
+with room for five times buffers x slabs pages, because each variant keeps its own. It also runs on
+the test libcuda (KVCACHED_LIBCUDA), where its times are meaningless. Figures of a GPU belong in
+docs/gpu-results.md.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Call = Callable[[], None]
 
 
 class Subjects:
-    """The same pages by every way, each with a client of its own, so that nothing is shared."""
+    """The same pages for every variant, each with a separate client, so that nothing is shared."""
 
     def __init__(self, device: Device, options: argparse.Namespace) -> None:
         self.device, self.slabs = device, options.slabs
@@ -40,7 +42,7 @@ class Subjects:
         self.clients: list[Client] = []
 
     def client(self, name: str) -> Client:
-        # kvcached's own thread would map and unmap ahead, and leave nothing to time.
+        # kvcached's thread would map and unmap ahead, which would leave nothing to time.
         self.clients.append(self.device.client(name, background=False))
         return self.clients[-1]
 
@@ -61,7 +63,7 @@ class Subjects:
         return call
 
     def page_by_page(self, client: Client) -> Call:
-        """A cache whose slabs are single pages, one call for each of them: no run, no batch."""
+        """Returns calls on a cache whose slabs are single pages, so each page is one call."""
         layout = MLALayout(num_layers=1, kv_lora_rank=448, rope_dim=64, block_tokens=16)
         slab_tokens = layout.slab_tokens(self.device.page_bytes)
         if layout.quantum_bytes(self.device.page_bytes) != self.device.page_bytes:
@@ -110,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=15, help="timings of each")
     options = parser.parse_args(arguments)
     namespace = f"bench{uuid4().hex[:8]}"
-    pages = 8 * (options.buffers + 2) * options.slabs + 64  # of the ledger alone
+    pages = 8 * (options.buffers + 2) * options.slabs + 64  # of the ledger
     device = Device.open(
         options.device,
         capacity_bytes=pages * options.page_bytes,

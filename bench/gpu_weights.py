@@ -1,21 +1,21 @@
-"""Weight bytes per second onto a GPU: the naive copy, one pinned buffer, our pipeline, and the bus.
+"""Weight bytes per second onto a GPU: naive copy, pinned buffer, kvcached's pipeline, and bus.
 
     python bench/gpu_weights.py [--device cuda:0] [--gigabytes 1,3,8] [--tensor-mb 64] [--threads 8]
         [--pairs 5] [--links 1]
 
-For each size, from the machine's weight store (files in /dev/shm), in turn:
+For each size, from the machine's weight store (files in /dev/shm), alternately:
 
-- naive: each tensor read into ordinary memory, then one synchronous copy of it;
-- pinned: each tensor read into one pinned buffer, in pieces, each copied and waited for;
-- pipeline: `WeightArena.load` over `WeightLinks` that stay open, which makes the pages as well;
-- node (with --links N above 1): the same over the links of N GPUs, this one's and those after it;
-- bus: one full pinned buffer copied again and again, nothing read: the peak of the link.
+- naive: each tensor is read into ordinary memory, then copied synchronously;
+- pinned: each tensor is read into one pinned buffer in pieces, and the copy of each is awaited;
+- pipeline: `WeightArena.load` over `WeightLinks` that stay open, which also creates the pages;
+- node (with --links N above 1): the same over the links of N GPUs, this one and those after it;
+- bus: one full pinned buffer is copied again and again, which is the peak of the link.
 
-With --links it says as well what that takes on another GPU: what `engine.link_memory` is for.
+With --links it also prints the memory that this takes on another GPU, for `engine.link_memory`.
 
-Wall-clock time, medians. Targets: 0.9 of the bus, 4.8 times naive (Prism §5.2). It needs an idle
-GPU with twice the largest size free. On the test libcuda (KVCACHED_LIBCUDA) it runs as well; its
-times mean nothing. Figures of a GPU belong in docs/gpu-results.md.
+Times are medians of wall-clock time. Targets: 0.9 of the bus, 4.8 times naive (Prism §5.2). The
+benchmark needs an idle GPU with twice the largest size free. It also runs on the test libcuda
+(KVCACHED_LIBCUDA), where its times are meaningless. Figures of a GPU belong in docs/gpu-results.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ print(free.value)
 
 
 class Driver:
-    """The few calls that the other ways need. Raises RuntimeError for a call that fails."""
+    """Calls of the driver that the other variants need. A failed call raises RuntimeError."""
 
     def __init__(self, index: int) -> None:
         self._cuda = ctypes.CDLL(os.environ.get("KVCACHED_LIBCUDA", "libcuda.so.1"))
@@ -64,14 +64,14 @@ class Driver:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxPushCurrent_v2", context)
         self._stream = ctypes.c_void_p()
-        self.call("cuStreamCreate", ctypes.byref(self._stream), 1)  # beside the default stream
+        self.call("cuStreamCreate", ctypes.byref(self._stream), 1)  # non-blocking
 
     def call(self, name: str, *arguments: object) -> None:
         if code := getattr(self._cuda, name)(*arguments):
             raise RuntimeError(f"{name} failed with {code}")
 
     def allocate(self, size_bytes: int) -> int:
-        """Memory of the GPU."""
+        """Allocates memory of the GPU."""
         address = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
         return address.value
@@ -86,12 +86,12 @@ class Driver:
         return address.value
 
     def copy(self, target: int, source: int, size_bytes: int) -> None:
-        """Synchronous, from any memory."""
+        """Copies synchronously from any host memory."""
         to, size = ctypes.c_uint64(target), ctypes.c_size_t(size_bytes)
         self.call("cuMemcpyHtoD_v2", to, ctypes.c_void_p(source), size)
 
     def copy_pinned(self, target: int, source: int, size_bytes: int) -> None:
-        """On a stream, behind what was put there before."""
+        """Copies on a stream, after earlier work on the stream."""
         to, size = ctypes.c_uint64(target), ctypes.c_size_t(size_bytes)
         start = ctypes.c_void_p(source)
         self.call("cuMemcpyHtoDAsync_v2", to, start, size, self._stream)
@@ -101,7 +101,7 @@ class Driver:
 
 
 class Ways:
-    """The same stored weights by every way, into memory of the same GPU."""
+    """The same stored weights loaded by every variant, into memory of the same GPU."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Ways:
             arena.load(self._weights, links=links)
 
     def bus(self) -> None:
-        """As many bytes, without reading any."""
+        """Copies as many bytes without reading any."""
         left_bytes = sum(path.stat().st_size for path in self._files)
         while left_bytes > 0:
             count = min(left_bytes, STAGING_BYTES, self._target_bytes)
@@ -198,7 +198,7 @@ def fill(builder: kvcached.WeightBuilder, size_bytes: int, tensor_bytes: int) ->
 
 
 class Node:
-    """GPUs of this machine, with ledgers that go with the stack."""
+    """GPUs of this machine, with ledgers that are removed with the stack."""
 
     def __init__(self, stack: ExitStack, page_bytes: int) -> None:
         self._stack = stack
@@ -216,7 +216,7 @@ class Node:
         return device
 
     def helper(self, index: int) -> kvcached.Client:
-        """A client on another GPU; prints what its context takes there, as the driver counts it."""
+        """Returns a client on another GPU. Prints the driver's size of its context there."""
         device = self.device(index, 8 * STAGING_BYTES)
         before_bytes = free_bytes(index)
         begin_s = time.perf_counter()
@@ -231,7 +231,7 @@ class Node:
 
 
 def free_bytes(index: int) -> int:
-    """Of a GPU, as another process sees it: asking takes a context."""
+    """Returns free memory of a GPU, read in another process because the query needs a context."""
     program = FREE_BYTES.format(library=os.environ.get("KVCACHED_LIBCUDA", "libcuda.so.1"))
     done = subprocess.run(
         [sys.executable, "-c", program, str(index)], check=True, capture_output=True, text=True

@@ -1,11 +1,11 @@
-"""What an engine's step waits for grammars: in separate processes, against XGrammar in the loop.
+"""Time that an engine's step waits for grammars: separate processes, against XGrammar in the loop.
 
     python bench/grammar_masks.py [--model .cache/models/tiny-llama] [--outputs 8] [--tokens 48]
         [--forward-ms 5] [--rounds 5]
 
-Outputs of a JSON schema continue with the same random tokens on both sides. With processes a step
-sends its tokens, sleeps as long as a GPU would compute, and then takes the masks. In the loop it
-accepts each token and fills each mask itself. Both times are those of the engine's thread in a
+Outputs of a JSON schema continue with the same random tokens in both variants. With processes a
+step sends its tokens, sleeps as long as a GPU would compute, and then takes the masks. In the loop
+it accepts each token and fills each mask itself. Both times are those of the engine's thread in a
 step, without the sleep.
 """
 
@@ -61,7 +61,7 @@ def main() -> None:
     masks = torch.empty((options.outputs, -(-len(tokenizer) // 32)), dtype=torch.int32)
     pairs = Pairs([], [])
     for _ in range(options.rounds):
-        pairs.first_s.append(_beside(processes, outputs, masks, options.forward_ms / 1000))
+        pairs.first_s.append(_with_processes(processes, outputs, masks, options.forward_ms / 1000))
         pairs.second_s.append(_in_loop(compiled, outputs, masks))
     processes.close()
     steps = options.tokens
@@ -82,7 +82,7 @@ def _tokens(compiled: CompiledGrammar, info: TokenizerInfo, count: int, seed: in
         yield token
 
 
-def _beside(
+def _with_processes(
     processes: GrammarProcesses, outputs: list[list[int]], masks: torch.Tensor, sleep_s: float
 ) -> float:
     slots: list[Slot] = []

@@ -2,9 +2,9 @@
 
     python bench/import_time.py [--pairs 15]
 
-The interpreter's own start is measured in the same turns and taken off. CPU time, the kernel's part
-included, since the machine may be busy with other work. Target: 100 ms; 10 ms for what engines
-import and call in every process where KVCACHED_DEVICE is not set.
+The start of the interpreter is measured in the same rounds and subtracted. Times are CPU times
+including the kernel, because the machine may be busy. Targets: 100 ms, and 10 ms for the modules
+that engines import and call in every process without KVCACHED_DEVICE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLUGINS = "import kvcached_plugins as p; p.vllm_general(); p.sglang_platform()"
 
 
 def start_ms(code: str) -> float:
-    """CPU time of an interpreter that runs `code`; bytecode is compiled by an earlier one."""
+    """Returns the CPU time of an interpreter that runs `code`, with compiled bytecode."""
     before = getrusage(RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], check=True)
     after = getrusage(RUSAGE_CHILDREN)
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"ms: ratio {ratio:.2f}"
     )
     plugins_ms = median(plugins - bare for bare, _, _, plugins in turns)
-    print(f"plugins that nobody wants {plugins_ms:.1f} ms (at most {PLUGINS_TARGET_MS})")
+    print(f"unused plugins {plugins_ms:.1f} ms (at most {PLUGINS_TARGET_MS})")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Cost of alloc_kv + free_kv per block id where no page moves, against a plain numpy free list.
+"""Cost of alloc_kv + free_kv per block id without a map of pages, against a plain numpy free list.
 
     python bench/kv_alloc.py [--batch 256] [--rounds 1000] [--pairs 15]
 
-The free list keeps no pages, no owners and no other client: it is what the bookkeeping would cost
-with nothing behind it. Cases: slabs that are empty and mapped; slabs of which one block is held, so
-that every run of ids is short; and, for what a page costs, slabs that come and go.
+The free list has no pages, no owners and no other client, so it is a lower bound for bookkeeping.
+Cases: slabs that are empty and mapped; slabs of which one block is allocated, so every run of ids
+is short; and slabs that are mapped and unmapped, which shows the cost of a page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOL_BLOCKS = 1 << 14
 
 
 class FreeList:
-    """Ids as a stack in one array: the least that numpy can do."""
+    """Stack of ids in one array, the least work that numpy can do."""
 
     def __init__(self, blocks: int) -> None:
         self.ids = np.arange(blocks, dtype=np.int64)
@@ -59,7 +59,7 @@ def cache_round_trip(kv: KVCache, batch: int) -> Callable[[], None]:
 
 
 def hold_one_of_each(kv: KVCache, per_slab: int, batch: int) -> None:
-    """Leaves room for two batches in slabs that are all in use."""
+    """Allocates one block of each slab. Leaves room for two batches in these slabs."""
     held = kv.alloc_kv(min(2 * batch + 64 * per_slab, POOL_BLOCKS // 2))
     if held is None:
         raise SystemExit("the device is too small for this batch")

@@ -2,9 +2,10 @@
 
     python bench/kv_fit.py [--requests 20000] [--live 64] [--seed 1] [--slab-blocks 128]
 
-Requests of random lengths take their blocks bit by bit and end after random times. The same trace
-runs through kvcached itself and through a model with either rule; mapped / needed is averaged over
-the steps, and slab growths are counted. kvcached differs from the model of its rule only in ties.
+Requests of random lengths allocate their blocks gradually and end after random times. The same
+trace runs through kvcached itself and through a model with either rule. mapped / needed is averaged
+over the steps, and slab growths are counted. kvcached differs from the model of its rule only in
+ties.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PAGE_BYTES = 64 << 10
 
 @dataclass
 class Model:
-    """Slabs as counts of free blocks; a slab without a live block is unmapped at once."""
+    """Slabs as counts of free blocks. A slab without a live block is unmapped at once."""
 
     slab_blocks: int
     best_fit: bool
@@ -60,7 +61,7 @@ class Model:
 
 @dataclass
 class Real:
-    """The same on a KV cache."""
+    """The same interface on a KV cache."""
 
     kv: KVCache
     owner: dict[int, list[np.ndarray]] = field(default_factory=dict)
@@ -80,10 +81,10 @@ class Real:
 
 
 def trace(requests: int, live: int, seed: int) -> Iterator[tuple[int, int]]:
-    """(request, blocks): takes that many blocks more; 0: ends. Lengths have a long tail.
+    """Yields (request, blocks to allocate, or 0 when it ends). Lengths have a long tail.
 
-    The load swings between `live` requests and an eighth of that, so that memory could be given
-    back in between.
+    The load varies between `live` requests and an eighth of that, so memory could be released in
+    between.
     """
     draw = random.Random(seed)
     wants: dict[int, int] = {}
@@ -105,7 +106,7 @@ def trace(requests: int, live: int, seed: int) -> Iterator[tuple[int, int]]:
 
 
 def run(subject: Model | Real, options: argparse.Namespace) -> float:
-    """Mean of mapped / needed over the steps."""
+    """Returns the mean of mapped / needed over the steps."""
     ratios = []
     for request, blocks in trace(options.requests, options.live, options.seed):
         if blocks:
@@ -117,7 +118,7 @@ def run(subject: Model | Real, options: argparse.Namespace) -> float:
 
 
 def measure_real(options: argparse.Namespace) -> tuple[float, int]:
-    """Mean ratio and slab growths of kvcached."""
+    """Returns the mean ratio and the slab growths of kvcached."""
     layout = Layout(1, 1, PAGE_BYTES // options.slab_blocks // 2, dtype="float16", block_tokens=1)
     with bench_client(PAGE_BYTES) as client:
         kv = client.alloc_kvcache(layout, 1000 * options.slab_blocks, reserved_blocks=0)

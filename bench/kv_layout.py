@@ -1,13 +1,14 @@
-"""What the arrangement of a layout costs the attention of a decode step, in torch.
+"""Cost of a layout's arrangement for the attention of a decode step, in torch.
 
     python bench/kv_layout.py [--device host:0] [--layers 8] [--kv-heads 8] [--batch 4]
         [--context 512] [--dtype float32] [--pairs 9]
 
-A step writes one new token of each sequence into every layer and attends to its whole context,
-gathered through a block table whose blocks lie in random order: by tokens, as SGLang's torch-native
-backend does (`k[token_ids]`), or by blocks (`k[block_ids]`). The same step on the per-layer layout
-is the other half of each pair. Nothing is mapped in between, so that only the strides differ.
-`--device cuda:0` runs it on a GPU (a CUDA build of torch), on wall time, the GPU idle at both ends.
+A step writes one new token of each sequence into every layer and attends to its whole context. The
+context is gathered through a block table with blocks in random order: by tokens, as SGLang's
+torch-native backend does (`k[token_ids]`), or by blocks (`k[block_ids]`). Each pair has the same
+step on the per-layer layout. No page is mapped in between, so only the strides differ. `--device
+cuda:0` runs it on a GPU (a CUDA build of torch), with wall-clock times and an idle GPU at both
+ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COMPARED: tuple[tuple[Arrangement, str], ...] = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """What both halves of a pair share: block ids (batch, blocks), and rows of a new token."""
+    """Common inputs of both sides of a pair: block ids (batch, blocks), and rows of a new token."""
 
     blocks: torch.Tensor
     query: torch.Tensor
@@ -45,7 +46,7 @@ class Inputs:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Row of each token: (batch, context)."""
+        """Returns the row of each token: (batch, context)."""
         offsets = torch.arange(BLOCK_TOKENS, device=self.blocks.device)
         return (self.blocks[..., None] * BLOCK_TOKENS + offsets).flatten(1)
 
@@ -59,7 +60,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def attend(inputs: Inputs, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attention of one query token to (batch, context, kv_heads, head_dim)."""
+    """Returns the attention of one query token to (batch, context, kv_heads, head_dim)."""
     keys, values = (x.transpose(1, 2) for x in (keys, values))
     return scaled_dot_product_attention(inputs.query, keys, values, enable_gqa=True)
 
@@ -109,7 +110,7 @@ def make_inputs(options: argparse.Namespace, ids: np.ndarray) -> Inputs:
 
 
 def filled(client: Client, layout: Layout, options: argparse.Namespace) -> tuple[KVCache, Inputs]:
-    """A cache that holds the whole batch, every element written."""
+    """Returns a cache that holds the whole batch, with every element written."""
     blocks = options.batch * -(-options.context // BLOCK_TOKENS)
     tokens = (blocks + 1) * BLOCK_TOKENS
     kv = client.alloc_kvcache(layout, tokens, reserved_blocks=0)

@@ -1,4 +1,4 @@
-// The program of kv_ledger.py: leases of the ledger against a bare robust mutex.
+// Program of kv_ledger.py: leases of the ledger against a bare robust mutex.
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -21,7 +21,7 @@ namespace {
 constexpr uint64_t kPage = 65536;
 constexpr uint64_t kPages = 128;
 
-// In memory shared with the children.
+// Variables in memory shared with the children.
 struct Shared {
   pthread_mutex_t mutex;
   std::atomic<int> waiting;
@@ -49,7 +49,7 @@ Shared* make_shared_memory() {
   return shared;
 }
 
-// The same in the children.
+// Returns the path, which is computed before the fork, so that the children have the same.
 const std::string& ledger_path() {
   static const std::string path =
       "/dev/shm/prism-kvcached.bench-" + std::to_string(getpid()) + ".host:0";
@@ -64,7 +64,7 @@ int join(Ledger& ledger) {
   return slot.value();
 }
 
-// A lease that is granted ends as one; a refused one is counted.
+// Makes a lease and ends it. Counts a refused one.
 uint64_t lease(Ledger& ledger, int slot, uint64_t pages) {
   const uint64_t bytes = pages * kPage;
   const Status reserved = ledger.reserve(slot, bytes);
@@ -109,14 +109,14 @@ void compare_alone(Ledger& ledger, Shared& shared, int count, int pairs) {
   require(ledger.leave(slot).ok(), "cannot leave");
 }
 
-// A child's set-up is over.
+// Marks the end of a child's set-up and waits for the common start.
 void wait_for_start(Shared& shared) {
   ++shared.waiting;
   while (!shared.started) usleep(100);
 }
 
-// Runs `work`, which calls wait_for_start, in so many children at once. Returns the seconds from
-// their common start to the end of the last.
+// Runs `work`, which calls wait_for_start, in that many concurrent children. Returns the seconds
+// from their common start to the end of the last.
 double together(Shared& shared, int processes, const std::function<void(int)>& work) {
   shared.waiting = 0;
   shared.started = false;
@@ -138,7 +138,7 @@ double together(Shared& shared, int processes, const std::function<void(int)>& w
   return seconds(CLOCK_MONOTONIC) - begin;
 }
 
-// Reads the ledger until the others are done: never more charged than there is.
+// Reads the ledger until the others are done. Fails if more is charged than the device has.
 pid_t start_watching(Shared& shared) {
   const pid_t watcher = fork();
   if (watcher != 0) return watcher;
@@ -152,7 +152,7 @@ pid_t start_watching(Shared& shared) {
   std::_Exit(0);
 }
 
-// Leases of up to `largest` pages.
+// Makes leases of up to `largest` pages.
 void hammer(Shared& shared, int seed, int count, unsigned largest) {
   auto ledger = Ledger::open({ledger_path(), {}, {}});
   require(ledger.ok(), "a process cannot attach");
@@ -164,8 +164,8 @@ void hammer(Shared& shared, int seed, int count, unsigned largest) {
   shared.refused += refused;
 }
 
-// Each pair: leases, then a bare loop of as many locks and unlocks as they took: three for one that
-// was granted, one for one that was refused.
+// Each pair has leases, then a bare loop of as many locks and unlocks as the leases took: three for
+// a granted one, one for a refused one.
 void compare_together(Shared& shared, int processes, int count, unsigned largest, int pairs) {
   std::vector<double> rates, refused, of_bare, of_one_lock;
   const double tries = 1.0 * processes * count;

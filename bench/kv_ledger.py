@@ -1,13 +1,14 @@
-"""A lease of the ledger (reserve, commit, release) against a bare robust mutex, lock and unlock.
+"""A lease of the ledger (reserve, commit, release) against lock and unlock of a bare robust mutex.
 
     python bench/kv_ledger.py [--leases 200000] [--pairs 15] [--processes 8] [--hammer 300000]
 
-Builds bench/kv_ledger.cpp with the layers of csrc/ and runs it; both loops are C++, no Python is
-timed. First in one process: CPU time of a lease, which takes the ledger's lock three times,
-against one lock and unlock. Then `processes` of them at once on one ledger, each leasing a random
-number of pages, against as many that lock and unlock one mutex as often as the leases did: wall
-time from their common start to the end of the last. Medians over the pairs. While they hammer, one
-more process reads the usage; it ends the run if more is charged than there is.
+Builds bench/kv_ledger.cpp with the layers of csrc/ and runs it. Both loops are C++, and no Python
+is timed. The first case runs in one process: CPU time of a lease, which takes the ledger's lock
+three times, against one lock and unlock. In the second case `processes` run at once on one ledger,
+each leasing a random number of pages, against as many that lock and unlock one mutex as often as
+the leases did. It measures wall-clock time from their common start to the end of the last. Results
+are medians over the pairs. Meanwhile one more process reads the usage, and ends the run if more is
+charged than the device has.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Mapping runs of pages over all layers in one call, on the host backend.
+"""Cost of mapping runs of pages over all layers in one call, on the host backend.
 
     python bench/kv_map.py [--layers 32] [--pages 32] [--pairs 15] [--aging 10000]
 
 A slab row of `pages` pages in each of 2 x layers buffers is mapped and unmapped: by kvcached in one
 alloc_kv and free_kv; by one call per page and buffer on a virtual tensor; and by raw mmap calls of
-the same runs (map over PROT_NONE, then PROT_NONE over the map) from C++, with no bookkeeping at
-all. Nothing touches the pages, in either. Measured on a fresh cache, and again after random
-allocations and frees. Spare pages are kept, so that no page is created or given back to the OS,
-which raw mmap does not do either.
+the same runs (map over PROT_NONE, then PROT_NONE over the map) from C++, without bookkeeping. No
+variant touches the pages. It is measured on a fresh cache, and again after random allocations and
+frees. Spare pages are kept, so no page is created or returned to the OS, which raw mmap does not do
+either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE_BYTES = 64 << 10
 
 
 class RawRuns:
-    """mmap of one run per buffer, in C++, and nothing else."""
+    """mmap of one run per buffer in C++, without other work."""
 
     def __init__(self, folder: Path, buffers: int, pages: int) -> None:
         library = load_raw_runs(folder)
@@ -86,7 +86,7 @@ def page_by_page(client: Client, buffers: int, pages: int) -> Callable[[], None]
 
 
 def age(kv: KVCache, steps: int, slab_blocks: int) -> None:
-    """Random allocations and frees; ends with no block live."""
+    """Makes random allocations and frees. Ends without live blocks."""
     draw = random.Random(1)
     live: list[NDArray[np.int64]] = []
     for _ in range(steps):

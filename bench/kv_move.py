@@ -1,14 +1,18 @@
-"""KV of a running request from one process into another: page to page, against through a file; and
-over TCP, against computed again.
+"""KV of a running request moved to another process: page to page, against through a file; and over
+TCP, against computed again.
 
     python bench/kv_move.py --tokens 1024 --pages 64KiB
 
-The source is another process, on a host device of its own. Each way begins where an engine has the
-request's block ids, and ends when the KV lies in the blocks of the target: an offer and its fetch;
-or the gathered rows in a file of /dev/shm, mapped and scattered, as `prism.engines.kv_file` does
-it; or that file sent as agents of two machines do, encrypted, over the loopback. Computed again: a
-forward pass of transformers' Llama of this KV's shape, otherwise as SmolLM2-135M. Wall time, since
-both processes work.
+The source is another process, on a separate host device. Each way starts when an engine has the
+request's block ids, and ends when the KV is in the blocks of the target:
+
+- an offer and its fetch;
+- the gathered rows in a file of /dev/shm, mapped and scattered, as `prism.engines.kv_file` does it;
+- that file sent as agents of two machines do it, encrypted, over the loopback;
+- computed again: a forward pass of transformers' Llama with this KV's shape, otherwise as
+  SmolLM2-135M.
+
+Times are wall-clock times, because both processes work.
 """
 
 from __future__ import annotations
@@ -164,7 +168,7 @@ def free_port() -> int:
 
 
 class Agent:
-    """What an agent has of it, with a loop in a thread."""
+    """KV sender and receiver of an agent, with an event loop in a thread."""
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
         self._config = structs.replace(config, node=device[-1])
@@ -198,7 +202,7 @@ class Agent:
             self._sender.answered(message)
 
     def send(self, path: str, target: str) -> str:
-        """Where it is there."""
+        """Sends a file to the target. Returns its path there."""
         sent: Future[Request] = Future()
         resume = Resume([], path, 1)
         request = Request("1", "", [], Sampling(1), 0, 1, 1, "", resume=resume)
@@ -237,7 +241,7 @@ def forward(options: argparse.Namespace) -> Callable[[], object]:
 def fill(
     options: argparse.Namespace, name: str, role: str, value: float
 ) -> tuple[KVCache, np.ndarray]:
-    """A cache with the request's blocks, in no order, all written."""
+    """Returns a cache with the request's blocks in random order, all written."""
     layout = Layout(
         num_layers=options.layers,
         num_kv_heads=3,

@@ -1,10 +1,11 @@
-"""Latency of an alloc_kv that needs a slab more: mapped ahead by the client's thread, against not.
+"""Latency of an alloc_kv that needs another slab: mapped ahead by the client's thread, against not.
 
     python bench/kv_refill.py [--layers 32] [--pairs 100] [--pause-ms 2]
 
 One request after another takes a slab's blocks from each of two caches, as decoding does when a
-slab is full; between two of them the engine is busy elsewhere, while the thread maps the next slab.
-Wall-clock time, since what is asked is how long a step waits; the median of the pairs.
+slab is full. Between two of them the engine does other work, while the thread maps the next slab.
+Times are wall-clock times, because the latency of a step is measured. The result is the median of
+the pairs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interleaved pairs of timings: two things measured in turn, so that both see the same machine."""
+"""Interleaved pairs of timings: two things measured alternately, so a busy machine slows both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pairs:
         return median(a / b for a, b in zip(self.first_s, self.second_s, strict=True))
 
     def line(self, name: str, target: str, unit: str, first: float, second: float) -> str:
-        """One line: medians in `unit`, after division by what each count of seconds stands for."""
+        """Returns a line with the medians, divided by the seconds of one `unit` of each."""
         a, b = median(self.first_s) / first, median(self.second_s) / second
         ratio = self.ratio / first * second
         return f"{name:44} {a:9.3f} against {b:9.3f} {unit}: ratio {ratio:7.3f} ({target})"
@@ -35,10 +35,10 @@ def measure(
     clock: Callable[[], float] = time.thread_time,
     clean: Callable[[], object] = lambda: None,
 ) -> Pairs:
-    """Runs both in turn `pairs` times, once more before to warm up.
+    """Runs both alternately `pairs` times, after one warm-up each.
 
-    By default CPU time of this thread, with the kernel's share, since the machine may be busy with
-    other work. `clean` runs after each call, outside of the timing.
+    The default clock is the CPU time of this thread including the kernel, because the machine may
+    be busy. `clean` runs after each call and is not timed.
     """
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(pairs + 1):
@@ -51,10 +51,10 @@ def measure(
 
 
 def median_interval(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that holds the true median with at least this probability.
+    """Returns an interval that contains the true median with at least this probability.
 
-    By order statistics (the sign test turned round), so for any distribution of the values. With
-    fewer than six values no such interval is bounded: then the smallest and the largest.
+    It is made of order statistics (inversion of the sign test), so it holds for any distribution.
+    With fewer than six values no such interval is bounded. Then it is the smallest and the largest.
     """
     ordered, count = sorted(values), len(values)
     tail, cut = 0.0, 0

@@ -2,10 +2,10 @@
 
     python bench/policies.py [--pairs 15] [--models 1000] [--gpus 1000] [--requests 10000]
 
-KVPR placement (Algorithm 1) of all models, and Moore-Hodgson (Algorithm 2) over all waiting
-requests. The sort has the algorithm's own order: models by pressure and devices by rank; requests
-by deadline. CPU time, in interleaved pairs. Target: at most 10 times the sort. The other lines show
-Algorithm 1 where devices are short, where models are tensor-parallel and how it grows.
+Measures KVPR placement (Algorithm 1) of all models, and Moore-Hodgson (Algorithm 2) over all
+waiting requests. The sort has the algorithm's own order: models by pressure and devices by rank;
+requests by deadline. CPU time, in interleaved pairs. Target: at most 10 times the sort. The other
+lines show Algorithm 1 with nearly full devices, with tensor-parallel models, and for larger inputs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ GB = 10**9
 def cluster(
     models: int, gpus: int, tp: int = 1, seed: int = 0
 ) -> tuple[list[ModelView], list[GpuView]]:
-    """Models of 1B to 13B (32B with tensor parallelism) with long-tailed rates; GPUs of 80 GB in
-    nodes of eight, with fewer models each than they could hold on average."""
+    """Returns models of 1B to 13B (32B with tensor parallelism) with long-tailed rates, and GPUs of
+    80 GB in nodes of eight, with fewer models each than they could hold on average.
+    """
     random = Random(0)
     sizes = (2, 6, 16, 26) if tp == 1 else (64,)
     made = [
@@ -51,7 +52,7 @@ def cluster(
 
 
 def requests(count: int) -> list[AdmissionJob]:
-    """A backlog that takes twice as long as its deadlines leave: half of it will be late."""
+    """Returns a backlog of which half will be late: it needs twice the time of its deadlines."""
     random = Random(0)
     return [
         AdmissionJob(f"r{i:06}", "m", at := random.uniform(0, 60), at + random.uniform(1, 10), 0.01)

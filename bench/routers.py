@@ -3,17 +3,20 @@
     python bench/routers.py [--model DIR] [--router PYTHON] [--also DIR] [--bursts 256,1000]
         [--paced 64,256] [--rounds 5]
 
-prism-serve with one frontend and a fake engine with steps of 10 ms, beside nginx (where it is
-installed) and sglang-router (`--router`: a Python that has it) in front of `UPSTREAM`, which makes
-the same steps, and that upstream asked directly; with `--also`, beside the prism-serve of another
-checkout, too. A router passes bytes on; the frontend makes tokens of text and text of tokens, keeps
-a log of what is open, and has a queue and an agent behind it. All are asked in turn in each round,
-by `stream_load.py` in a separate process.
+Compares prism-serve, with one frontend and a fake engine with steps of 10 ms, with these:
 
-A burst: so many connections at once, 32 tokens each. Paced: so many streams that begin over 2 s,
-300 tokens each. In ms, medians of the rounds: p50 and p99 of the time to the first token, from the
-client's connect, and of the time between reads that have tokens; CPU seconds of what answers, per
-1,000 tokens, without the upstream's.
+- nginx (if it is installed) and sglang-router (`--router`: a Python that has it), in front of
+  `UPSTREAM`, which makes the same steps;
+- that upstream without a router;
+- with `--also`, the prism-serve of another checkout.
+
+A router forwards bytes. The frontend tokenises and detokenises, logs open requests, and has a queue
+and an agent. All are measured alternately in each round, by `stream_load.py` in a separate process.
+
+A burst has as many connections at once, with 32 tokens each. Paced streams begin over 2 s, with 300
+tokens each. The results are medians of the rounds in ms: p50 and p99 of the time from the client's
+connect to the first token, and of the time between reads with tokens. CPU seconds are those of the
+server per 1,000 tokens, without the upstream's.
 """
 
 from __future__ import annotations
@@ -51,12 +54,12 @@ http {{
   }}
 }}
 """
-Place = tuple[str, dict[str, int]]  # a URL, and the pids of the processes on a request's way
+Place = tuple[str, dict[str, int]]  # a URL, and the pids of the processes that handle a request
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Times of one load in ms; `cpu_s` is CPU time for 1,000 tokens."""
+    """Times of one load in ms. `cpu_s` is CPU time for 1,000 tokens."""
 
     ttft_p50: float
     ttft_p99: float
@@ -82,7 +85,7 @@ def loaded(place: Place, streams: int, over_s: float, tokens: int) -> Figures:
 
 
 def _p50_p99(values: list[float]) -> tuple[float, float]:
-    """Zeros where all tokens of each stream came in one read."""
+    """Returns p50 and p99, or zeros if all tokens of each stream came in one read."""
     if len(values) < 2:
         return 0.0, 0.0
     cuts = quantiles(values, n=100, method="inclusive")
@@ -97,10 +100,10 @@ def upstream(port: int) -> Iterator[Place]:
 
 
 @contextmanager
-def nginx(port: int, behind: int) -> Iterator[Place]:
+def nginx(port: int, upstream: int) -> Iterator[Place]:
     with TemporaryDirectory(prefix="nginx-") as folder:
         file = Path(folder, "nginx.conf")
-        file.write_text(NGINX.format(folder=folder, port=port, upstream=behind))
+        file.write_text(NGINX.format(folder=folder, port=port, upstream=upstream))
         with process(["nginx", "-e", f"{folder}/errors", "-c", str(file)]) as running:
             await_port(port)
             (worker,) = children(running.pid)
@@ -108,9 +111,9 @@ def nginx(port: int, behind: int) -> Iterator[Place]:
 
 
 @contextmanager
-def router(python: str, port: int, behind: int) -> Iterator[Place]:
-    """sglang-router, once it has found its worker healthy."""
-    urls = ("--worker-urls", f"http://127.0.0.1:{behind}", "--port", str(port))
+def router(python: str, port: int, upstream: int) -> Iterator[Place]:
+    """Runs sglang-router. Yields after it has found its worker healthy."""
+    urls = ("--worker-urls", f"http://127.0.0.1:{upstream}", "--port", str(port))
     others = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(port + 1))
     limits = ("--max-concurrent-requests", "8192")
     with process([python, "-m", "sglang_router.launch_router", *urls, *others, *limits]) as running:

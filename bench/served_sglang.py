@@ -1,14 +1,14 @@
-"""A model behind prism-serve against the same model behind SGLang's own server, over HTTP.
+"""A model served by prism-serve against the same model served by SGLang's own server, over HTTP.
 
     python bench/served_sglang.py [--model tiny-llama] [--streams 1,8,32] [--requests 4]
         [--pairs 10]
 
-Both answer the same streamed requests in turn, and which goes first changes with each pair: prompts
-of 64 to 192 tokens, 48 tokens each, so many streams at a time and `--requests` behind one another
-in each. Same dtype, page size, chunks, attention. Printed are medians: tokens per second, time to
-the first token and time per token of each, and the ratio of tokens per second with its 95 %
-interval (order statistics), also by the CPU time of all processes on a request's way. Target of
-the first: at least 0.97.
+Both answer the same streamed requests alternately, and the order changes with each pair. Prompts
+have 64 to 192 tokens and answers 48 tokens, with that many concurrent streams and `--requests`
+consecutive requests in each. Data type, page size, chunks and attention are the same. The output
+has medians of tokens per second, time to the first token and time per token of each. It also has
+the ratio of tokens per second with its 95 % interval (order statistics), by wall-clock time and by
+the CPU time of all processes that handle a request. Target of the first: at least 0.97.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prism.models.store import default_directory
 
 TARGET = 0.97
 OUTPUT_TOKENS = 48
-Place = tuple[str, dict[str, int]]  # a URL, and the pids of the processes on a request's way
+Place = tuple[str, dict[str, int]]  # a URL, and the pids of the processes that handle a request
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def ours(options: argparse.Namespace, streams: int) -> Iterator[Place]:
                 "name": "m",
                 "path": str(default_directory() / options.model),
                 "context_length": 512,
-                "slo": {"ttft": "60s", "tpot": "10s"},  # none is given up for being late
+                "slo": {"ttft": "60s", "tpot": "10s"},  # no request is dropped for being late
             }
         ],
         "engine": {"max_running": streams, "prefill_chunk_tokens": 256},
@@ -77,7 +77,7 @@ def bodies(streams: int, count: int, seed: int) -> list[bytes]:
 
 def compare(places: tuple[Place, Place], streams: int, options: argparse.Namespace) -> None:
     done: list[list[Run]] = []
-    for index in range(options.pairs + 1):  # the first one warms up
+    for index in range(options.pairs + 1):  # the first pair is a warm-up
         asked = bodies(streams, options.requests, seed=1000 * streams + index)
         order = (0, 1) if index % 2 else (1, 0)
         runs = {side: run(*places[side], streams, asked) for side in order}

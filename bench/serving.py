@@ -1,19 +1,21 @@
-"""CPU of the serving path, against a pass-through of FastAPI and httpx in the same run.
+"""CPU time of the serving path, against a pass-through of FastAPI and httpx in the same run.
 
     python bench/serving.py [--model DIR] [--streams 64] [--tokens 128] [--requests 400]
         [--rounds 3] [--turns 1]
 
-A cluster of one device and one fake engine with steps of 10 ms answers streams, all begun at once.
-CPU seconds of the frontend, the agent and the engine per 1,000 tokens, and, with answers of one
-token, per request. What the fake engine's model takes without a worker around it is measured apart,
-in this process. Beside them the same streams through `PASS_THROUGH`, which forwards what
-`UPSTREAM`, a server without a model or a tokenizer, sends in the same steps, and asked directly,
-as an engine's own server. Tokens per second and the median time to the first token of each. With
-`--turns 12` a stream asks so often, for a quarter to seven quarters of the tokens: requests come
-one by one, and not at once.
+A cluster of one device and one fake engine with steps of 10 ms answers streams that start at once.
+The output has CPU seconds of the frontend, the agent and the engine per 1,000 tokens, and, with
+answers of one token, per request. The time of the fake engine's model without a worker is measured
+separately, in this process.
+
+The same streams go through `PASS_THROUGH`, which forwards the output of `UPSTREAM`, a server
+without a model or a tokenizer that makes the same steps. They also go to `UPSTREAM` directly, which
+represents an engine's own server. The output has tokens per second and the median time to the first
+token of each. With `--turns 12` a stream sends twelve requests, for a quarter to seven quarters of
+the tokens, so requests arrive one by one.
 
 Model: `prism-models prepare tiny-llama`, of which only the tokenizer is used. `--streams 256
---tokens 300` is what both cannot keep up with on two cores.
+--tokens 300` is more than both can sustain on two cores.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ async def steps(step_s, loop):
         if loop.time() - due_s > step_s:
             due_s = loop.time()
         due_s += step_s
-        batch = list(running.items())  # nobody joins a step that runs, as in an engine
+        batch = list(running.items())  # no request joins a running step, as in an engine
         await asyncio.sleep(max(0.0, due_s - loop.time()))
         for writer, left in batch:
             writer.write(EVENT)
@@ -138,7 +140,7 @@ asyncio.run(main())
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one stream: its tokens, and seconds to the first and to the last of them."""
+    """Tokens of one stream, and seconds to the first and to the last of them."""
 
     tokens: int
     first_s: float
@@ -147,12 +149,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one round of streams took. Times are medians of its answers, CPU is in seconds."""
+    """Results of one round of streams. Times are medians of its answers, CPU is in seconds."""
 
     tokens: int
     seconds: float
     first_token_s: float
-    token_s: float  # of each further one
+    token_s: float  # of each further token
     cpu_s: dict[str, float]  # by role
 
 
@@ -176,13 +178,13 @@ async def stream(url: str, body: bytes) -> Answer:
 
 
 def cpu_s(pids: dict[str, int]) -> dict[str, float]:
-    """User and system seconds so far, by role."""
+    """Returns user and system seconds so far, by role."""
     times = {r: Path(f"/proc/{p}/stat").read_text().rpartition(")")[2] for r, p in pids.items()}
     return {role: sum(map(int, text.split()[11:13])) * TICK_S for role, text in times.items()}
 
 
 def run(url: str, pids: dict[str, int], streams: int, bodies: list[bytes]) -> Run:
-    """Send all bodies, so many at a time."""
+    """Sends all bodies, `streams` at a time."""
 
     async def all_of_them() -> list[Answer]:
         gate = asyncio.Semaphore(streams)
@@ -222,7 +224,7 @@ def process(command: list[str], **environment: str) -> Iterator[subprocess.Popen
 
 @contextmanager
 def cluster(model: Path, streams: int, **environment: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Of the fake engine. Its URL, and the pids of the processes on a request's way."""
+    """Runs a cluster of the fake engine. Yields its URL, and the pids of its processes."""
     settings = {
         "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
         "models": [{"name": "m", "path": str(model), "context_length": CONTEXT_TOKENS}],
@@ -236,7 +238,7 @@ def cluster(model: Path, streams: int, **environment: str) -> Iterator[tuple[str
 
 @contextmanager
 def served(settings: dict[str, Any], **environment: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """A cluster of one model. Likewise."""
+    """Runs a cluster of one model. Yields the same."""
     with TemporaryDirectory(prefix="prism-") as folder:
         file = Path(folder, "prism.yaml")
         file.write_text(yaml.safe_dump(settings))
@@ -267,19 +269,19 @@ def await_port(port: int) -> None:
 
 @contextmanager
 def pass_through() -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Its URL, its upstream's, and the pids of both."""
+    """Runs the pass-through. Yields its URL, its upstream's, and the pids of both."""
     port = 20_000 + os.getpid() % 10_000
     upstream = [sys.executable, "-c", UPSTREAM, str(port), str(STEP_MS)]
     forward = [sys.executable, "-c", PASS_THROUGH, f"http://127.0.0.1:{port}", str(port + 1)]
     with process(upstream) as engine, process(forward) as running:
-        await_port(port + 1)  # the upstream imports less
+        await_port(port + 1)  # the upstream imports fewer modules
         pids = {"pass-through": running.pid, "upstream": engine.pid}
         yield f"http://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port}", pids
 
 
 @contextmanager
 def with_little_kv(model: Path) -> Iterator[Path]:
-    """A copy whose tokens have the least KV: the fake engine writes it, and reads nothing else."""
+    """Returns a copy of the model whose tokens have little KV, which the fake engine writes."""
     with TemporaryDirectory(prefix="prism-") as folder:
         copy = Path(shutil.copytree(model, Path(folder, "model")))
         config = json.loads((copy / "config.json").read_text())
@@ -290,7 +292,7 @@ def with_little_kv(model: Path) -> Iterator[Path]:
 
 
 def fake_model_s(model: Path, streams: int, tokens: int) -> float:
-    """CPU seconds of the fake engine's steps alone, without a worker, for each token."""
+    """Returns CPU seconds per token of the fake engine's steps, without a worker."""
     spec = spec_of(model, CONTEXT_TOKENS)
     sampling = Sampling(tokens, temperature=0.0, ignore_eos=True)
     asked = [
@@ -314,7 +316,7 @@ def fake_model_s(model: Path, streams: int, tokens: int) -> float:
 
 
 def bodies(count: int, tokens: int, spread: int = 0) -> list[bytes]:
-    """spread: answers have so many tokens more or less."""
+    """Returns request bodies. Their answers differ by up to `spread` tokens."""
     common = {"model": "m", "stream": True, "ignore_eos": True}
     lengths = random.Random(count).choices(range(tokens - spread, tokens + spread + 1), k=count)
     return [

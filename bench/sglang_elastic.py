@@ -51,12 +51,12 @@ class Sample:
     streams: int  # requests that are to run
     needed: int  # by live tokens
     kv: int  # granted by the ledger
-    free: int | None = None  # of the driver; None where it was not asked
-    torch: int | None = None  # held by torch's allocator; None where it was not asked
+    free: int | None = None  # of the driver; None if it was not queried
+    torch: int | None = None  # held by torch's allocator; None if it was not queried
 
 
 class Recorder:
-    """Samples of one engine. A GPU's driver is asked at every 8th only, since that takes time."""
+    """Samples of one engine. Only every 8th queries a GPU's driver, because that takes time."""
 
     def __init__(self, engine: Engine) -> None:
         self.samples: list[Sample] = []
@@ -65,7 +65,7 @@ class Recorder:
         self._began_s = time.perf_counter()
 
     def look(self, streams: int, *, ask: bool = False) -> Sample:
-        """Adds a sample. ask: asks the driver in any case."""
+        """Adds a sample. `ask` queries the driver in any case."""
         live = sum(asked.live_tokens for asked in self._engine.open.values())
         kv = self._engine.ledger.usage().committed_bytes
         now_s = time.perf_counter() - self._began_s

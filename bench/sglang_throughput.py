@@ -44,7 +44,7 @@ Round = dict[str, Any]
 
 
 class Engine:
-    """Side in a separate process. Only one is told to run at a time."""
+    """Side in a separate process. Only one of the two runs at a time."""
 
     def __init__(self, side: Side) -> None:
         script = Path(__file__).with_name("sglang_side.py")
@@ -64,7 +64,7 @@ class Engine:
         answer: Round = json.loads(line)
         return answer
 
-    def tell(self, command: str, count: int = 0) -> Round:
+    def run_command(self, command: str, count: int = 0) -> Round:
         """Returns the answer to a command of `sglang_side.py`."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{command} {count}\n")
@@ -91,9 +91,9 @@ def run_pairs(engines: list[Engine], pairs: int, steps: int, from_idle: bool) ->
     for order in orders(pairs):
         rounds: list[Round] = [{}, {}]
         for side in order:
-            rounds[side] = engines[side].tell("run", steps)
+            rounds[side] = engines[side].run_command("run", steps)
             if from_idle:
-                engines[side].tell("idle")
+                engines[side].run_command("idle")
         done.append(rounds)
         ratio = median(throughput_ratio(*pair, "wall_s") for pair in done)
         progress = f"pair {len(done)} of {pairs}, median ratio so far {ratio:.4f}"
@@ -105,13 +105,13 @@ def first_tokens(engines: list[Engine], pairs: int, prompt_tokens: int) -> list[
     """Returns [kvcached's answer, the static pool's] to a prompt alone, for each pair. Leaves
     the engines idle."""
     for engine in engines:
-        engine.tell("idle")
-        engine.tell("first", prompt_tokens)  # not timed: it may compile
+        engine.run_command("idle")
+        engine.run_command("first", prompt_tokens)  # not timed: it may compile
     done: list[list[Round]] = []
     for order in orders(pairs):
         rounds: list[Round] = [{}, {}]
         for side in order:
-            rounds[side] = engines[side].tell("first", prompt_tokens)
+            rounds[side] = engines[side].run_command("first", prompt_tokens)
         done.append(rounds)
     return done
 
@@ -283,13 +283,13 @@ def main(arguments: list[str] | None = None) -> None:
         for engine in engines:
             engine.answer()
         for engine in engines:
-            engine.tell("run", options.warmup)
+            engine.run_command("run", options.warmup)
         wants_first, firsts = options.first_token > 0, list[list[Round]]()
         if wants_first:
             firsts = first_tokens(engines, options.first_pairs, options.first_token)
         elif options.from_idle:
             for engine in engines:
-                engine.tell("idle")
+                engine.run_command("idle")
         done = run_pairs(engines, options.pairs, options.steps, options.from_idle)
         result = summary(done, firsts)
     finally:

@@ -1,8 +1,10 @@
-"""How fast the simulator is: runs of decode steps against single steps, and how it scales.
+"""Speed of the simulator: runs of decode steps against single steps, and growth with the size.
 
-python bench/sim_speed.py [--big] [--seconds S]: times are CPU seconds. Models as in Prism's Table 4
-(43 of 1-3B, 8 of 4-8B, 3 of 9-30B, 4 of 31-70B) on 32 GPUs, as in its Figure 12, from a generated
-trace; --big adds 2,000 models on 1,000 GPUs with a million requests in an hour.
+python bench/sim_speed.py [--big] [--seconds S]
+
+Times are CPU seconds. Models are those of Prism's Table 4 (43 of 1-3B, 8 of 4-8B, 3 of 9-30B, 4 of
+31-70B) on 32 GPUs, as in its Figure 12, with a generated trace. --big adds 2,000 models on 1,000
+GPUs with a million requests in an hour.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ generate: {seconds: 3600, rate: 277.8, active_fraction: 0.35}
 
 
 def cpu_s(path: Path, name: str, times: int = 1, **changes: Any) -> float:
-    """The least of so many simulations; prints a line."""
+    """Returns the least CPU seconds of that many simulations, and prints a line."""
     spent_s = math.inf
     for _ in range(times):
         scenario = load(path, {key.replace("__", "."): value for key, value in changes.items()})

@@ -3,16 +3,16 @@
     python bench/stock_servers.py [--engine sglang] [--model tiny-llama] [--streams 8]
         [--requests 3] [--pairs 30] [--tokens 4096] [--page 64KiB] [--control] [--one-process]
 
-`--engine vllm` takes the environment below `.cache/vllm` that tests/vllm makes. Stock vLLM has its
-scheduler and its worker in two processes on a CPU, which cost more than kvcached does: with
-`--one-process` it has them in one, as on kvcached, and what is left is the cost of elastic memory.
+`--engine vllm` uses the environment in `.cache/vllm` that tests/vllm creates. On a CPU stock vLLM
+has its scheduler and its worker in two processes, which costs more than kvcached does. With
+`--one-process` it has them in one, as on kvcached, so the difference is the cost of elastic memory.
 
-Two servers with the same arguments; one of them has KVCACHED_DEVICE in its environment. They
-answer the same requests in turn, `--streams` at a time over HTTP, and which goes first changes with
-each pair. `--tokens` is what the KV pool of either may hold: once the prefix cache has filled it,
-pages come and go. A ratio is tokens/s on kvcached over tokens/s without in one pair;
-printed are the median and its 95 % interval (order statistics), by the wall and by the CPU time of
-all of a server's processes. `--control`: neither is on kvcached. Target: at least 0.97.
+The two servers have the same arguments. One of them has KVCACHED_DEVICE in its environment. They
+answer the same requests alternately over HTTP, `--streams` at a time, and the order changes with
+each pair. `--tokens` is the size of the KV pool of both. When the prefix cache has filled it, pages
+are mapped and unmapped. A ratio is tokens/s on kvcached over tokens/s without it in one pair. The
+output has the median and its 95 % interval (order statistics), by wall-clock time and by the CPU
+time of all of a server's processes. With `--control` neither uses kvcached. Target: at least 0.97.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (64, 192), 48
 
 
 class Server:
-    """`environment` is all that tells the two apart."""
+    """Stock server. Only `environment` differs between the two."""
 
     def __init__(self, environment: dict[str, str], options: argparse.Namespace) -> None:
         with socket.socket() as held:
@@ -58,7 +58,7 @@ class Server:
         common = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         if options.engine == "vllm":
             common |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "PYTHONPATH": ""}
-        # Not from the checkout, whose packages have no compiled core beside them.
+        # Outside of the checkout, whose packages have no compiled core.
         self._process = subprocess.Popen(command, cwd="/", env=os.environ | common | environment)
         self.pid = self._process.pid
 
@@ -137,14 +137,14 @@ def vllm_command(options: argparse.Namespace) -> list[str]:
 
 
 def requests(options: argparse.Namespace, seed: int) -> list[list[int]]:
-    """Prompts of one round, all different."""
+    """Returns the prompts of one round, all different."""
     chance = random.Random(seed)
     lengths = [chance.randint(*PROMPT_TOKENS) for _ in range(options.streams * options.requests)]
     return [[chance.randrange(16, 500) for _ in range(length)] for length in lengths]
 
 
 def run_pairs(servers: list[Server], options: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """[kvcached's round, the stock pool's] of each pair. The first fills the caches."""
+    """Returns [kvcached's round, the stock pool's] of each pair. The first fills the caches."""
     done: list[list[dict[str, Any]]] = []
     for index in range(options.pairs + 1):
         asked = requests(options, seed=index)

@@ -1,10 +1,10 @@
-"""Load of streamed completions, for `routers.py`, in a process of its own: it prints times as JSON.
+"""Load generator of streamed completions for `routers.py`. Prints times as JSON.
 
     python bench/stream_load.py URL --streams 256 [--over-s 0] [--tokens 32]
 
-Each stream is a connection of its own. `--over-s`: they begin evenly over so long, instead of at
-once. A loop on epoll reads, counts events and notes times, nothing else: next to what it measures
-it takes little of the CPU.
+Each stream is a separate connection. With `--over-s` streams begin evenly over that time instead of
+at once. A loop on epoll only reads, counts events and records times, so it uses little CPU next to
+the measured server.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Stream:
     client: socket.socket
     began_s: float
     sent: bool = False
-    head: bytes = b""  # what came first
-    end: bytes = b""  # what came last, where an event may be cut
+    head: bytes = b""  # first bytes
+    end: bytes = b""  # last bytes, which may be a part of an event
     events: int = 0
-    token_s: list[float] = field(default_factory=list)  # of each read that had tokens
+    token_s: list[float] = field(default_factory=list)  # times of reads with tokens
 
 
 def request(number: int, tokens: int) -> bytes:
     asked = {"model": "m", "stream": True, "ignore_eos": True, "max_tokens": tokens}
-    body = json.dumps({**asked, "prompt": f"tell me of {number}"}).encode()
+    body = json.dumps({**asked, "prompt": f"describe {number}"}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body
 
@@ -52,7 +52,7 @@ def begin(address: tuple[str, int]) -> Stream:
 
 
 def read(stream: Stream) -> bool:
-    """False: it has ended."""
+    """Reads available data. Returns False if the stream has ended."""
     data = stream.client.recv(1 << 16)
     stream.head = stream.head or data[:300]
     come = (stream.end + data).count(EVENT)

@@ -1,5 +1,7 @@
-"""Agents without devices, for `cluster_load.py`: of each the link, the lease, the queue reader and
-the reports are the product's; a stub obeys the scheduler after the time that an activation takes.
+"""Agents without devices, for `cluster_load.py`.
+
+The link, the lease, the queue reader and the reports of each agent are those of the product. A stub
+executes the scheduler's orders after the time of an activation.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ STAGES = ("engine", "shrink", "map", "weights", "kv", "graphs", "total")
 
 @dataclass
 class Found:
-    """What a process of stubs counted. `cold_s`: how long each request for a model that was absent
-    has waited, beyond the activation itself."""
+    """Counts of a process of stubs.
+
+    `cold_s`: waiting time of each request for an inactive model, without the activation itself.
+    """
 
     counts: Counter[str]
     cold_s: list[float]
@@ -41,7 +45,7 @@ class Found:
 
 
 class StubAgent:
-    """Of one device. What waits for an active model is served at once."""
+    """Agent of one device. Serves requests for active models at once."""
 
     def __init__(self, config: ClusterConfig, device: str, action_s: float) -> None:
         self._config, self._device, self._action_s = config, config.device(device), action_s
@@ -62,7 +66,7 @@ class StubAgent:
         self._last_request: dict[str, float] = defaultdict(float)
         self._finished: Counter[str] = Counter()
         self._waiting: dict[str, Request] = {}
-        self._news = asyncio.Event()
+        self._arrivals = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.cold_s: list[float] = []
 
@@ -132,7 +136,7 @@ class StubAgent:
         self._models[name], self._active_since[name] = "active", time.time()
         self.counts["activated"] += 1
         self._reporter.answer(ActionResult(order.action_id, True, seconds=self._action_s))
-        self._news.set()
+        self._arrivals.set()
 
     async def _evict(self, order: EvictModel) -> None:
         self._models[order.model] = "draining"
@@ -144,13 +148,13 @@ class StubAgent:
 
     def _arrived(self, entry: str, request: Request) -> None:
         self._waiting[entry] = request
-        self._news.set()
+        self._arrivals.set()
 
     async def _serve(self) -> None:
-        """All that waits for active models, at once."""
+        """Serves all waiting requests of active models at once."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._arrivals.wait()
+            self._arrivals.clear()
             up = {name for name, state in self._models.items() if state == "active"}
             ready = [entry for entry, request in self._waiting.items() if request.model in up]
             ran = await self._queue.admit(self._device.name, self._lease.epoch, ready)
@@ -170,7 +174,7 @@ class StubAgent:
 def stubs(
     config_path: Path, devices: Sequence[str], action_s: float, begin_unix_s: float, seconds: float
 ) -> Found:
-    """Serve these devices; what counts begins at `begin_unix_s`, and lasts for `seconds`."""
+    """Runs these devices. Counting begins at `begin_unix_s` and lasts for `seconds`."""
     return asyncio.run(_stubs(read_resolved(config_path), devices, action_s, begin_unix_s, seconds))
 
 
@@ -200,7 +204,9 @@ async def _stubs(
 
 
 def _on_its_machine(config: ClusterConfig, device: str) -> ClusterConfig:
-    """Others than the scheduler's have a folder of their own, with no scheduler's socket in it."""
+    """Returns the agent's configuration. Other machines than the scheduler's have a separate folder
+    without the scheduler's socket.
+    """
     node = node_of(device)
     if node == config.node:
         return config

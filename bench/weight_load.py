@@ -2,11 +2,11 @@
 
     python bench/weight_load.py [--megabytes 512] [--tensors 64] [--threads 2] [--pairs 9]
 
-The plain copy is `--threads` threads of memcpy, from memory that is mapped and warm, into a fresh
-shared mapping: it pays for the page faults and the zeroing of its target as a load does, and for
-nothing else. A load leases, maps, opens and reads files. The last lines copy into pages that exist
-already. Wall-clock time, since several threads work; CPU time of all threads beside it, since the
-machine may be busy.
+The plain copy is `--threads` threads of memcpy, from mapped and warm memory into a fresh shared
+mapping. It includes the page faults and the zeroing of its target, as a load does, and nothing
+else. A load leases, maps, opens and reads files. The last lines copy into existing pages. Times are
+wall-clock times, because several threads work, and CPU times of all threads, because the machine
+may be busy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plain_copy(source: int, size_bytes: int, threads: int) -> Callable[[int], No
 
 
 class FreshPages:
-    """A shared mapping whose pages do not exist yet, as those of a host device."""
+    """Shared mapping whose pages do not exist yet, like those of a host device."""
 
     def __init__(self, size_bytes: int) -> None:
         self.fd = os.memfd_create("bench")

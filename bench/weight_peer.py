@@ -1,12 +1,12 @@
-"""A model's weights out of another machine's store, over TCP with CURVE on loopback, against its
-file on a disk, with a cold page cache.
+"""A model's weights from another machine's store, over TCP with CURVE on loopback, against its file
+on a disk, with a cold page cache.
 
     python bench/weight_peer.py [--megabytes 256] [--tensors 32] [--pairs 5] [--folder FOLDER]
 
-Both fill an empty store in /dev/shm. The store of the "other machine" is served by a process of its
-own; on loopback it has to share the cores with the one that takes, which two machines need not.
-The disk is that of `--folder`; the first fill from it reads the file twice, to hash it and to store
-its tensors, the second time out of the page cache. Wall-clock time.
+Both fill an empty store in /dev/shm. A separate process serves the store of the "other machine". On
+loopback it shares the cores with the receiver, which is not so with two machines. The disk is that
+of `--folder`. The first fill from it reads the file twice: to hash it, and from the page cache to
+store its tensors. Times are wall-clock times.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def save(path: Path, count: int, size_bytes: int) -> None:
 
 
 def forget(path: Path) -> None:
-    """The page cache drops the file."""
+    """Removes the file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def spec(path: Path) -> ModelSpec:
-    """Only its name and its files matter here."""
+    """Returns a specification of which only the name and the files are used."""
     return ModelSpec(
         name="m",
         path=str(path),
@@ -70,8 +70,10 @@ def spec(path: Path) -> ModelSpec:
 
 
 def config_of(node: str, model: ModelSpec, key: str, port: int) -> ClusterConfig:
-    """Of one of two machines; nothing but weights goes between them. No rate bounds them,
-    or has a slow one given up."""
+    """Returns the configuration of one of two machines, between which only weights are sent.
+
+    Rates are not limited, and a slow transfer is not given up.
+    """
     ends = [("a", port), ("b", 1)]
     nodes = [
         NodeConfig(n, "127.0.0.1", p, 1, 0, network_bytes_s=1e12, disk_bytes_s=1e6) for n, p in ends
@@ -96,7 +98,7 @@ def serve(config: ClusterConfig, store: Path) -> None:
 
 
 class Bench:
-    """A file, the store of the one that has it, and that of the one that wants it."""
+    """A file, the store of the machine that has it, and that of the machine that needs it."""
 
     def __init__(self, model: ModelSpec, folder: Path, config: ClusterConfig) -> None:
         self._model, self._file = model, Path(model.path) / "model.safetensors"
@@ -130,7 +132,7 @@ def run(options: argparse.Namespace, disk: Path, memory: Path) -> None:
     model = spec(disk)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    key, first = new_secret(), port - 65  # behind those of the scheduler and of frontends
+    key, first = new_secret(), port - 65  # after those of the scheduler and of frontends
     WeightStore.open(memory / "a").get_checkpoint(disk).close()
     process = multiprocessing.Process(
         target=serve, args=(config_of("a", model, key, first), memory / "a"), daemon=True
