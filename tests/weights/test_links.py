@@ -188,10 +188,10 @@ print(json.dumps([said, [d.usage().static_bytes for d in opened], arena.size_byt
     for words, line in zip(
         (
             "BackendUnavailableError: cuda:0 cannot read the memory of cuda:1",
-            "InvalidArgumentError: a host device has no link",
+            "InvalidArgumentError: a host device does not have a link",
             "InvalidArgumentError: cuda:0 is named twice",
             "InvalidArgumentError: threads is 0",
-            "InvalidArgumentError: these links lead to another device",
+            "InvalidArgumentError: these links are for another device",
             "ClosedError: the links are closed",
         ),
         said,
