@@ -40,7 +40,7 @@ def test_kernels_have_the_say() -> None:
         LLAMA, page_bytes=PAGE, device_bytes=80 << 30, models=24, accepted=["per_layer"]
     )
     assert bound.layout == LLAMA
-    assert "over the 3%" in bound.reason
+    assert "over the limit of 3%" in bound.reason
 
 
 def test_a_gap_only_where_it_is_needed() -> None:
@@ -51,7 +51,7 @@ def test_a_gap_only_where_it_is_needed() -> None:
     assert tight.layout.padded_token_bytes == 24 << 10
     hopeless = choose_layout(SMOL, page_bytes=PAGE, device_bytes=64 << 20, models=8)
     assert hopeless.quantum_bytes == tight.quantum_bytes
-    assert "over the 3%" in hopeless.reason
+    assert "over the limit of 3%" in hopeless.reason
 
 
 @given(
