@@ -1,5 +1,6 @@
-"""Write the references of both YAML files, from their classes and the comments above the fields,
-and that of the simulator's tables.
+"""Write the references of both YAML files and of the simulator's tables.
+
+The text comes from the classes and from the comments above their fields.
 
     python scripts/config_reference.py            rewrite outdated pages
     python scripts/config_reference.py --check    print outdated pages; exit code 1 if there are any
@@ -45,29 +46,29 @@ SERVE = """# Configuration
 One YAML file describes a cluster. `scripts/config_reference.py` writes this page.
 
 ```sh
-prism-serve check --config examples/demo.yaml     # checks the file and shows what fits where
+prism-serve check --config examples/demo.yaml     # checks the file, prints which models fit
 prism-serve --config examples/demo.yaml           # checks the file and starts the cluster
 ```
 
-Only `devices` (with several machines `nodes`) and `models` are required;
+Only `devices` (with several machines `nodes`) and `models` are required.
 [examples/demo.yaml](../examples/demo.yaml) is a complete file.
 """
 SIM = """# Configuration of prism-sim
 
 One YAML file describes a simulation. `scripts/config_reference.py` writes this page. `prism-sim
-example` prints a complete file; `--set engine.mixed_chunk=true` gives any key on the command line.
-[prism-sim.md](prism-sim.md) says what is simulated. Only `models` are required.
+example` prints a complete file. `--set engine.mixed_chunk=true` sets a key on the command line.
+[prism-sim.md](prism-sim.md) describes the simulation. Only `models` is required.
 """
 RESULTS = """# Results of prism-sim
 
-`prism-sim run --out DIR` writes four tables as `NAME.csv` and, where polars is installed, as
-`NAME.parquet`: `pip install 'prism-sim[frames]'`. `simulate` of `prism_sim` gives the same as
-DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings; later versions add
-some. `scripts/config_reference.py` writes this page.
+`prism-sim run --out DIR` writes four tables as `NAME.csv`. With polars (`pip install
+'prism-sim[frames]'`) it also writes `NAME.parquet`. `simulate` of `prism_sim` returns the same
+tables as DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings. Later versions
+may add columns. `scripts/config_reference.py` writes this page.
 
-A value that does not exist is empty in CSV, and null in Parquet and DataFrames. `--no-requests`
-leaves out the table of requests. DIR also gets `results.json` (all but the requests),
-`report.html` and, with `--timeline`, a Chrome trace.
+A missing value is empty in CSV, and null in Parquet and DataFrames. `--no-requests` leaves out the
+table of requests. DIR also contains `results.json` (all except the requests), `report.html` and,
+with `--timeline`, a Chrome trace.
 """
 PAGES = {"configuration.md": (SERVE, ServeYaml), "prism-sim-configuration.md": (SIM, SimYaml)}
 
