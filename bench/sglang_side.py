@@ -97,8 +97,7 @@ class Asked:
 
     @property
     def live_tokens(self) -> int:
-        """Tokens whose KV the request needs, from its first token on. The KV of the last one is not
-        computed yet."""
+        """Number of tokens whose KV the request needs. The KV of the last token is not computed yet."""
         return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
 
 
@@ -142,7 +141,7 @@ class Engine:
             raise
 
     def warm_up(self) -> None:
-        """Has everything compiled and captured before anything is timed.
+        """Triggers compilation and graph capture before the measurement.
 
         Serves batches of every size for which SGLang compiles kernels, and a long prompt. Decode
         graphs are captured in idle steps.
@@ -177,7 +176,7 @@ class Engine:
         self.core.submit([request])
 
     def top_up(self, wanted: int) -> None:
-        """Submits requests until so many are open."""
+        """Submits requests until the given number is open."""
         while len(self.open) < wanted:
             prompt, output = (
                 self.random.randint(max(1, mean // 8), 2 * mean)
@@ -202,7 +201,7 @@ class Engine:
         return found
 
     def finish(self) -> None:
-        """Steps until nothing is left to do."""
+        """Runs steps until no request is left."""
         while self.step().busy:
             pass
 
@@ -314,7 +313,7 @@ def set_arguments(side: Side) -> None:
 
 
 def use_stock_pool() -> None:
-    """Makes the engine use SGLang's own pool and allocator, and leaves the rest as it is."""
+    """Makes the engine use SGLang's own pool and allocator, without other changes."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
