@@ -97,7 +97,7 @@ class Asked:
 
     @property
     def live_tokens(self) -> int:
-        """Number of tokens whose KV the request needs. The KV of the last token is not computed yet."""
+        """Number of tokens with KV. The last token does not have KV yet, and a new request has none."""
         return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
 
 

@@ -63,8 +63,8 @@ RESULTS = """# Results of prism-sim
 
 `prism-sim run --out DIR` writes four tables as `NAME.csv`. With polars (`pip install
 'prism-sim[frames]'`) it also writes `NAME.parquet`. `simulate` of `prism_sim` returns the same
-tables as DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings. Later versions
-may add columns. `scripts/config_reference.py` writes this page.
+tables as DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings. Later
+versions may add columns. `scripts/config_reference.py` writes this page.
 
 A missing value is empty in CSV, and null in Parquet and DataFrames. `--no-requests` leaves out the
 table of requests. DIR also contains `results.json` (all except the requests), `report.html` and,
