@@ -97,7 +97,7 @@ class Asked:
 
     @property
     def live_tokens(self) -> int:
-        """Number of tokens with KV. The last token does not have KV yet, and a new request has none."""
+        """Number of tokens with KV: none before the first token, and never the last one."""
         return len(self.prompt) + len(self.tokens) - 1 if self.tokens else 0
 
 
