@@ -24,8 +24,11 @@ CHECKED = (
     "CONTRIBUTING.md",
     "README.md",
     "SECURITY.md",
+    "bench",
     "csrc",
     "deploy",
+    ":(glob)docs/*.md",
+    "examples",
     "kvcached",
     "kvcached_plugins",
     "lab",
@@ -33,7 +36,9 @@ CHECKED = (
     "prism",
     "prism_replay",
     "prism_sim",
+    "requirements",
     "scripts",
+    "traces",
 )
 SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".lua", ".md", ".sh", ".yaml", ".toml")
 
