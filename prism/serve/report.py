@@ -104,6 +104,8 @@ def _total(total_bytes: int, device: DeviceConfig) -> str:
 
 
 def _gpus_table(config: ClusterConfig, gpus: Mapping[str, GpuFound]) -> Table:
+    from prism.serve.gpu_probe import GpuFound  # its imports take a while
+
     table = Table(
         "device", "GPU", "driver", "memory", "free now", "capacity", "engines without a model",
         "left for models", title="GPUs", title_justify="left",

@@ -96,10 +96,10 @@ def test_keys_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     good = {"name": "x", "sha256": hashed("k")}
     for keys, message in (
         ([good, good], "access: two keys have the name 'x'; rename one"),
-        ([good | {"name": "x y"}], "keys[0].name: 'x y' cannot be used"),
+        ([good | {"name": "x y"}], "keys[0].name: 'x y' is not a valid name"),
         ([good | {"sha256": "k"}], "sha256: is not 64 hexadecimal digits"),
         ([good | {"models": ["zzz"]}], "keys[0].models: unknown model 'zzz'"),
-        ([good | {"tokens_per_minute": -1}], "tokens_per_minute: -1 is below 0"),
+        ([good | {"tokens_per_minute": -1}], "tokens_per_minute: -1 must be >= 0"),
         ([good | {"modles": []}], "modles: unknown key; did you mean 'models'?"),
         ([], "access: no key was found; make one with prism-serve new-key"),
     ):

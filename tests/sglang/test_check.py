@@ -53,4 +53,4 @@ def test_what_is_wrong_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFi
     facts = json.loads(report.read_text())
     assert (facts["rounds"], "are missing on" in facts["error"]) == ([], True)
     assert check(*model, "--dtype", "float7") == 2
-    assert "--dtype: unknown type float7" in capsys.readouterr().err
+    assert "--dtype: float7 is not one of" in capsys.readouterr().err
