@@ -25,11 +25,15 @@ API = {
     "layouts": ("Layouts", ("layouts",)),
     "weights": (
         "Weights",
-        tuple(
-            f"weights.{name}"
-            for name in (
-                *("arena", "builder", "checkpoint", "entry", "links", "prefetch", "spec", "store"),
-            )
+        (
+            "weights.arena",
+            "weights.builder",
+            "weights.checkpoint",
+            "weights.entry",
+            "weights.links",
+            "weights.prefetch",
+            "weights.spec",
+            "weights.store",
         ),
     ),
     "tensor": ("Tensors", ("tensor",)),

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
@@ -25,10 +25,8 @@ from prism.errors import ConfigError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator, report
+from prism.serve.gpu_probe import GpuFound
 from prism.serve.run_dir import find
-
-if TYPE_CHECKING:
-    from prism.serve.gpu_probe import GpuFound
 
 # Modules of commands that start processes are imported where they are used: they take seconds.
 DEFAULT_CONFIG = Path("prism.yaml")

@@ -24,7 +24,6 @@ from kvcached.errors import (
 )
 from prism.config.machines import is_gpu
 from prism.config.schema import ClusterConfig, DeviceConfig
-from prism.engines.gpu_share import own_pid
 from prism.errors import ConfigError
 from prism.process import child_environment, die_with_parent
 
@@ -140,6 +139,8 @@ def _occupied(
 
 
 def _own_bytes(device: Device, before: DriverMemory | None) -> list[int | None]:
+    from prism.engines.gpu_share import own_pid  # imports the engines' interface
+
     with device.client("check"):
         after = device.driver_memory()
         pid = own_pid(before, after)

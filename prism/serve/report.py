@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Group, RenderableType
@@ -19,9 +18,7 @@ from prism.config.units import format_size
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.models import ModelSpec
-
-if TYPE_CHECKING:
-    from prism.serve.gpu_probe import GpuFound
+from prism.serve.gpu_probe import GpuFound
 
 _STAGES = {
     "engine": "wait for a free engine",
@@ -104,8 +101,6 @@ def _total(total_bytes: int, device: DeviceConfig) -> str:
 
 
 def _gpus_table(config: ClusterConfig, gpus: Mapping[str, GpuFound]) -> Table:
-    from prism.serve.gpu_probe import GpuFound  # its imports take a while
-
     table = Table(
         "device", "GPU", "driver", "memory", "free now", "capacity", "engines without a model",
         "left for models", title="GPUs", title_justify="left",
