@@ -164,7 +164,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if not torch.cuda.is_available():
-        raise SystemExit(f"{options.device}: this torch has no CUDA")
+        raise SystemExit(f"{options.device}: this torch does not have CUDA")
     row_bytes = 2 * options.layers * options.kv_heads * options.head_dim * 4
     capacity = 3 * options.batch * (options.context + BLOCK_TOKENS) * row_bytes
     capacity += 16 * 2 * options.layers * PAGE_BYTES

@@ -57,7 +57,7 @@ class Subjects:
         def call() -> None:
             ids = kv.alloc_kv(kv.num_blocks)
             if ids is None:
-                raise SystemExit("the device has no room for the pages")
+                raise SystemExit("the device does not have room for the pages")
             kv.free_kv(ids)
 
         return call
@@ -76,7 +76,7 @@ class Subjects:
             taken = [kv.alloc_kv(blocks) for _ in range(self.pages)]
             for ids in taken:
                 if ids is None:
-                    raise SystemExit("the device has no room for the pages")
+                    raise SystemExit("the device does not have room for the pages")
                 kv.free_kv(ids)
 
         return call

@@ -55,7 +55,7 @@ def torch_device(name: str) -> torch.device:
     if name.startswith("host"):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise SystemExit(f"{name}: this torch has no CUDA; use --device host:0")
+        raise SystemExit(f"{name}: this torch does not have CUDA; use --device host:0")
     return torch.device(name)
 
 

@@ -69,7 +69,7 @@ def load(address: tuple[str, int], streams: int, over_s: float, tokens: int) -> 
     while len(done) < streams:
         now_s = time.monotonic() - start_s
         if now_s > over_s + GIVE_UP_S:
-            sys.exit(f"error: {streams - len(done)} streams have no end")
+            sys.exit(f"error: {streams - len(done)} streams did not end")
         while begun < streams and now_s >= over_s * begun / streams:
             stream = begin(address)
             open_[stream.client.fileno()] = stream

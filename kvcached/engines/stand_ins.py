@@ -109,7 +109,7 @@ def _load_sglang_stubs() -> types.ModuleType:
     path = Path(package.origin).with_name("_platform_stubs.py")
     spec = importlib.util.spec_from_file_location("kvcached._sglang_platform_stubs", path)
     if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"sglang's installation has no readable {path.name}")
+        raise ModuleNotFoundError(f"sglang's installation does not have a readable {path.name}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

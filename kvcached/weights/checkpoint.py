@@ -106,7 +106,9 @@ def _files_of(path: Path) -> tuple[Path, ...]:
         return tuple(path / name for name in _indexed(index))
     files = tuple(sorted(path.glob("*.safetensors")))
     if not files:
-        raise WeightFileError(f"{path} has no *.safetensors; save the weights in that format")
+        raise WeightFileError(
+            f"{path} does not have *.safetensors; save the weights in that format"
+        )
     return files
 
 

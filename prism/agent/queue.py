@@ -295,7 +295,9 @@ class FrontendWatch:
         self._missing_since_s = {n: since for n, since in missing.items() if n not in alive}
         for name, since_s in list(self._missing_since_s.items()):
             if now_s - since_s >= self._timing.frontend_missing_s:
-                log.warning("frontend %s has no heartbeat: its requests are cancelled", name)
+                log.warning(
+                    "frontend %s does not have a heartbeat: its requests are cancelled", name
+                )
                 del self._missing_since_s[name]
                 self._on_dead(name)
 

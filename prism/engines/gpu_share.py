@@ -263,6 +263,6 @@ def own_pid(before: DriverMemory | None, after: DriverMemory | None) -> int:
 
 def _no_room(name: str, error: KvcachedError) -> EngineError:
     return EngineError(
-        f"{name} has no room for an engine's {CONTEXT}: {error}; the agent retries; lower"
+        f"{name} does not have room for an engine's {CONTEXT}: {error}; the agent retries; lower"
         " devices[].engines if this persists"
     )

@@ -166,7 +166,9 @@ class ModelMemory:
         for each other. Raises ActivationError if one has failed."""
         if not self.ranks.all_true(True):
             self.release()
-            raise ActivationError(f"model {order.model.name}: another rank has no memory for it")
+            raise ActivationError(
+                f"model {order.model.name}: another rank does not have memory for it"
+            )
 
     def _check_limit(self, order: ActivateEngine) -> None:
         limit = order.kv_limit_bytes

@@ -156,7 +156,7 @@ def check_written(parameters: Mapping[str, torch.Tensor], weights: ModelWeights)
     empty = [name for name in weights.unwritten() if name in parameters]
     if empty:
         raise ActivationError(
-            f"the files have no values for {_first_names(empty)}; tied embeddings of this"
+            f"the files do not have values for {_first_names(empty)}; tied embeddings of this"
             " architecture may not be supported: save the checkpoint with every tensor it needs"
         )
     partial = [name for name, tensor in parameters.items() if _has_nan(tensor)]

@@ -81,7 +81,9 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
     config = read_config(path, key)
     architecture = _architecture(config, path, key)
     if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"{key}: {path} has no tokenizer.json; save the fast tokenizer there")
+        raise ConfigError(
+            f"{key}: {path} does not have tokenizer.json; save the fast tokenizer there"
+        )
     text = text_part(config, path, key)
     lookup = Lookup(with_defaults(text), path, key)
     heads = lookup.integer("num_attention_heads", "n_head")
@@ -168,9 +170,10 @@ def with_defaults(text: dict[str, Any]) -> dict[str, Any]:
 def read_config(path: Path, key: str) -> dict[str, Any]:
     file = config_file(path)
     if not file.is_file():
+        problem = "does not exist" if file == path else "does not have config.json"
         raise ConfigError(
-            f"{key}: {path} {'does not exist' if file == path else 'has no config.json'}; give a"
-            " directory in Hugging Face's layout (config.json, tokenizer.json, *.safetensors)"
+            f"{key}: {path} {problem}; give a directory in Hugging Face's layout"
+            " (config.json, tokenizer.json, *.safetensors)"
         )
     try:
         config = json.loads(file.read_text())
@@ -253,7 +256,7 @@ def _weight_files(path: Path, key: str) -> list[Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{key}: {path} has no *.safetensors; save the weights in that format"
+            f"{key}: {path} does not have *.safetensors; save the weights in that format"
             " (save_pretrained does)"
         )
     return files

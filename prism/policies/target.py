@@ -210,7 +210,7 @@ def _break_cycle(draft: TargetDiff) -> None:
         return coming, model.running + model.waiting, model.name
 
     if stuck:
-        reason = "the placement moves it, and its new devices have no room yet"
+        reason = "the placement moves it, and its new devices do not have room yet"
         _evict(draft, min(stuck, key=cost), reason, move_running=True)
 
 

@@ -122,7 +122,7 @@ def _check_redis_is_private(url: str) -> None:
         return
     if url.startswith("redis://") and not password and not _is_loopback(host):
         raise ConfigError(
-            f"redis: {host} is another machine, and the URL has no password; write"
+            f"redis: {host} is another machine, and the URL does not have a password; write"
             " redis://:PASSWORD@host:port, or rediss:// for TLS"
         )
 

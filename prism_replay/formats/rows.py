@@ -104,7 +104,7 @@ def checked(request: TraceRequest, where: str) -> TraceRequest:
         if tokens < 1:
             raise TraceError(f"{where}: {tokens} {key} tokens; a request has at least 1")
     if not request.model:
-        raise TraceError(f"{where}: the model has no name")
+        raise TraceError(f"{where}: the model does not have a name")
     return request
 
 

@@ -40,13 +40,15 @@ def read_shape(path: Path) -> ModelShape:
     text = with_defaults(text_part(config, path, key))
     found = Lookup(text, path, key)
     if any(text.get(name) for name in EXPERTS):
-        raise ConfigError(f"{key}: mixtures of experts have no roofline; calibrate the model")
+        raise ConfigError(f"{key}: mixtures of experts do not have a roofline; calibrate the model")
     quantized = config.get("quantization_config") or {"quant_method": None}
     if not isinstance(quantized, dict):
         raise Lookup(config, path, key).mistake("quantization_config", "an object")
     method = quantized.get("quant_method")
     if method not in (None, "fp8"):
-        raise ConfigError(f"{key}: quantization_config: {method!r} has no roofline, only fp8 has")
+        raise ConfigError(
+            f"{key}: quantization_config: {method!r} does not have a roofline, only fp8 does"
+        )
     kind = str(text.get("model_type"))
     hidden = found.integer("hidden_size", "n_embd")
     heads = found.integer("num_attention_heads", "n_head")

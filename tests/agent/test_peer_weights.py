@@ -242,7 +242,7 @@ def test_nothing_but_tensors_is_read(pair: Pair, blob: str) -> None:
 def test_files_that_are_not_there_are_refused_as_ever(pair: Pair) -> None:
     pair.a.store.get_checkpoint(pair.a.spec.path).close()
     (Path(pair.b.spec.path) / "model.safetensors").unlink()
-    with pytest.raises(WeightFileError, match=r"no \*\.safetensors"):
+    with pytest.raises(WeightFileError, match=r"does not have \*\.safetensors"):
         pair.b.fetch()
 
 

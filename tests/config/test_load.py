@@ -190,8 +190,8 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("models", 0, "path", value="models"),
-        "models[0].path: {folder}/models has no config.json; give a directory in Hugging Face's"
-        " layout (config.json, tokenizer.json, *.safetensors)",
+        "models[0].path: {folder}/models does not have config.json; give a directory in Hugging"
+        " Face's layout (config.json, tokenizer.json, *.safetensors)",
     ),
     (
         put("models", 0, "dtype", value="int4"),

@@ -132,8 +132,8 @@ def configure(**config: Any) -> Any:
 
 
 BROKEN = [
-    (remove("tokenizer.json"), "has no tokenizer.json; save the fast tokenizer there"),
-    (remove("model.safetensors"), "has no *.safetensors; save the weights in that format"),
+    (remove("tokenizer.json"), "does not have tokenizer.json; save the fast tokenizer there"),
+    (remove("model.safetensors"), "does not have *.safetensors; save the weights in that format"),
     (write("config.json", "{"), "cannot read {directory}/config.json: Expecting"),
     (write("config.json", "[]"), "config.json is not a JSON object; repair the file"),
     (write("model.safetensors", "x"), "cannot read {directory}/model.safetensors: "),

@@ -164,7 +164,7 @@ def test_no_context_is_made_without_room_in_the_ledger(
     monkeypatch.setattr(gpu_share, "ROOM_S", 0.05)
     holder = gpu.ledger.client("holder")
     holder.reserve_static(8 * GIB - 100 * MIB, "all")
-    with pytest.raises(EngineError, match="cuda:0 has no room for an engine's CUDA context"):
+    with pytest.raises(EngineError, match="cuda:0 does not have room for an engine's CUDA context"):
         opened(gpu)
     assert not gpu.clients
     holder.close()
@@ -176,7 +176,7 @@ def test_a_context_that_is_larger_than_the_room_left_leaves_nothing_behind(
     monkeypatch.setattr(gpu_share, "ROOM_S", 0.05)
     holder = gpu.ledger.client("holder")
     holder.reserve_static(8 * GIB - 512 * MIB, "most")
-    with pytest.raises(EngineError, match="no room"):
+    with pytest.raises(EngineError, match="does not have room"):
         opened(gpu, said(9 * GIB), said(8 * GIB, (ME, 600 * MIB)))
     assert [client.name for client in gpu.usage().clients] == ["holder"]
     holder.close()

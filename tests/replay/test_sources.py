@@ -180,7 +180,7 @@ def test_our_own_format_can_be_packed(tmp_path: Path) -> None:
     [
         ("burstgpt", BURST + "-5,GPT-4,9,9,18,x\n", ":2: the time -5 s is below 0"),
         ("burstgpt", BURST + "5,GPT-4,0,9,9,x\n", ":2: 0 input tokens"),
-        ("burstgpt", BURST + "5,,1,9,9,x\n", ":2: the model has no name"),
+        ("burstgpt", BURST + "5,,1,9,9,x\n", ":2: the model does not have a name"),
         ("burstgpt", BURST + "5,GPT-4,9,0,9,x\n", "empty"),
         ("vidur", VIDUR + "2,1,1\n1,1,1\n", ":3: the time 1 s is before the row above (2 s)"),
         ("vidur", VIDUR + "2,1,0\n", ":2: 0 output tokens"),

@@ -51,7 +51,7 @@ async def pause_under_load(cluster: Cluster) -> list[dict[str, Any]]:
         await asyncio.sleep(1.0)
         os.kill(frontend, signal.SIGSTOP)
         try:
-            gone = "has no heartbeat: its requests are cancelled"
+            gone = "does not have a heartbeat: its requests are cancelled"
             await asyncio.to_thread(until, lambda: gone in agent_log(cluster), gone)
         finally:
             os.kill(frontend, signal.SIGCONT)

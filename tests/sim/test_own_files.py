@@ -56,7 +56,7 @@ MISTAKES = (
         "my-model.json",
         "{",
         '{"quantization_config": {"quant_method": "awq"}, ',
-        r"my-model\.json: quantization_config: 'awq' has no roofline",
+        r"my-model\.json: quantization_config: 'awq' does not have a roofline",
     ),
     ("costs.json", "dense_s", "dense", r"costs\.json: .*`dense`.* `\$\.tables\[0\]`"),
     ("costs.json", "[0.0085, 0.0125", "[0.0125, 0.0085", r"costs\.json: .*dense_s: more tokens"),

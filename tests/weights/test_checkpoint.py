@@ -119,7 +119,7 @@ def test_missing_files_are_named(tmp_path: Path, model: Path) -> None:
     with pytest.raises(errors.WeightFileError, match=r"index.json is damaged"):
         Checkpoint.open(model)
     (tmp_path / "none").mkdir()
-    with pytest.raises(errors.WeightFileError, match=r"has no \*.safetensors"):
+    with pytest.raises(errors.WeightFileError, match=r"does not have \*.safetensors"):
         Checkpoint.open(tmp_path / "none")
     with pytest.raises(errors.InvalidArgumentError, match="neither a file nor a directory"):
         Checkpoint.open(tmp_path / "nowhere")

@@ -54,5 +54,5 @@ def active_memory() -> PoolMemory:
 
     memory: PoolMemory | None = getattr(current_platform, "memory", None)
     if memory is None:
-        raise RuntimeError("the platform has no engine memory: no model is being started")
+        raise RuntimeError("the platform does not have engine memory: no model is being started")
     return memory

@@ -81,6 +81,6 @@ def _files_bytes(model: Any, arguments: Any) -> int:
         if sizes:
             return sum(sizes)
     raise InvalidArgumentError(
-        f"{folder} has no weights to measure ({', '.join(_WEIGHTS)}): set KVCACHED_STATIC to the "
-        "server's memory other than KV"
+        f"{folder} does not have weights to measure ({', '.join(_WEIGHTS)}): set KVCACHED_STATIC "
+        "to the server's memory other than KV"
     )

@@ -29,9 +29,9 @@ class ElasticCache(Cache):  # type: ignore[misc]
     from the client's thread, for inference alone.
 
     `num_tokens` limits all sequences together and is address space, so it may exceed the device.
-    `dtype` is the type of K and V (None: the model's own). When the device has no room the model's
-    step raises NoRoomError, at once or after `wait_s` in which other clients are asked to shrink,
-    and the cache is as it was before that step.
+    `dtype` is the type of K and V (None: the model's own). When the device does not have
+    room, the model's step raises NoRoomError, at once or after `wait_s` in which other clients are
+    asked to shrink, and the cache is as it was before that step.
     """
 
     @checked(
