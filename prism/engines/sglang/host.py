@@ -10,8 +10,8 @@ import ctypes
 import gc
 import importlib
 import os
-import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from prism.engines.sglang import stubs
@@ -41,6 +41,8 @@ stubs.install_after_import()
 noise.install()
 KVCacheConfigurator._profile_available_bytes = pool_bytes
 _libc = ctypes.CDLL(None)
+_RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_closed_with_groups = ExitStack()
 
 
 def build(
@@ -58,7 +60,7 @@ def build(
     _bind_threads(ranks.size)
     publish(arguments, role="scheduler", ranks=place)
     pins = nullcontext() if gpu.is_gpu(device) else lora.Unpinned()
-    with _Rendezvous(ranks), pins:
+    with _rendezvous(ranks), pins:
         scheduler = InProcessScheduler(arguments, server_args.ports())
     scheduler.start()
     return scheduler
@@ -75,6 +77,7 @@ def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> N
         scheduler.release_host_resources()
     destroy_model_parallel()
     destroy_distributed_environment()
+    _closed_with_groups.close()
     reset_context()
     _forget_tensors()
     platforms.current_platform.memory = None
@@ -95,21 +98,26 @@ def release_heap(device: str = "host:0") -> None:
     _libc.malloc_trim(0)
 
 
-class _Rendezvous:
-    """Context in which torch.distributed uses a file as rendezvous of the ranks, instead of a TCP
-    port."""
+@contextmanager
+def _rendezvous(ranks: RankGroup) -> Iterator[None]:
+    """Makes torch.distributed use a file as rendezvous of the ranks, instead of a TCP port.
 
-    _VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-
-    def __init__(self, ranks: RankGroup) -> None:
-        self._path = _own_file() if ranks.size == 1 else ranks.rendezvous_path()
-
-    def __enter__(self) -> None:
-        os.environ[self._VARIABLE] = f"file://{self._path}"
-
-    def __exit__(self, *exc: object) -> None:
-        os.environ.pop(self._VARIABLE, None)
-        self._path.unlink(missing_ok=True)
+    The file must exist as long as the process groups: the first NCCL group of a process reads it
+    every second in a thread, and waits for a missing one to appear, so that the groups could not be
+    destroyed. With one rank it has no name and disappears with `tear_down` or the process. With
+    more, torch removes it with the last rank's group.
+    """
+    if ranks.size == 1:
+        descriptor = os.memfd_create("prism-rendezvous")
+        _closed_with_groups.callback(os.close, descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}")
+    else:
+        path = ranks.rendezvous_path()
+    os.environ[_RENDEZVOUS_VARIABLE] = f"file://{path}"
+    try:
+        yield
+    finally:
+        del os.environ[_RENDEZVOUS_VARIABLE]
 
 
 def _bind_threads(ranks: int) -> None:
@@ -118,12 +126,6 @@ def _bind_threads(ranks: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = bound
-
-
-def _own_file() -> Path:
-    handle, name = tempfile.mkstemp(prefix="prism-rendezvous-")
-    os.close(handle)
-    return Path(name)
 
 
 def import_models() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -102,11 +104,33 @@ _TENSOR_ARGUMENTS = {
 }
 
 
+class Heartbeat:
+    """Thread of the first group of a process. It asks the store every second whether a rank wants
+    debugging information."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(1.0):
+            self._store.check(["should_dump"])
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 def _process_group(c10d: Any) -> type[Any]:
+    numbers = itertools.count()
+
     class ProcessGroupNCCL(c10d.ProcessGroup):  # type: ignore[misc, name-defined]
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             super().__init__(rank, size)
             self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+            self._heartbeat = Heartbeat(store) if next(numbers) == 0 else None
 
         @property
         def group_name(self) -> str:
@@ -141,6 +165,8 @@ def _process_group(c10d: Any) -> type[Any]:
 
         def shutdown(self, *_arguments: Any) -> None:
             """gloo ends with its object."""
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
     for name, count in _TENSOR_ARGUMENTS.items():
