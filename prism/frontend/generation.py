@@ -19,6 +19,7 @@ from prism.frontend.parsers import Parsing
 from prism.frontend.request_log import Event, Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.tracing import TracedChoice
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
 # Events per call to the mailbox: detokenizing them blocks the other requests.
@@ -225,8 +226,8 @@ class Generation:
         """Cancels the requests that still run, and counts `outcome` (by default "ok" if every
         choice has ended, else "cancelled"). Call once, however the request ended."""
         ended = all(choice.finish_reason is not None for choice in self.choices)
-        opened = [choice.opened for choice in self.choices]
-        self._timer.end(outcome or ("ok" if ended else "cancelled"), opened)
+        traced = [TracedChoice(each.opened.request, each.opened.started) for each in self.choices]
+        self._timer.end(outcome or ("ok" if ended else "cancelled"), traced)
         self._rates.end(self._call.api_key, self._call.output_tokens)
         self._metrics.count_key_usage(self._call)
         self._dispatcher.cancel([choice.opened.request.id for choice in self.choices])

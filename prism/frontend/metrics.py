@@ -20,9 +20,8 @@ from prometheus_client.registry import Collector
 
 from prism import clock
 from prism.frontend.calls import Call
-from prism.frontend.request_log import OpenRequest
 from prism.frontend.siblings import labelled
-from prism.frontend.tracing import RequestTimes, Traces
+from prism.frontend.tracing import RequestTimes, TracedChoice, Traces
 from prism.messages.requests import Request
 from prism.transport import malformed_total
 
@@ -174,7 +173,7 @@ class RequestTimer:
             tpot_s=decode_s / following if following > 0 else None,
         )
 
-    def end(self, outcome: str, choices: Sequence[OpenRequest]) -> None:
+    def end(self, outcome: str, choices: Sequence[TracedChoice]) -> None:
         self._count()
         if self._metrics.traces is not None:
             times = self._times()

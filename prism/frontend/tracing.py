@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from prism.frontend.request_log import OpenRequest
+from prism.messages.requests import Request, Started
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -27,6 +27,13 @@ class RequestTimes:
     began_unix_s: float
     first_unix_s: float | None  # first token
     ended_unix_s: float
+
+
+class TracedChoice(NamedTuple):
+    """One choice of an HTTP request: its last attempt, and its first start in an engine."""
+
+    request: Request
+    started: Started | None
 
 
 class Traces:
@@ -59,15 +66,14 @@ class Traces:
 
     def request(
         self,
-        opened: Sequence[OpenRequest],
+        choices: Sequence[TracedChoice],
         times: RequestTimes,
         outcome: str,
         output_tokens: int,
         parent: str,
     ) -> None:
-        """Exports the spans of an ended HTTP request. `opened`: its choices. `parent`: a
-        `traceparent`, or ""."""
-        first = opened[0].request
+        """Exports the spans of an ended HTTP request. `parent`: a `traceparent`, or ""."""
+        first = choices[0].request
         root = self._tracer.start_span(
             f"generate {first.model}",
             context=self._parents.extract({"traceparent": parent}),
@@ -75,7 +81,7 @@ class Traces:
             start_time=_ns(times.began_unix_s),
             attributes={
                 "gen_ai.request.model": first.model,
-                "gen_ai.usage.input_tokens": sum(len(each.request.prompt_ids) for each in opened),
+                "gen_ai.usage.input_tokens": sum(len(each.request.prompt_ids) for each in choices),
                 "gen_ai.usage.output_tokens": output_tokens,
                 "prism.outcome": outcome,
             },
@@ -83,17 +89,17 @@ class Traces:
         if outcome not in ("ok", "cancelled"):
             root.set_status(self._api.StatusCode.ERROR, outcome)
         inside = self._api.set_span_in_context(root)
-        for each in opened:
+        for each in choices:
             self._choice(each, times, inside)
         root.end(_ns(times.ended_unix_s))
 
-    def _choice(self, opened: OpenRequest, times: RequestTimes, inside: Context) -> None:
+    def _choice(self, choice: TracedChoice, times: RequestTimes, inside: Context) -> None:
         """Exports the spans of one choice: queue until an agent starts it, prefill until the first
         token, then decode."""
-        started, end = opened.started, times.ended_unix_s
+        started, end = choice.started, times.ended_unix_s
         about: dict[str, str | int] = {
-            "prism.request": opened.request.id,
-            "prism.attempts": opened.request.attempt,
+            "prism.request": choice.request.id,
+            "prism.attempts": choice.request.attempt,
         }
         start = min(started.unix_s, end) if started else end
         self._span("queue", times.began_unix_s, start, about, inside)
