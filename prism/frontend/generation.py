@@ -9,13 +9,13 @@ from typing import Any
 from msgspec import Struct, structs
 
 from prism.frontend import calls
-from prism.frontend.access import RateLimits
 from prism.frontend.calls import Call
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import GenerationError
 from prism.frontend.metrics import Metrics, RequestTimer
 from prism.frontend.parsers import Parsing
+from prism.frontend.rate_limits import RateLimits
 from prism.frontend.request_log import Event, Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer

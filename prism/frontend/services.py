@@ -9,7 +9,7 @@ from fastapi import Request
 
 from prism.config.schema import ClusterConfig
 from prism.errors import UnknownModelError
-from prism.frontend.access import RateLimits, may_use
+from prism.frontend.access import may_use
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.errors import UnavailableError
@@ -18,6 +18,7 @@ from prism.frontend.grammars import GrammarTrials
 from prism.frontend.idempotency import AnswerFollower, AnyGeneration, IdempotencyKey, SharedAnswers
 from prism.frontend.metrics import Metrics
 from prism.frontend.parsers import AnswerParsers
+from prism.frontend.rate_limits import RateLimits
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.frontend.write_check import WriteCheck
 from prism.messages.models import ModelSpec
