@@ -29,10 +29,10 @@ from fastapi import FastAPI
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig, FrontendConfig
 from prism.errors import ConfigError
-from prism.frontend.accepting import Acceptor
 from prism.frontend.app import create_admin, create_app
-from prism.frontend.connections import guarded_protocol
-from prism.frontend.listener import open_admin, open_listener
+from prism.frontend.http.accepting import Acceptor
+from prism.frontend.http.connections import guarded_protocol
+from prism.frontend.http.listener import open_admin, open_listener
 from prism.frontend.services import Services
 from prism.process import beat, configure_logging, die_with_parent, raise_file_limit
 

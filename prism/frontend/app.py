@@ -13,11 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
-from prism.frontend.access import ApiKeyGuard, CrossSiteGuard
-from prism.frontend.calls import ID_HEADER, CallMiddleware
 from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
-from prism.frontend.errors import install_handlers
+from prism.frontend.http.access import ApiKeyGuard, CrossSiteGuard
+from prism.frontend.http.calls import ID_HEADER, CallMiddleware
+from prism.frontend.http.errors import install_handlers
+from prism.frontend.http.routing import add_plain
 from prism.frontend.metrics import Metrics
 from prism.frontend.openapi import describe
 from prism.frontend.reload import retry_unreadable, watch
@@ -33,7 +34,6 @@ from prism.frontend.routes import (
     responses,
     tokenize,
 )
-from prism.frontend.routing import add_plain
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import load_tokenizers
 from prism.frontend.tracing import Traces

@@ -14,7 +14,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prism.errors import ConfigError
-from prism.frontend.errors import bad_request
+from prism.frontend.http.errors import bad_request
 from prism.frontend.template_forms import Forms, forms_of, in_forms
 from prism.models.special_tokens import read_json, token_text
 

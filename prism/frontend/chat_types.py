@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from prism.frontend.chat_template import GIVEN
-from prism.frontend.errors import bad_request
+from prism.frontend.http.errors import bad_request
 from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
 
 MESSAGES_MAX = 4096

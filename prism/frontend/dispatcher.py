@@ -16,7 +16,7 @@ from prism import clock
 from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError, UnknownModelError
 from prism.frontend.enqueuer import Enqueuer
-from prism.frontend.errors import SheddingError
+from prism.frontend.http.errors import SheddingError
 from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics import Metrics
 from prism.frontend.queue_retry import retry_until_available

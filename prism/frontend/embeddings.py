@@ -13,9 +13,9 @@ from uuid import uuid4
 import numpy as np
 
 from prism.errors import BadRequestError
-from prism.frontend import calls
-from prism.frontend.errors import bad_request
 from prism.frontend.generation import GenerationSpec
+from prism.frontend.http import calls
+from prism.frontend.http.errors import bad_request
 from prism.frontend.openai_types import EmbeddingsBody
 from prism.frontend.services import Services
 from prism.frontend.specs import (

@@ -8,11 +8,11 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from prism.frontend import calls
-from prism.frontend.calls import Call
 from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
-from prism.frontend.errors import GenerationError
+from prism.frontend.http import calls
+from prism.frontend.http.calls import Call
+from prism.frontend.http.errors import GenerationError
 from prism.frontend.metrics import Metrics, RequestTimer
 from prism.frontend.parsers import Parsing
 from prism.frontend.rate_limits import RateLimits

@@ -16,8 +16,8 @@ from typing import Any
 
 from prism.config.adapters import adapter_module
 from prism.errors import RequestError
-from prism.frontend import calls
-from prism.frontend.errors import OverloadedError, UnavailableError, bad_request
+from prism.frontend.http import calls
+from prism.frontend.http.errors import OverloadedError, UnavailableError, bad_request
 from prism.frontend.openai_types import GenerationBody
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec

@@ -20,9 +20,14 @@ import msgspec
 from fastapi import Request
 
 from prism.errors import QueueUnavailableError, RequestError
-from prism.frontend import calls
-from prism.frontend.errors import GenerationError, OverloadedError, bad_request, queue_unavailable
 from prism.frontend.generation import GeneratedChoice, Generation, GenerationSpec, TextUpdate
+from prism.frontend.http import calls
+from prism.frontend.http.errors import (
+    GenerationError,
+    OverloadedError,
+    bad_request,
+    queue_unavailable,
+)
 from prism.frontend.openai_types import RequestBody
 from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing.requests import RequestQueue

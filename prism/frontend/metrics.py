@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from prism import clock
-from prism.frontend.calls import Call
+from prism.frontend.http.calls import Call
 from prism.frontend.siblings import labelled
 from prism.frontend.tracing import RequestTimes, TracedChoice, Traces
 from prism.messages.requests import Request

@@ -11,7 +11,7 @@ from typing import Any
 
 from prism.config.access import ApiKey
 from prism.errors import QueueUnavailableError
-from prism.frontend.errors import RateLimitError
+from prism.frontend.http.errors import RateLimitError
 from prism.frontend.queue_retry import retry_until_available
 from prism.queueing.requests import RequestQueue
 

@@ -17,8 +17,8 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from prism.errors import RequestError
-from prism.frontend.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.generation import GenerationSpec, TextUpdate
+from prism.frontend.http.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.idempotency import AnyGeneration
 from prism.frontend.openai_types import StreamOptions
 from prism.frontend.services import Services

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prism.frontend.errors import bad_request
+from prism.frontend.http.errors import bad_request
 from prism.frontend.openai_types import CompletionBody, GenerationBody
 from prism.frontend.tokenizers import ModelTokenizer
 from prism.messages.requests import Grammar, Sampling

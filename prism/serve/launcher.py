@@ -26,7 +26,7 @@ from prism.config.endpoints import on_node
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError
-from prism.frontend.listener import admin_listener, bound_address, open_listener
+from prism.frontend.http.listener import admin_listener, bound_address, open_listener
 from prism.messages.cluster import ClusterStatus
 from prism.messages.models import ModelSpec
 from prism.messages.troubles import read_troubles, write_troubles

@@ -19,7 +19,7 @@ from prism.config.machines import is_gpu
 from prism.config.schema import AUTO_STORE, ClusterConfig
 from prism.config.units import format_size
 from prism.errors import ConfigError, QueueUnavailableError
-from prism.frontend.listener import admin_listener, open_listener
+from prism.frontend.http.listener import admin_listener, open_listener
 from prism.queueing.requests import RequestQueue
 from prism.serve import run_dir
 

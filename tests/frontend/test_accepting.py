@@ -17,8 +17,8 @@ import uvicorn
 import uvloop
 
 from prism.frontend.__main__ import AcceptingLoop, UvicornServer
-from prism.frontend.accepting import ACCEPTED_PER_TURN
-from prism.frontend.connections import guarded_protocol
+from prism.frontend.http.accepting import ACCEPTED_PER_TURN
+from prism.frontend.http.connections import guarded_protocol
 from tests.frontend.test_tls import make_certificate
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -146,9 +146,9 @@ def test_a_lack_of_descriptors_leaves_clients_waiting(caplog: pytest.LogCaptureF
             assert listener.accepts == 5
             writer.close()
 
-    with caplog.at_level(logging.WARNING, "prism.frontend.accepting"):
+    with caplog.at_level(logging.WARNING, "prism.frontend.http.accepting"):
         run(lack)
-    [said] = [each for each in caplog.records if each.name == "prism.frontend.accepting"]
+    [said] = [each for each in caplog.records if each.name == "prism.frontend.http.accepting"]
     assert "EMFILE" in said.getMessage()
 
 

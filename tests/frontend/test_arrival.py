@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from prism.frontend import connections
 from prism.frontend.app import create_app
+from prism.frontend.http import connections
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import ids_of, make_config
 from tests.frontend.scripted_agent import ScriptedAgent, answering

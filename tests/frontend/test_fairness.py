@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from prism.frontend.errors import OverloadedError
+from prism.frontend.http.errors import OverloadedError
 from prism.frontend.request_log import Mailbox, OpenRequest, RequestLog
 from prism.messages.requests import Request, Sampling
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend import calls, grammars
-from prism.frontend.calls import Call
-from prism.frontend.errors import OverloadedError, UnavailableError
+from prism.frontend import grammars
 from prism.frontend.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_of
+from prism.frontend.http import calls
+from prism.frontend.http.calls import Call
+from prism.frontend.http.errors import OverloadedError, UnavailableError
 from prism.frontend.openai_types import CompletionBody
 from prism.messages.requests import Grammar
 from prism.process import PARENT_VARIABLE

@@ -17,7 +17,7 @@ import yaml
 
 from prism.config.admin import admin_address, host_and_port
 from prism.errors import ConfigError
-from prism.frontend.listener import admin_listener, bound_address
+from prism.frontend.http.listener import admin_listener, bound_address
 from tests.serve.conftest import SERVE, STOP_S, Cluster, serving, until, write_yaml
 from tests.serve.test_access import new_key
 

@@ -9,10 +9,10 @@ from fastapi.responses import Response
 
 from prism.frontend.bodies import read_body
 from prism.frontend.embeddings import embedding_spec, vector
+from prism.frontend.http.routing import PlainRoute
 from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.openai_types import EmbeddingsBody
 from prism.frontend.replies import reply_whole
-from prism.frontend.routing import PlainRoute
 from prism.frontend.services import services
 
 router = APIRouter(route_class=PlainRoute)

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from prism import clock
 from prism.errors import QueueUnavailableError
-from prism.frontend.errors import RETRY_AFTER_S
+from prism.frontend.http.errors import RETRY_AFTER_S
 from prism.frontend.metrics import render_samples
 from prism.frontend.services import Services, services
 from prism.frontend.siblings import merged

@@ -9,7 +9,7 @@ import sys
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from prism.frontend.errors import bad_request
+from prism.frontend.http.errors import bad_request
 from prism.frontend.services import services
 from prism.process import child_environment
 

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prism.config.access import ApiKey, hashed
 from prism.errors import RequestError
-from prism.frontend import calls
-from prism.frontend.errors import respond
+from prism.frontend.http import calls
+from prism.frontend.http.errors import respond
 
 OPEN_PATHS = ("/health", "/openapi.json", "/docs")
 _OUTSIDE_OF_V1 = ("/tokenize", "/detokenize")  # where vLLM has them

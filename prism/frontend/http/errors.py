@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from prism.errors import BadRequestError, QueueUnavailableError, RequestError
-from prism.frontend.calls import ID_HEADER
+from prism.frontend.http.calls import ID_HEADER
 
 log = logging.getLogger(__name__)
 
