@@ -13,13 +13,14 @@ from starlette.middleware.cors import CORSMiddleware
 from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
-from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.http.access import ApiKeyGuard, CrossSiteGuard
 from prism.frontend.http.calls import ID_HEADER, CallMiddleware
 from prism.frontend.http.errors import install_handlers
 from prism.frontend.http.routing import add_plain
-from prism.frontend.metrics import Metrics
+from prism.frontend.metrics.cluster_metrics import ClusterCollector
+from prism.frontend.metrics.request_metrics import Metrics
+from prism.frontend.metrics.tracing import Traces
 from prism.frontend.openapi import describe
 from prism.frontend.reload import retry_unreadable, watch
 from prism.frontend.routes import (
@@ -36,7 +37,6 @@ from prism.frontend.routes import (
 )
 from prism.frontend.services import Services
 from prism.frontend.tokenizers import load_tokenizers
-from prism.frontend.tracing import Traces
 from prism.queueing.requests import RequestQueue
 
 

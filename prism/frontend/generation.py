@@ -13,13 +13,13 @@ from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
 from prism.frontend.http.errors import GenerationError
-from prism.frontend.metrics import Metrics, RequestTimer
+from prism.frontend.metrics.request_metrics import Metrics, RequestTimer
+from prism.frontend.metrics.tracing import TracedChoice
 from prism.frontend.parsers import Parsing
 from prism.frontend.rate_limits import RateLimits
 from prism.frontend.request_log import Event, Mailbox, OpenRequest
 from prism.frontend.stop_strings import StopMatcher
 from prism.frontend.tokenizers import ModelTokenizer
-from prism.frontend.tracing import TracedChoice
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
 # Events per call to the mailbox: detokenizing them blocks the other requests.

@@ -9,14 +9,14 @@ from fastapi import Request
 
 from prism.config.schema import ClusterConfig
 from prism.errors import UnknownModelError
-from prism.frontend.cluster_metrics import ClusterCollector
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.generation import Generation, GenerationSpec
 from prism.frontend.grammars import GrammarTrials
 from prism.frontend.http.access import may_use
 from prism.frontend.http.errors import UnavailableError
 from prism.frontend.idempotency import AnswerFollower, AnyGeneration, IdempotencyKey, SharedAnswers
-from prism.frontend.metrics import Metrics
+from prism.frontend.metrics.cluster_metrics import ClusterCollector
+from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.parsers import AnswerParsers
 from prism.frontend.rate_limits import RateLimits
 from prism.frontend.tokenizers import ModelTokenizer

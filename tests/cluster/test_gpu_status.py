@@ -6,7 +6,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from prism.frontend.cluster_metrics import ClusterCollector
+from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.gpu import ForeignProcess, GpuMemory

@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prism.frontend.cluster_metrics import ClusterCollector
+from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.gpu import ForeignProcess, GpuMemory

@@ -13,9 +13,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prism import clock
 from prism.errors import QueueUnavailableError
 from prism.frontend.http.errors import RETRY_AFTER_S
-from prism.frontend.metrics import render_samples
+from prism.frontend.metrics.request_metrics import render_samples
+from prism.frontend.metrics.siblings import merged
 from prism.frontend.services import Services, services
-from prism.frontend.siblings import merged
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles

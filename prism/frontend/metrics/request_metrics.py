@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 
 from prism import clock
 from prism.frontend.http.calls import Call
-from prism.frontend.siblings import labelled
-from prism.frontend.tracing import RequestTimes, TracedChoice, Traces
+from prism.frontend.metrics.siblings import labelled
+from prism.frontend.metrics.tracing import RequestTimes, TracedChoice, Traces
 from prism.messages.requests import Request
 from prism.transport import malformed_total
 

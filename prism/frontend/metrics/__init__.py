@@ -1,0 +1,1 @@
+"""Prometheus metrics of requests and of the cluster, and OpenTelemetry traces."""
