@@ -114,7 +114,7 @@ def check(
     *, config: Config = None, host: Host = None, port: Port = None, node: Node = None
 ) -> None:
     """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts nothing."""
-    from prism.frontend.tokenizers import load_tokenizers
+    from prism.frontend.text.tokenizers import load_tokenizers
     from prism.serve.preflight import check_addresses
 
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)

@@ -36,7 +36,7 @@ from prism.frontend.routes import (
     tokenize,
 )
 from prism.frontend.services import Services
-from prism.frontend.tokenizers import load_tokenizers
+from prism.frontend.text.tokenizers import load_tokenizers
 from prism.queueing.requests import RequestQueue
 
 

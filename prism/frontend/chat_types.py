@@ -16,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from prism.frontend.chat_template import GIVEN
 from prism.frontend.http.errors import bad_request
 from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
+from prism.frontend.text.chat_template import GIVEN
 
 MESSAGES_MAX = 4096
 PARTS_MAX = 1024  # of one message

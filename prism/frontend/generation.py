@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.dispatcher import Dispatcher
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
@@ -18,8 +17,9 @@ from prism.frontend.metrics.tracing import TracedChoice
 from prism.frontend.parsers import Parsing
 from prism.frontend.rate_limits import RateLimits
 from prism.frontend.request_log import Event, Mailbox, OpenRequest
-from prism.frontend.stop_strings import StopMatcher
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.detokenizer import Detokenizer
+from prism.frontend.text.stop_strings import StopMatcher
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
 # Events per call to the mailbox: detokenizing them blocks the other requests.

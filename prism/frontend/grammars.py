@@ -19,7 +19,7 @@ from prism.errors import RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.errors import OverloadedError, UnavailableError, bad_request
 from prism.frontend.openai_types import GenerationBody
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar
 from prism.process import child_environment

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
 # OpenAI's value for a token that is impossible.

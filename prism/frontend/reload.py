@@ -8,7 +8,7 @@ import logging
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema import ClusterConfig
 from prism.frontend.services import Services
-from prism.frontend.tokenizers import load_tokenizers
+from prism.frontend.text.tokenizers import load_tokenizers
 
 RETRY_S = 10.0
 

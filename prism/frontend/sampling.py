@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prism.frontend.http.errors import bad_request
 from prism.frontend.openai_types import CompletionBody, GenerationBody
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Grammar, Sampling
 
 # Engines store it in 32 bits, where smaller values become 0. At this value only the likeliest token

@@ -19,7 +19,7 @@ from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.parsers import AnswerParsers
 from prism.frontend.rate_limits import RateLimits
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.frontend.write_check import WriteCheck
 from prism.messages.models import ModelSpec
 from prism.queueing.requests import RequestQueue

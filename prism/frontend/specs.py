@@ -14,7 +14,6 @@ from msgspec import structs
 
 from prism.config.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
-from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody, Conversation
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
@@ -24,7 +23,8 @@ from prism.frontend.openai_types import CompletionBody, GenerationBody, RequestB
 from prism.frontend.parsers import Parsing, after_reasoning, tool_grammar
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.chat_template import ChatTemplate
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar, Request, Sampling
 

@@ -24,7 +24,7 @@ from prism.config.resolve import load
 from prism.config.resolved import write_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError, PrismError
-from prism.frontend.tokenizers import load_tokenizers
+from prism.frontend.text.tokenizers import load_tokenizers
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.process import child_environment, die_with_parent
 from prism.serve import operator

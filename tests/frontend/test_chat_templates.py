@@ -12,9 +12,9 @@ import pytest
 from jinja2 import TemplateError
 
 from prism.errors import BadRequestError
-from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody
 from prism.frontend.specs import _rendered
+from prism.frontend.text.chat_template import ChatTemplate
 from tests.frontend.tiny_model import make_model
 
 FOLDER = Path(__file__).parent / "templates"

@@ -15,7 +15,7 @@ import pytest
 
 from prism.frontend import replies
 from prism.frontend.logprobs import CompletionLogprobs
-from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
+from prism.frontend.text.tokenizers import ModelTokenizer, load_tokenizers
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 from tests.frontend.conftest import TOKENIZER, Stack, ids_of, make_spec
 from tests.frontend.scripted_agent import Script, answering

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from tests.frontend.conftest import Stack
 
 GOOD: dict[str, Any] = {"model": "base", "prompt": "x"}

@@ -20,7 +20,7 @@ from prism.frontend.openai_types import CompletionBody, GenerationBody
 from prism.frontend.request_log import RequestLog
 from prism.frontend.services import Services
 from prism.frontend.specs import chat_spec, completion_spec
-from prism.frontend.tokenizers import load_tokenizers
+from prism.frontend.text.tokenizers import load_tokenizers
 from prism.messages.requests import Request, Sampling
 from tests.frontend.conftest import Stack, make_config
 from tests.frontend.tiny_model import VOCAB_SIZE

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from prism.frontend.chat_template import ChatTemplate
 from prism.frontend.chat_types import ChatBody
-from prism.frontend.detokenizer import Detokenizer
 from prism.frontend.specs import _rendered
-from prism.frontend.tokenizers import ModelTokenizer, load_tokenizers
+from prism.frontend.text.chat_template import ChatTemplate
+from prism.frontend.text.detokenizer import Detokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer, load_tokenizers
 from tests.frontend.conftest import make_spec
 from tests.frontend.tiny_model import VOCAB_SIZE, make_model
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from prism.frontend import detokenizer
-from prism.frontend.detokenizer import Detokenizer
-from prism.frontend.stop_strings import StopMatcher
+from prism.frontend.text import detokenizer
+from prism.frontend.text.detokenizer import Detokenizer
+from prism.frontend.text.stop_strings import StopMatcher
 from tests.frontend.tiny_model import VOCAB_SIZE, tokenizer
 
 TOKENIZER = tokenizer()

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from prism.config.access import ApiKey, hashed
 from prism.frontend.openai_types import TOKENS_MAX
 from prism.frontend.routes import tokenize
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import TOKENIZER, Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering

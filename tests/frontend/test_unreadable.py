@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from prism.errors import ConfigError
 from prism.frontend import reload
 from prism.frontend.app import create_app
-from prism.frontend.chat_template import load_chat_template
+from prism.frontend.text.chat_template import load_chat_template
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import listening, make_config

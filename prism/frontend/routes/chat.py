@@ -19,7 +19,7 @@ from prism.frontend.logprobs import chat_logprobs
 from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
 router = APIRouter(route_class=PlainRoute)

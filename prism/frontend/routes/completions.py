@@ -17,7 +17,7 @@ from prism.frontend.openai_types import CompletionBody
 from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
 from prism.frontend.services import services
 from prism.frontend.specs import completion_spec
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 
 router = APIRouter(route_class=PlainRoute)

@@ -19,7 +19,7 @@ from prism.frontend.response_types import ResponsesBody, renamed
 from prism.frontend.routes.chat import ChoiceRenderer, split_calls
 from prism.frontend.services import services
 from prism.frontend.specs import chat_spec
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 
 router = APIRouter(route_class=PlainRoute)
 Event = dict[str, Any]

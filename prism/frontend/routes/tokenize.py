@@ -17,7 +17,7 @@ from prism.frontend.http.routing import PlainRoute
 from prism.frontend.openai_types import DetokenizeBody
 from prism.frontend.services import Services, services
 from prism.frontend.specs import check_ids, conversation_text, reject_if_longer_than_context
-from prism.frontend.tokenizers import ModelTokenizer
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 
 router = APIRouter(route_class=PlainRoute)

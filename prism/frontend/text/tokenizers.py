@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prism.errors import ConfigError
-from prism.frontend.chat_template import ChatTemplate, load_chat_template
+from prism.frontend.text.chat_template import ChatTemplate, load_chat_template
 from prism.messages.models import ModelSpec
 from prism.models.special_tokens import end_ids, read_json, text_model
 

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prism.errors import ConfigError
 from prism.frontend.http.errors import bad_request
-from prism.frontend.template_forms import Forms, forms_of, in_forms
+from prism.frontend.text.template_forms import Forms, forms_of, in_forms
 from prism.models.special_tokens import read_json, token_text
 
 # Raised by a template, also for values of `chat_template_kwargs` that it cannot process.

@@ -1,0 +1,1 @@
+"""Text and tokens of a model: tokenizer, chat template, detokenizer, and stop strings."""
