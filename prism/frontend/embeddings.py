@@ -16,7 +16,7 @@ from prism.errors import BadRequestError
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.http import calls
 from prism.frontend.http.errors import bad_request
-from prism.frontend.openai_types import EmbeddingsBody
+from prism.frontend.protocol.openai_types import EmbeddingsBody
 from prism.frontend.services import Services
 from prism.frontend.specs import (
     checked_priority,

@@ -18,7 +18,7 @@ from prism.config.adapters import adapter_module
 from prism.errors import RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.errors import OverloadedError, UnavailableError, bad_request
-from prism.frontend.openai_types import GenerationBody
+from prism.frontend.protocol.openai_types import GenerationBody
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Grammar

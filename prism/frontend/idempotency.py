@@ -28,7 +28,7 @@ from prism.frontend.http.errors import (
     bad_request,
     queue_unavailable,
 )
-from prism.frontend.openai_types import RequestBody
+from prism.frontend.protocol.openai_types import RequestBody
 from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing.requests import RequestQueue
 from prism.tasks import cancel_all

@@ -8,9 +8,14 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from prism.frontend.chat_types import ChatBody, TokenizeBody
 from prism.frontend.message_types import CountBody, MessagesBody
-from prism.frontend.openai_types import CompletionBody, DetokenizeBody, EmbeddingsBody, RequestBody
+from prism.frontend.protocol.chat_types import ChatBody, TokenizeBody
+from prism.frontend.protocol.openai_types import (
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    RequestBody,
+)
 from prism.frontend.response_types import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"

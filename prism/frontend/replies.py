@@ -20,7 +20,7 @@ from prism.errors import RequestError
 from prism.frontend.generation import GenerationSpec, TextUpdate
 from prism.frontend.http.errors import STATUS_CLIENT_GONE, error_body
 from prism.frontend.idempotency import AnyGeneration
-from prism.frontend.openai_types import StreamOptions
+from prism.frontend.protocol.openai_types import StreamOptions
 from prism.frontend.services import Services
 
 Made = TypeVar("Made")

@@ -21,9 +21,15 @@ from pydantic import (
 )
 
 from prism.errors import BadRequestError
-from prism.frontend.chat_types import TOOLS_MAX, ChatBody, ToolName, check_count, joined_parts
 from prism.frontend.http.errors import bad_request, from_validation
-from prism.frontend.openai_types import IGNORED, RequestBody, TokenCount
+from prism.frontend.protocol.chat_types import (
+    TOOLS_MAX,
+    ChatBody,
+    ToolName,
+    check_count,
+    joined_parts,
+)
+from prism.frontend.protocol.openai_types import IGNORED, RequestBody, TokenCount
 
 # Fields of a chat completion that have another name in this API, or that its answer cannot show.
 # All other fields of chat completions are accepted as extensions.

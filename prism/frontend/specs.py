@@ -14,13 +14,13 @@ from msgspec import structs
 
 from prism.config.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
-from prism.frontend.chat_types import ChatBody, Conversation
 from prism.frontend.generation import GenerationSpec
 from prism.frontend.grammars import grammar_of
 from prism.frontend.http import calls
 from prism.frontend.http.errors import UnavailableError, bad_request
-from prism.frontend.openai_types import CompletionBody, GenerationBody, RequestBody
 from prism.frontend.parsers import Parsing, after_reasoning, tool_grammar
+from prism.frontend.protocol.chat_types import ChatBody, Conversation
+from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody, RequestBody
 from prism.frontend.sampling import sampling_of
 from prism.frontend.services import Services
 from prism.frontend.text.chat_template import ChatTemplate

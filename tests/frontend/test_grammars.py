@@ -20,7 +20,7 @@ from prism.frontend.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
 from prism.frontend.http.errors import OverloadedError, UnavailableError
-from prism.frontend.openai_types import CompletionBody
+from prism.frontend.protocol.openai_types import CompletionBody
 from prism.messages.requests import Grammar
 from prism.process import PARENT_VARIABLE
 

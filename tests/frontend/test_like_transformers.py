@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prism.frontend.chat_types import ChatBody
+from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.specs import _rendered
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.detokenizer import Detokenizer

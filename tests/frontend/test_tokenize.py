@@ -13,7 +13,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from prism.config.access import ApiKey, hashed
-from prism.frontend.openai_types import TOKENS_MAX
+from prism.frontend.protocol.openai_types import TOKENS_MAX
 from prism.frontend.routes import tokenize
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.queueing.server import BundledRedis

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from prism.frontend.bodies import read_body
 from prism.frontend.embeddings import embedding_spec, vector
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.idempotency import AnyGeneration, read_key
-from prism.frontend.openai_types import EmbeddingsBody
+from prism.frontend.protocol.bodies import read_body
+from prism.frontend.protocol.openai_types import EmbeddingsBody
 from prism.frontend.replies import reply_whole
 from prism.frontend.services import services
 

@@ -11,11 +11,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import from_json
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend.bodies import read_body
 from prism.frontend.http.errors import anthropic_error
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.message_types import CountBody, MessagesBody, renamed
+from prism.frontend.protocol.bodies import read_body
 from prism.frontend.replies import Event, Events, reply_stream, reply_whole, run_in_thread_if_slow
 from prism.frontend.routes.chat import ChoiceRenderer, split_calls
 from prism.frontend.services import services

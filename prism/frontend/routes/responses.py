@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend.bodies import read_body
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.idempotency import AnyGeneration, read_key
+from prism.frontend.protocol.bodies import read_body
 from prism.frontend.replies import Events, reply_stream, reply_whole, run_in_thread_if_slow
 from prism.frontend.response_types import ResponsesBody, renamed
 from prism.frontend.routes.chat import ChoiceRenderer, split_calls

@@ -10,11 +10,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from prism.frontend.bodies import read_body
-from prism.frontend.chat_types import TokenizeBody
 from prism.frontend.http import calls
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.openai_types import DetokenizeBody
+from prism.frontend.protocol.bodies import read_body
+from prism.frontend.protocol.chat_types import TokenizeBody
+from prism.frontend.protocol.openai_types import DetokenizeBody
 from prism.frontend.services import Services, services
 from prism.frontend.specs import check_ids, conversation_text, reject_if_longer_than_context
 from prism.frontend.text.tokenizers import ModelTokenizer

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from prism.frontend.http.errors import bad_request
-from prism.frontend.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
+from prism.frontend.protocol.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
 from prism.frontend.text.chat_template import GIVEN
 
 MESSAGES_MAX = 4096

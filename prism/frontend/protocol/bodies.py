@@ -21,7 +21,7 @@ from prism.frontend.http.errors import (
     bad_request,
     from_validation,
 )
-from prism.frontend.openai_types import TOKENS_MAX, RequestBody
+from prism.frontend.protocol.openai_types import TOKENS_MAX, RequestBody
 
 # A million tokens as text or ids; a larger body would hold up every other request.
 _BODY_BYTES_MAX = 8 << 20

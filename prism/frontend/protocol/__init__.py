@@ -1,0 +1,1 @@
+"""Request bodies in OpenAI's shape, which the other APIs are converted to, and their reader."""
