@@ -50,7 +50,7 @@ LONG_CLASSES = {
     "prism/engines/fake/core.py FakeCore": "implements the whole EngineCore",
     "prism/engines/sglang/core.py SglangCore": "implements the whole EngineCore",
     "prism/engines/vllm/core.py VllmCore": "implements the whole EngineCore",
-    "prism/frontend/dispatcher.py Dispatcher": "owns the log of open requests",
+    "prism/frontend/dispatch/dispatcher.py Dispatcher": "owns the log of open requests",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
     "prism/scheduler/local.py LocalScheduler": "all state of one scheduling turn",
     "prism_sim/cluster/device.py SimDevice": "counterpart of the agent",

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
-from prism.frontend.dispatcher import Dispatcher
+from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.http.access import ApiKeyGuard, CrossSiteGuard
 from prism.frontend.http.calls import ID_HEADER, CallMiddleware
 from prism.frontend.http.errors import install_handlers

@@ -9,7 +9,9 @@ from fastapi import Request
 
 from prism.config.schema import ClusterConfig
 from prism.errors import UnknownModelError
-from prism.frontend.dispatcher import Dispatcher
+from prism.frontend.dispatch.dispatcher import Dispatcher
+from prism.frontend.dispatch.rate_limits import RateLimits
+from prism.frontend.dispatch.write_check import WriteCheck
 from prism.frontend.generation import Generation, GenerationSpec
 from prism.frontend.grammars import GrammarTrials
 from prism.frontend.http.access import may_use
@@ -18,9 +20,7 @@ from prism.frontend.idempotency import AnswerFollower, AnyGeneration, Idempotenc
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.parsers import AnswerParsers
-from prism.frontend.rate_limits import RateLimits
 from prism.frontend.text.tokenizers import ModelTokenizer
-from prism.frontend.write_check import WriteCheck
 from prism.messages.models import ModelSpec
 from prism.queueing.requests import RequestQueue
 

@@ -19,9 +19,9 @@ from redis import Redis
 from prism.agent.state import AgentTiming
 from prism.engines.fake import expected_tokens
 from prism.errors import QueueUnavailableError
-from prism.frontend.dispatcher import Dispatcher
+from prism.frontend.dispatch.dispatcher import Dispatcher
+from prism.frontend.dispatch.request_log import Mailbox, OpenRequest
 from prism.frontend.metrics.request_metrics import Metrics
-from prism.frontend.request_log import Mailbox, OpenRequest
 from prism.messages.requests import Chunk, Failure
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST

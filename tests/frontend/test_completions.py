@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from prism.frontend import dispatcher
+from prism.frontend.dispatch import dispatcher
 from prism.messages.requests import Chunk, EngineOutput, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering, tokens

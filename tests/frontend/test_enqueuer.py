@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from prism.errors import QueueUnavailableError
-from prism.frontend import enqueuer
-from prism.frontend.enqueuer import Enqueuer
-from prism.frontend.request_log import Mailbox, OpenRequest, RequestLog
+from prism.frontend.dispatch import enqueuer
+from prism.frontend.dispatch.enqueuer import Enqueuer
+from prism.frontend.dispatch.request_log import Mailbox, OpenRequest, RequestLog
 from prism.messages.requests import Request, Sampling
 from prism.queueing import UNPLACED, BundledRedis, RequestQueue
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism.errors import RequestError
+from prism.frontend.dispatch.request_log import RequestLog
 from prism.frontend.protocol.bodies import parse_body
 from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody
-from prism.frontend.request_log import RequestLog
 from prism.frontend.services import Services
 from prism.frontend.specs import chat_spec, completion_spec
 from prism.frontend.text.tokenizers import load_tokenizers

@@ -15,7 +15,7 @@ import pytest
 
 from prism.frontend.__main__ import drain, serve
 from prism.frontend.app import create_app
-from prism.frontend.request_log import ATTEMPTS_MAX
+from prism.frontend.dispatch.request_log import ATTEMPTS_MAX
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis

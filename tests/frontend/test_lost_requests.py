@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from prism.frontend import lost_requests
-from prism.frontend.lost_requests import LostRequestWatch
-from prism.frontend.request_log import ChunkOutcome, Mailbox, OpenRequest, RequestLog
+from prism.frontend.dispatch import lost_requests
+from prism.frontend.dispatch.lost_requests import LostRequestWatch
+from prism.frontend.dispatch.request_log import ChunkOutcome, Mailbox, OpenRequest, RequestLog
 from prism.messages.requests import (
     FRONTEND_SILENT,
     Chunk,

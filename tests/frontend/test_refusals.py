@@ -6,8 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
-from prism.frontend.refusals import RefusalWatch
-from prism.frontend.request_log import Mailbox, OpenRequest, RequestLog
+from prism.frontend.dispatch.refusals import RefusalWatch
+from prism.frontend.dispatch.request_log import Mailbox, OpenRequest, RequestLog
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.requests import Chunk, Request, Sampling

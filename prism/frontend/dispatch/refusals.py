@@ -7,7 +7,7 @@ import logging
 
 from prism import clock
 from prism.errors import QueueUnavailableError
-from prism.frontend.request_log import RequestLog
+from prism.frontend.dispatch.request_log import RequestLog
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.requests import RequestQueue
 

@@ -15,14 +15,14 @@ import zmq.asyncio
 from prism import clock
 from prism.config.schema import ClusterConfig
 from prism.errors import QueueUnavailableError, UnknownModelError
-from prism.frontend.enqueuer import Enqueuer
+from prism.frontend.dispatch.enqueuer import Enqueuer
+from prism.frontend.dispatch.lost_requests import LostRequestWatch
+from prism.frontend.dispatch.queue_retry import retry_until_available
+from prism.frontend.dispatch.refusals import RefusalWatch
+from prism.frontend.dispatch.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.frontend.http.errors import SheddingError
-from prism.frontend.lost_requests import LostRequestWatch
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
-from prism.frontend.queue_retry import retry_until_available
-from prism.frontend.refusals import RefusalWatch
-from prism.frontend.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.messages.cluster import FrontendState
 from prism.messages.requests import Cancel, EngineOutput, Failure, ToFrontend
 from prism.queueing.requests import RequestQueue

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from prism.errors import QueueUnavailableError
-from prism.frontend.request_log import OpenRequest, RequestLog
+from prism.frontend.dispatch.request_log import OpenRequest, RequestLog
 from prism.queueing.requests import RequestQueue
 
 # The next batch is sent after this time although Redis has not answered the last one.

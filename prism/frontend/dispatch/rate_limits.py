@@ -11,8 +11,8 @@ from typing import Any
 
 from prism.config.access import ApiKey
 from prism.errors import QueueUnavailableError
+from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.http.errors import RateLimitError
-from prism.frontend.queue_retry import retry_until_available
 from prism.queueing.requests import RequestQueue
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from prism.errors import QueueUnavailableError
-from prism.frontend.request_log import OpenRequest, RequestLog
+from prism.frontend.dispatch.request_log import OpenRequest, RequestLog
 from prism.queueing.requests import RequestQueue
 
 # A request is checked when it had no output for SILENT_S. It is lost if two checks in a row do not
