@@ -33,7 +33,7 @@ from prism.frontend.app import create_admin, create_app
 from prism.frontend.http.accepting import Acceptor
 from prism.frontend.http.connections import guarded_protocol
 from prism.frontend.http.listener import open_admin, open_listener
-from prism.frontend.services import Services
+from prism.frontend.requests.services import Services
 from prism.process import beat, configure_logging, die_with_parent, raise_file_limit
 
 HANDSHAKE_TIMEOUT_S = 10.0

@@ -23,6 +23,7 @@ from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.tracing import Traces
 from prism.frontend.openapi import describe
 from prism.frontend.reload import retry_unreadable, watch
+from prism.frontend.requests.services import Services
 from prism.frontend.routes import (
     chat,
     completions,
@@ -35,7 +36,6 @@ from prism.frontend.routes import (
     responses,
     tokenize,
 )
-from prism.frontend.services import Services
 from prism.frontend.text.tokenizers import load_tokenizers
 from prism.queueing.requests import RequestQueue
 

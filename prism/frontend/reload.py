@@ -7,7 +7,7 @@ import logging
 
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema import ClusterConfig
-from prism.frontend.services import Services
+from prism.frontend.requests.services import Services
 from prism.frontend.text.tokenizers import load_tokenizers
 
 RETRY_S = 10.0

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, FrontendConfig
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
-from prism.frontend.services import Services
+from prism.frontend.requests.services import Services
 from prism.messages.models import ModelSpec
 from prism.queueing.server import BundledRedis
 from tests.frontend.scripted_agent import ScriptedAgent

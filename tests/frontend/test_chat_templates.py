@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from prism.errors import BadRequestError
 from prism.frontend.protocol.chat_types import ChatBody
-from prism.frontend.specs import _rendered
+from prism.frontend.requests.specs import _rendered
 from prism.frontend.text.chat_template import ChatTemplate
 from tests.frontend.tiny_model import make_model
 

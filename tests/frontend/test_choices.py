@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from prism.frontend import replies
 from prism.frontend.logprobs import CompletionLogprobs
+from prism.frontend.requests import replies
 from prism.frontend.text.tokenizers import ModelTokenizer, load_tokenizers
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 from tests.frontend.conftest import TOKENIZER, Stack, ids_of, make_spec

@@ -18,8 +18,8 @@ from prism.frontend.dispatch.request_log import RequestLog
 from prism.frontend.protocol.bodies import parse_body
 from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody
-from prism.frontend.services import Services
-from prism.frontend.specs import chat_spec, completion_spec
+from prism.frontend.requests.services import Services
+from prism.frontend.requests.specs import chat_spec, completion_spec
 from prism.frontend.text.tokenizers import load_tokenizers
 from prism.messages.requests import Request, Sampling
 from tests.frontend.conftest import Stack, make_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from prism.frontend.replies import _finished_before_disconnect
+from prism.frontend.requests.replies import _finished_before_disconnect
 
 
 class Client:

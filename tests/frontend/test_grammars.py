@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend import grammars
-from prism.frontend.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_of
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
 from prism.frontend.http.errors import OverloadedError, UnavailableError
 from prism.frontend.protocol.openai_types import CompletionBody
+from prism.frontend.requests import grammars
+from prism.frontend.requests.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_of
 from prism.messages.requests import Grammar
 from prism.process import PARENT_VARIABLE
 

@@ -18,7 +18,7 @@ from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
 from prism.frontend.http.connections import HEAD_BYTES_MAX, PIPELINED_MAX, guarded_protocol
 from prism.frontend.protocol import bodies
-from prism.frontend.services import Services
+from prism.frontend.requests.services import Services
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config
 from tests.frontend.test_faults import until

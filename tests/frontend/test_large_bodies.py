@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend import specs
 from prism.frontend.logprobs import CompletionLogprobs, chat_logprobs
 from prism.frontend.protocol.bodies import parse_body
 from prism.frontend.protocol.chat_types import MESSAGES_MAX, PARTS_MAX, ChatBody
 from prism.frontend.protocol.openai_types import CompletionBody
+from prism.frontend.requests import specs
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.messages.requests import Logprobs
 from tests.frontend.conftest import Stack

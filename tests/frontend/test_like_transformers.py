@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prism.frontend.protocol.chat_types import ChatBody
-from prism.frontend.specs import _rendered
+from prism.frontend.requests.specs import _rendered
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.detokenizer import Detokenizer
 from prism.frontend.text.tokenizers import ModelTokenizer, load_tokenizers

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from prism.config.access import ApiKey, hashed
 from prism.errors import BadRequestError
 from prism.frontend.message_types import CountBody
-from prism.frontend.parsers import AnswerParsers
+from prism.frontend.requests.parsers import AnswerParsers
 from prism.frontend.routes.messages import _arguments, _Blocks
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from prism.frontend.parsers import AnswerParsers
+from prism.frontend.requests.parsers import AnswerParsers
 from prism.frontend.response_types import Item, messages_of
 from prism.frontend.routes.responses import _Items
 from prism.messages.requests import Chunk, Failure, Request

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from prism.cpu_budget import CpuBudget
-from prism.frontend.replies import run_in_thread_if_slow
+from prism.frontend.requests.replies import run_in_thread_if_slow
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering

@@ -11,8 +11,8 @@ import msgspec
 import openai
 import pytest
 
-from prism.frontend.grammars import CHARS_MAX
 from prism.frontend.http.errors import bad_request
+from prism.frontend.requests.grammars import CHARS_MAX
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering

@@ -10,15 +10,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from msgspec.structs import replace
 
-from prism.frontend.generation import TextUpdate
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.logprobs import chat_logprobs
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import ChatBody
-from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
-from prism.frontend.services import services
-from prism.frontend.specs import chat_spec
+from prism.frontend.requests.generation import TextUpdate
+from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.replies import Event, openai_events, reply_stream, reply_whole
+from prism.frontend.requests.services import services
+from prism.frontend.requests.specs import chat_spec
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 

@@ -8,15 +8,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from prism.frontend.generation import GeneratedChoice, TextUpdate
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import CompletionBody
-from prism.frontend.replies import Event, openai_events, reply_stream, reply_whole
-from prism.frontend.services import services
-from prism.frontend.specs import completion_spec
+from prism.frontend.requests.generation import GeneratedChoice, TextUpdate
+from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.replies import Event, openai_events, reply_stream, reply_whole
+from prism.frontend.requests.services import services
+from prism.frontend.requests.specs import completion_spec
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Logprobs
 

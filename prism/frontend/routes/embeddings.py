@@ -7,13 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from prism.frontend.embeddings import embedding_spec, vector
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import EmbeddingsBody
-from prism.frontend.replies import reply_whole
-from prism.frontend.services import services
+from prism.frontend.requests.embedding_specs import embedding_spec, vector
+from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.replies import reply_whole
+from prism.frontend.requests.services import services
 
 router = APIRouter(route_class=PlainRoute)
 

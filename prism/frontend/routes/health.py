@@ -15,7 +15,7 @@ from prism.errors import QueueUnavailableError
 from prism.frontend.http.errors import RETRY_AFTER_S
 from prism.frontend.metrics.request_metrics import render_samples
 from prism.frontend.metrics.siblings import merged
-from prism.frontend.services import Services, services
+from prism.frontend.requests.services import Services, services
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles

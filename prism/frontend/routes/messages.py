@@ -13,13 +13,19 @@ from pydantic_core import from_json
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.http.errors import anthropic_error
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.idempotency import AnyGeneration, read_key
 from prism.frontend.message_types import CountBody, MessagesBody, renamed
 from prism.frontend.protocol.bodies import read_body
-from prism.frontend.replies import Event, Events, reply_stream, reply_whole, run_in_thread_if_slow
+from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.replies import (
+    Event,
+    Events,
+    reply_stream,
+    reply_whole,
+    run_in_thread_if_slow,
+)
+from prism.frontend.requests.services import services
+from prism.frontend.requests.specs import chat_spec, conversation_text
 from prism.frontend.routes.chat import ChoiceRenderer, split_calls
-from prism.frontend.services import services
-from prism.frontend.specs import chat_spec, conversation_text
 
 router = APIRouter(route_class=PlainRoute)
 

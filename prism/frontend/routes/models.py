@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from prism.frontend.services import Services, services
+from prism.frontend.requests.services import Services, services
 from prism.messages.models import ModelSpec
 
 router = APIRouter()

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from prism.frontend.http.errors import bad_request
-from prism.frontend.services import services
+from prism.frontend.requests.services import services
 from prism.process import child_environment
 
 router = APIRouter()

@@ -15,8 +15,12 @@ from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import TokenizeBody
 from prism.frontend.protocol.openai_types import DetokenizeBody
-from prism.frontend.services import Services, services
-from prism.frontend.specs import check_ids, conversation_text, reject_if_longer_than_context
+from prism.frontend.requests.services import Services, services
+from prism.frontend.requests.specs import (
+    check_ids,
+    conversation_text,
+    reject_if_longer_than_context,
+)
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 

@@ -16,7 +16,7 @@ from prism.frontend.http.calls import Call
 from prism.frontend.http.errors import GenerationError
 from prism.frontend.metrics.request_metrics import Metrics, RequestTimer
 from prism.frontend.metrics.tracing import TracedChoice
-from prism.frontend.parsers import Parsing
+from prism.frontend.requests.parsers import Parsing
 from prism.frontend.text.detokenizer import Detokenizer
 from prism.frontend.text.stop_strings import StopMatcher
 from prism.frontend.text.tokenizers import ModelTokenizer

@@ -13,12 +13,12 @@ from uuid import uuid4
 import numpy as np
 
 from prism.errors import BadRequestError
-from prism.frontend.generation import GenerationSpec
 from prism.frontend.http import calls
 from prism.frontend.http.errors import bad_request
 from prism.frontend.protocol.openai_types import EmbeddingsBody
-from prism.frontend.services import Services
-from prism.frontend.specs import (
+from prism.frontend.requests.generation import GenerationSpec
+from prism.frontend.requests.services import Services
+from prism.frontend.requests.specs import (
     checked_priority,
     encoded,
     output_tokens_left,

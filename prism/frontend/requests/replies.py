@@ -17,11 +17,11 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from prism.errors import RequestError
-from prism.frontend.generation import GenerationSpec, TextUpdate
 from prism.frontend.http.errors import STATUS_CLIENT_GONE, error_body
-from prism.frontend.idempotency import AnyGeneration
 from prism.frontend.protocol.openai_types import StreamOptions
-from prism.frontend.services import Services
+from prism.frontend.requests.generation import GenerationSpec, TextUpdate
+from prism.frontend.requests.idempotency import AnyGeneration
+from prism.frontend.requests.services import Services
 
 Made = TypeVar("Made")
 Event = dict[str, Any]  # in OpenAI's shape

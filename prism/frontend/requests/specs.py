@@ -14,15 +14,15 @@ from msgspec import structs
 
 from prism.config.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
-from prism.frontend.generation import GenerationSpec
-from prism.frontend.grammars import grammar_of
 from prism.frontend.http import calls
 from prism.frontend.http.errors import UnavailableError, bad_request
-from prism.frontend.parsers import Parsing, after_reasoning, tool_grammar
 from prism.frontend.protocol.chat_types import ChatBody, Conversation
 from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody, RequestBody
-from prism.frontend.sampling import sampling_of
-from prism.frontend.services import Services
+from prism.frontend.requests.generation import GenerationSpec
+from prism.frontend.requests.grammars import grammar_of
+from prism.frontend.requests.parsers import Parsing, after_reasoning, tool_grammar
+from prism.frontend.requests.sampling import sampling_of
+from prism.frontend.requests.services import Services
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec

@@ -20,7 +20,6 @@ import msgspec
 from fastapi import Request
 
 from prism.errors import QueueUnavailableError, RequestError
-from prism.frontend.generation import GeneratedChoice, Generation, GenerationSpec, TextUpdate
 from prism.frontend.http import calls
 from prism.frontend.http.errors import (
     GenerationError,
@@ -29,6 +28,12 @@ from prism.frontend.http.errors import (
     queue_unavailable,
 )
 from prism.frontend.protocol.openai_types import RequestBody
+from prism.frontend.requests.generation import (
+    GeneratedChoice,
+    Generation,
+    GenerationSpec,
+    TextUpdate,
+)
 from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing.requests import RequestQueue
 from prism.tasks import cancel_all

@@ -12,14 +12,19 @@ from prism.errors import UnknownModelError
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.dispatch.rate_limits import RateLimits
 from prism.frontend.dispatch.write_check import WriteCheck
-from prism.frontend.generation import Generation, GenerationSpec
-from prism.frontend.grammars import GrammarTrials
 from prism.frontend.http.access import may_use
 from prism.frontend.http.errors import UnavailableError
-from prism.frontend.idempotency import AnswerFollower, AnyGeneration, IdempotencyKey, SharedAnswers
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.frontend.metrics.request_metrics import Metrics
-from prism.frontend.parsers import AnswerParsers
+from prism.frontend.requests.generation import Generation, GenerationSpec
+from prism.frontend.requests.grammars import GrammarTrials
+from prism.frontend.requests.idempotency import (
+    AnswerFollower,
+    AnyGeneration,
+    IdempotencyKey,
+    SharedAnswers,
+)
+from prism.frontend.requests.parsers import AnswerParsers
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
 from prism.queueing.requests import RequestQueue
