@@ -13,6 +13,11 @@ from starlette.middleware.cors import CORSMiddleware
 from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
 from prism.config.schema import ClusterConfig
+from prism.frontend.api.admin import dashboard, health, reload
+from prism.frontend.api.anthropic import messages
+from prism.frontend.api.openai import chat, completions, embeddings, models, tokenize
+from prism.frontend.api.responses import responses
+from prism.frontend.config_watcher import retry_unreadable, watch
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.http.access import ApiKeyGuard, CrossSiteGuard
 from prism.frontend.http.calls import ID_HEADER, CallMiddleware
@@ -22,20 +27,7 @@ from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.tracing import Traces
 from prism.frontend.openapi import describe
-from prism.frontend.reload import retry_unreadable, watch
 from prism.frontend.requests.services import Services
-from prism.frontend.routes import (
-    chat,
-    completions,
-    dashboard,
-    embeddings,
-    health,
-    messages,
-    models,
-    reload,
-    responses,
-    tokenize,
-)
 from prism.frontend.text.tokenizers import load_tokenizers
 from prism.queueing.requests import RequestQueue
 

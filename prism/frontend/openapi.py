@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from prism.frontend.message_types import CountBody, MessagesBody
+from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody
+from prism.frontend.api.responses.response_types import ResponsesBody
 from prism.frontend.protocol.chat_types import ChatBody, TokenizeBody
 from prism.frontend.protocol.openai_types import (
     CompletionBody,
@@ -16,7 +17,6 @@ from prism.frontend.protocol.openai_types import (
     EmbeddingsBody,
     RequestBody,
 )
-from prism.frontend.response_types import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"
 _BODIES: Mapping[str, type[RequestBody]] = {

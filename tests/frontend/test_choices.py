@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from prism.frontend.logprobs import CompletionLogprobs
+from prism.frontend.api.openai.logprobs import CompletionLogprobs
 from prism.frontend.requests import replies
 from prism.frontend.text.tokenizers import ModelTokenizer, load_tokenizers
 from prism.messages.requests import Chunk, Failure, Logprobs, Request

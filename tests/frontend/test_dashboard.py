@@ -14,7 +14,7 @@ import pytest
 from playwright.async_api import Page, async_playwright, expect
 
 from prism.config.access import ApiKey, hashed
-from prism.frontend.routes import dashboard
+from prism.frontend.api.admin import dashboard
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, make_config, stack_of
 from tests.frontend.pages import HOSTILE, busy

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend.logprobs import CompletionLogprobs, chat_logprobs
+from prism.frontend.api.openai.logprobs import CompletionLogprobs, chat_logprobs
 from prism.frontend.protocol.bodies import parse_body
 from prism.frontend.protocol.chat_types import MESSAGES_MAX, PARTS_MAX, ChatBody
 from prism.frontend.protocol.openai_types import CompletionBody

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from prism.config.access import ApiKey, hashed
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.errors import UnknownModelError
-from prism.frontend.reload import apply_config, watch
+from prism.frontend.config_watcher import apply_config, watch
 from prism.messages.cluster import FrontendState
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.server import BundledRedis

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from prism.frontend import response_types
+from prism.frontend.api.responses import response_types
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering
 from tests.frontend.test_responses import WEATHER, post, whole

@@ -12,9 +12,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from prism.frontend.api.responses.response_types import Item, messages_of
+from prism.frontend.api.responses.responses import _Items
 from prism.frontend.requests.parsers import AnswerParsers
-from prism.frontend.response_types import Item, messages_of
-from prism.frontend.routes.responses import _Items
 from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import Script, answering, died, tokens

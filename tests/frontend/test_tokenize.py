@@ -13,8 +13,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from prism.config.access import ApiKey, hashed
+from prism.frontend.api.openai import tokenize
 from prism.frontend.protocol.openai_types import TOKENS_MAX
-from prism.frontend.routes import tokenize
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import TOKENIZER, Stack, ids_of, make_config, stack_of

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from prism.errors import ConfigError
-from prism.frontend import reload
+from prism.frontend import config_watcher
 from prism.frontend.app import create_app
 from prism.frontend.text.chat_template import load_chat_template
 from prism.messages.cluster import ClusterStatus
@@ -35,7 +35,7 @@ async def config(redis_server: BundledRedis, namespace: str, short_dir: Path) ->
 async def test_only_that_model_is_refused_until_its_file_is_repaired(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reload, "RETRY_S", 0.05)
+    monkeypatch.setattr(config_watcher, "RETRY_S", 0.05)
     app = create_app(config, "f0", without_unreadable=True)
     async with (
         ScriptedAgent(config) as agent,
@@ -89,7 +89,7 @@ async def test_a_broken_template_costs_conversations_of_its_model_alone(
     sound: Any, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And only until the file is repaired."""
-    monkeypatch.setattr(reload, "RETRY_S", 0.05)
+    monkeypatch.setattr(config_watcher, "RETRY_S", 0.05)
     config = sound
     settings = Path(config.model("chat").path) / "tokenizer_config.json"
     good = settings.read_text()
@@ -103,7 +103,7 @@ async def test_a_broken_template_costs_conversations_of_its_model_alone(
     ):
         agent.script = answering([7, 8, 0])
         if comes == "by a reload":
-            await reload.apply_config(app.state.services, replace(config, revision=1))
+            await config_watcher.apply_config(app.state.services, replace(config, revision=1))
 
         async def post(path: str, model: str, **body: Any) -> httpx.Response:
             return await client.post(path, json={"model": model, **body})

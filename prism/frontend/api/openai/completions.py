@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from prism.frontend.api.openai.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.logprobs import CompletionLogprobs, joined, mean
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import CompletionBody
 from prism.frontend.requests.generation import GeneratedChoice, TextUpdate

@@ -11,9 +11,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import from_json
 
 from prism.errors import BadRequestError, RequestError
+from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody, renamed
+from prism.frontend.api.openai.chat import ChoiceRenderer, split_calls
 from prism.frontend.http.errors import anthropic_error
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.message_types import CountBody, MessagesBody, renamed
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, read_key
 from prism.frontend.requests.replies import (
@@ -25,7 +26,6 @@ from prism.frontend.requests.replies import (
 )
 from prism.frontend.requests.services import services
 from prism.frontend.requests.specs import chat_spec, conversation_text
-from prism.frontend.routes.chat import ChoiceRenderer, split_calls
 
 router = APIRouter(route_class=PlainRoute)
 

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from prism.errors import BadRequestError, RequestError
+from prism.frontend.api.openai.chat import ChoiceRenderer, split_calls
+from prism.frontend.api.responses.response_types import ResponsesBody, renamed
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, read_key
 from prism.frontend.requests.replies import Events, reply_stream, reply_whole, run_in_thread_if_slow
 from prism.frontend.requests.services import services
 from prism.frontend.requests.specs import chat_spec
-from prism.frontend.response_types import ResponsesBody, renamed
-from prism.frontend.routes.chat import ChoiceRenderer, split_calls
 from prism.frontend.text.tokenizers import ModelTokenizer
 
 router = APIRouter(route_class=PlainRoute)

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from msgspec.structs import replace
 
+from prism.frontend.api.openai.logprobs import chat_logprobs
 from prism.frontend.http.routing import PlainRoute
-from prism.frontend.logprobs import chat_logprobs
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.requests.generation import TextUpdate

@@ -30,7 +30,7 @@ HEADERS = {
 # Name -> content; about 30 KB.
 _FILES = {
     file.name: file.read_bytes()
-    for file in Path(__file__).parents[1].joinpath("dashboard").iterdir()
+    for file in Path(__file__).parents[2].joinpath("dashboard").iterdir()
 }
 
 

@@ -1,0 +1,1 @@
+"""HTTP routes, one folder per API and one file per resource."""

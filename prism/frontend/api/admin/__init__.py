@@ -1,0 +1,1 @@
+"""Routes for operators: health, status and metrics, reload, and the dashboard."""
