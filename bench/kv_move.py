@@ -40,9 +40,9 @@ from pairs import measure
 
 from kvcached import Device, KVCache, Layout
 from prism.agent.inbox import CancelInbox
-from prism.agent.kv_receiver import KvReceiver
-from prism.agent.kv_sender import KvSender
-from prism.agent.sockets import PeerLinks
+from prism.agent.network.kv_receiver import KvReceiver
+from prism.agent.network.kv_sender import KvSender
+from prism.agent.network.sockets import PeerLinks
 from prism.config.endpoints import NodeConfig
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.curve import new_secret

@@ -18,10 +18,10 @@ import zmq
 import zmq.asyncio
 from msgspec import structs
 
-from prism.agent.queue import Lease, QueueReader
+from prism.agent.network.sockets import SchedulerLink
 from prism.agent.reports import Reporter
-from prism.agent.sockets import SchedulerLink
-from prism.agent.state import AgentTiming
+from prism.agent.requests.queue import Lease, QueueReader
+from prism.agent.state.device_state import AgentTiming
 from prism.config.endpoints import node_of
 from prism.config.resolved import read_resolved
 from prism.config.schema import ClusterConfig

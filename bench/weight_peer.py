@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from kvcached import WeightStore
 from kvcached.weights.exchange import Exchange
-from prism.agent.weight_server import WeightServer
+from prism.agent.network.weight_server import WeightServer
 from prism.config.endpoints import NodeConfig
 from prism.config.schema import ClusterConfig
 from prism.curve import new_secret

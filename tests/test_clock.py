@@ -57,4 +57,4 @@ def test_processes_that_talk_have_no_other_wall_clock() -> None:
         for path in (package / folder).rglob("*.py")
         if "time.time(" in path.read_text()
     }
-    assert found == {"agent/activations.py", "frontend/app.py"}
+    assert found == {"agent/engines/activations.py", "frontend/app.py"}

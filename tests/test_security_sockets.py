@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from prism.agent.forkserver import ForkServerClient
+from prism.agent.engines.fork_supervisor import ForkServerClient
 from prism.engines import forkserver
 from prism.engines.ranks import group
 from prism.engines.ranks.group import RankGroup

@@ -16,23 +16,29 @@ import zmq.asyncio
 from kvcached import Device, KvcachedError, WeightKey
 from prism import clock
 from prism.agent import reload
-from prism.agent.activations import TraceFile, trace_path
-from prism.agent.admission import EngineViews
 from prism.agent.effects import AgentEffects
-from prism.agent.forkserver import ForkServerClient, ForkServerSupervisor
+from prism.agent.engines.activations import TraceFile, trace_path
+from prism.agent.engines.fork_supervisor import ForkServerClient, ForkServerSupervisor
+from prism.agent.engines.lifecycle import Lifecycle
+from prism.agent.engines.overdraft import MemoryWatch
+from prism.agent.engines.reclaimer import PeerLedgers, Reclaimer
 from prism.agent.inbox import CancelInbox, EngineInbox, OrderInbox
-from prism.agent.kv_network import KvNetwork
-from prism.agent.lifecycle import Lifecycle
-from prism.agent.memory import PeerLedgers, Reclaimer
-from prism.agent.overdraft import MemoryWatch
-from prism.agent.pool import EnginePool
-from prism.agent.prefetch import Prefetcher
-from prism.agent.queue import AdmissionLoop, FrontendWatch, Lease, OrphanedRequests, QueueReader
+from prism.agent.network.kv_transfer import KvNetwork
+from prism.agent.network.prefetch import Prefetcher
+from prism.agent.network.sockets import EngineLink, SchedulerLink, TokenSender, remove_files
 from prism.agent.reports import Reporter, build_report
-from prism.agent.requests import RequestTable
-from prism.agent.serving import Serving
-from prism.agent.sockets import EngineLink, SchedulerLink, TokenSender, remove_files
-from prism.agent.state import AgentTiming, DeviceState
+from prism.agent.requests.admission import EngineViews
+from prism.agent.requests.queue import (
+    AdmissionLoop,
+    FrontendWatch,
+    Lease,
+    OrphanedRequests,
+    QueueReader,
+)
+from prism.agent.requests.serving import Serving
+from prism.agent.state.device_state import AgentTiming, DeviceState
+from prism.agent.state.engine_pool import EnginePool
+from prism.agent.state.request_table import RequestTable
 from prism.config.adapters import adapter_named
 from prism.config.endpoints import local_name
 from prism.config.knobs import live_policy

@@ -8,15 +8,15 @@ import signal
 import time
 
 from kvcached import Device
-from prism.agent.activations import ActivationRecord, TraceFile
-from prism.agent.kv_network import KvNetwork
-from prism.agent.memory import Reclaimer
-from prism.agent.pool import EngineProcess
+from prism.agent.engines.activations import ActivationRecord, TraceFile
+from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.network.kv_transfer import KvNetwork
+from prism.agent.network.sockets import EngineLink
 from prism.agent.reports import Reporter
-from prism.agent.requests import RequestTable
-from prism.agent.serving import Serving
-from prism.agent.sockets import EngineLink
-from prism.agent.state import HostedModel
+from prism.agent.requests.serving import Serving
+from prism.agent.state.device_state import HostedModel
+from prism.agent.state.engine_pool import EngineProcess
+from prism.agent.state.request_table import RequestTable
 from prism.messages.agent import ActionResult
 from prism.messages.engine import ToEngine
 from prism.scheduler.journal import Served, Sink
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentEffects:
-    """Implementation of `prism.agent.lifecycle.Effects`."""
+    """Implementation of `prism.agent.engines.lifecycle.Effects`."""
 
     def __init__(
         self,

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from prism.agent.activations import TraceFile
-from prism.agent.lifecycle import Lifecycle
-from prism.agent.memory import Reclaimer
-from prism.agent.pool import EngineProcess, EngineState, counters_of
-from prism.agent.prefetch import Prefetcher
+from prism.agent.engines.activations import TraceFile
+from prism.agent.engines.lifecycle import Lifecycle
+from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.network.prefetch import Prefetcher
+from prism.agent.network.sockets import EngineLink, SchedulerLink
 from prism.agent.reports import Reporter
-from prism.agent.serving import Serving
-from prism.agent.sockets import EngineLink, SchedulerLink
-from prism.agent.state import DeviceState, Models
+from prism.agent.requests.serving import Serving
+from prism.agent.state.device_state import DeviceState, Models
+from prism.agent.state.engine_pool import EngineProcess, EngineState, counters_of
 from prism.config.endpoints import local_name
 from prism.config.units import format_size
 from prism.messages.agent import (

@@ -13,8 +13,8 @@ import uvloop
 
 from kvcached import KvcachedError
 from prism.agent.agent import Agent
-from prism.agent.state import AgentTiming
-from prism.agent.weight_server import serving_weights
+from prism.agent.network.weight_server import serving_weights
+from prism.agent.state.device_state import AgentTiming
 from prism.config.resolved import read_resolved
 from prism.config.schema import ClusterConfig
 from prism.errors import ConfigError, PrismError

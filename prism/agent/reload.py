@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from prism.agent.sockets import PeerLinks, SchedulerLink, TokenSender
+from prism.agent.network.sockets import PeerLinks, SchedulerLink, TokenSender
 from prism.config.resolved import LOOK_S, ConfigFile
 
 

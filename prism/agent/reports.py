@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from kvcached import Device
-from prism.agent.pool import EngineProcess, EngineState
-from prism.agent.sockets import SchedulerLink
-from prism.agent.state import DeviceState, HostedModel, ModelTotals
+from prism.agent.network.sockets import SchedulerLink
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelTotals
+from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.config.endpoints import node_of, on_node
 from prism.messages.agent import ActionResult, AgentReport, ModelReport
 from prism.messages.engine import EngineStatus

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import kvcached
-from prism.agent.admission import EngineViews
-from prism.agent.memory import PeerLedgers, Reclaimer
-from prism.agent.pool import EnginePool, EngineProcess, EngineState
-from prism.agent.requests import RequestTable, TrackedRequest
-from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.agent.engines.reclaimer import PeerLedgers, Reclaimer
+from prism.agent.requests.admission import EngineViews
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
+from prism.agent.state.engine_pool import EnginePool, EngineProcess, EngineState
+from prism.agent.state.request_table import RequestTable, TrackedRequest
 from prism.messages.engine import Activated, EngineStatus, ToEngine
 from prism.scheduler.local import LocalScheduler
 from tests.agent.harness import model_spec

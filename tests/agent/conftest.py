@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvcached
-from prism.agent.state import AgentTiming
+from prism.agent.state.device_state import AgentTiming
 from prism.queueing import BundledRedis
 from tests.agent.bench import PAGE, QUANTUM, Bench
 from tests.agent.harness import World, make_config, world

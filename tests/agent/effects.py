@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prism.agent.activations import ActivationRecord
-from prism.agent.pool import EngineProcess
-from prism.agent.state import HostedModel
+from prism.agent.engines.activations import ActivationRecord
+from prism.agent.state.device_state import HostedModel
+from prism.agent.state.engine_pool import EngineProcess
 from prism.messages.agent import ActionResult
 from prism.messages.engine import ToEngine
 

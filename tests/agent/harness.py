@@ -17,7 +17,7 @@ import zmq.asyncio
 
 import kvcached
 from prism.agent.agent import Agent
-from prism.agent.state import AgentTiming
+from prism.agent.state.device_state import AgentTiming
 from prism.config.resolved import write_resolved
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.fake import expected_tokens

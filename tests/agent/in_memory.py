@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from prism.agent.sockets import OutputBatch
+from prism.agent.network.sockets import OutputBatch
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Export, Submit, ToEngine
 from prism.messages.requests import Cancel, Failure, Request

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from prism.agent import activations
-from prism.agent.activations import ActivationRecord, Fingerprints, TraceFile
+from prism.agent.engines import activations
+from prism.agent.engines.activations import ActivationRecord, Fingerprints, TraceFile
 from prism.messages.engine import Activated
 
 RECORD = ActivationRecord("m", "host0-e1", {"reserve": 0.25, "weights": 0.5, "total": 0.75})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcached import ClientUsage, DeviceUsage, DriverMemory, ProcessMemory
-from prism.agent.overdraft import MemoryComparison, compare
+from prism.agent.engines.overdraft import MemoryComparison, compare
 from prism.messages.gpu import ForeignProcess
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import pytest
 
 from kvcached.errors import LedgerCorruptError
 from prism.agent.inbox import EngineInbox
-from prism.agent.pool import EngineProcess
+from prism.agent.state.engine_pool import EngineProcess
 from prism.engines.worker import Worker
 from prism.errors import EngineError, RequestsFailedError
 

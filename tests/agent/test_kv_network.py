@@ -17,12 +17,12 @@ import pytest
 import zmq.asyncio
 from msgspec import structs
 
-from prism.agent import kv_receiver, kv_sender, sockets
 from prism.agent.inbox import CancelInbox
-from prism.agent.kv_network import KvNetwork
-from prism.agent.pool import EnginePool, EngineState
-from prism.agent.sockets import MEASURED_BYTES_MIN, MEASURED_S, PeerLinks
-from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.agent.network import kv_receiver, kv_sender, sockets
+from prism.agent.network.kv_transfer import KvNetwork
+from prism.agent.network.sockets import MEASURED_BYTES_MIN, MEASURED_S, PeerLinks
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
+from prism.agent.state.engine_pool import EnginePool, EngineState
 from prism.config.endpoints import NodeConfig
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.curve import new_secret

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from prism.agent.lifecycle import Lifecycle
-from prism.agent.pool import EnginePool, EngineProcess, EngineState
-from prism.agent.state import AgentTiming, DeviceState
+from prism.agent.engines.lifecycle import Lifecycle
+from prism.agent.state.device_state import AgentTiming, DeviceState
+from prism.agent.state.engine_pool import EnginePool, EngineProcess, EngineState
 from prism.messages.agent import ActivateModel, EvictModel
 from prism.messages.engine import (
     Activated,

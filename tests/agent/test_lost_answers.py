@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Collection
 
 import pytest
 
-from prism.agent.queue import QueueReader
-from prism.agent.serving import Serving
-from prism.agent.sockets import TokenSender
-from prism.agent.state import AgentTiming
+from prism.agent.network.sockets import TokenSender
+from prism.agent.requests.queue import QueueReader
+from prism.agent.requests.serving import Serving
+from prism.agent.state.device_state import AgentTiming
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Submit
 from prism.queueing import BundledRedis, RequestQueue

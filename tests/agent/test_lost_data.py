@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from redis import Redis
 
-from prism.agent.state import AgentTiming
+from prism.agent.state.device_state import AgentTiming
 from prism.engines.fake import expected_tokens
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.dispatcher import Dispatcher

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from prism.agent import queue as agent_queue
-from prism.agent.pool import EnginePool
-from prism.agent.queue import AdmissionLoop, QueueReader
-from prism.agent.requests import TrackedRequest
-from prism.agent.state import AgentTiming, DeviceState
+from prism.agent.requests import queue as agent_queue
+from prism.agent.requests.queue import AdmissionLoop, QueueReader
+from prism.agent.state.device_state import AgentTiming, DeviceState
+from prism.agent.state.engine_pool import EnginePool
+from prism.agent.state.request_table import TrackedRequest
 from prism.errors import QueueUnavailableError
 from prism.queueing import RequestQueue
 from tests.agent.harness import until

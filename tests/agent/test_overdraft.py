@@ -12,10 +12,10 @@ import pytest
 import kvcached
 from kvcached import DriverMemory, ProcessMemory
 from kvcached.errors import SystemCallError
-from prism.agent.overdraft import MemoryWatch
-from prism.agent.pool import EnginePool, EngineProcess, EngineState
-from prism.agent.requests import TrackedRequest
-from prism.agent.state import AgentTiming, DeviceState
+from prism.agent.engines.overdraft import MemoryWatch
+from prism.agent.state.device_state import AgentTiming, DeviceState
+from prism.agent.state.engine_pool import EnginePool, EngineProcess, EngineState
+from prism.agent.state.request_table import TrackedRequest
 from prism.messages.gpu import OutsideMemory
 from tests.queueing.requests import request
 

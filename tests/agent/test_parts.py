@@ -12,13 +12,13 @@ import pytest
 import zmq
 
 import kvcached
-from prism.agent import sockets
-from prism.agent.forkserver import ForkServerSupervisor
+from prism.agent.engines.fork_supervisor import ForkServerSupervisor
 from prism.agent.inbox import EngineInbox
-from prism.agent.queue import OrphanedRequests
-from prism.agent.requests import RequestTable, TrackedRequest
-from prism.agent.sockets import OutputBatch, TokenSender
-from prism.agent.state import ModelState, ModelTotals
+from prism.agent.network import sockets
+from prism.agent.network.sockets import OutputBatch, TokenSender
+from prism.agent.requests.queue import OrphanedRequests
+from prism.agent.state.device_state import ModelState, ModelTotals
+from prism.agent.state.request_table import RequestTable, TrackedRequest
 from prism.messages.engine import EngineStatus
 from prism.messages.forkserver import EngineForked
 from prism.messages.requests import Chunk, EngineOutput

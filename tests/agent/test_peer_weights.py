@@ -18,8 +18,8 @@ from kvcached import Checkpoint, WeightBuilder, WeightKey, WeightStore
 from kvcached.errors import LoadCancelledError, WeightFileError
 from kvcached.weights.entry import checkpoint_key
 from kvcached.weights.exchange import Exchange
-from prism.agent.prefetch import Prefetcher
-from prism.agent.weight_server import WeightServer
+from prism.agent.network.prefetch import Prefetcher
+from prism.agent.network.weight_server import WeightServer
 from prism.config.endpoints import NodeConfig
 from prism.config.schema import ClusterConfig
 from prism.curve import new_secret

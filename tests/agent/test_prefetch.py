@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcached import Checkpoint, WeightKey, WeightStore
-from prism.agent import prefetch
-from prism.agent.prefetch import Prefetcher
+from prism.agent.network import prefetch
+from prism.agent.network.prefetch import Prefetcher
 from prism.config.resolved import write_resolved
 from prism.engines.fake import weight_key
 from prism.messages.agent import ActionResult, PrefetchModel

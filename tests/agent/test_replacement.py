@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from prism.agent.pool import EngineKind, EngineState
+from prism.agent.state.engine_pool import EngineKind, EngineState
 from prism.messages.agent import ActivateModel, EvictModel
 from prism.messages.engine import ActivationFailed, Deactivated, Export
 from tests.agent.harness import model_spec

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prism.agent.pool import EnginePool, EngineState
-from prism.agent.requests import RequestState, RequestTable, TrackedRequest
-from prism.agent.serving import Serving
-from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.agent.requests.serving import Serving
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
+from prism.agent.state.engine_pool import EnginePool, EngineState
+from prism.agent.state.request_table import RequestState, RequestTable, TrackedRequest
 from prism.errors import QueueUnavailableError
 from prism.messages.requests import Chunk, EngineOutput, Request, Resume
 from prism.scheduler.local import LocalScheduler

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from prism.agent.forkserver import ForkServerClient
+from prism.agent.engines.fork_supervisor import ForkServerClient
 from prism.config.resolved import write_resolved
 from prism.config.schema import ClusterConfig, DeviceConfig
 from prism.messages.forkserver import EngineForked, ForkEngine, ForkServerReady

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.agent.pool import EnginePool
+from prism.agent.state.engine_pool import EnginePool
 from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
 from prism.serve.mps import MpsDaemon, end_left_behind, wants_mps

@@ -55,7 +55,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
 
 
 def test_a_prompt_that_is_half_done_is_pending_whole_as_agents_reckon() -> None:
-    """They hear of a prompt when its first token comes (`agent/requests.py`, `loads`)."""
+    """They hear of a prompt at its first token (`agent/state/request_table.py`, `loads`)."""
     setup = cluster([model(0, "a")], engine=EngineSettings(prefill_chunk_tokens=512))
     sent = request(0.0, "a", 1300, 2), request(0.06, "a", 100, 2)
     world = World(setup, work(setup, sent), keep_queues=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from prism.agent.forked import ForkedProcess
-from prism.agent.lifecycle import Lifecycle
-from prism.agent.pool import EngineProcess, EngineState
-from prism.agent.state import DeviceState
+from prism.agent.engines.forked_process import ForkedProcess
+from prism.agent.engines.lifecycle import Lifecycle
+from prism.agent.state.device_state import DeviceState
+from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.errors import EngineError
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.forkserver import (

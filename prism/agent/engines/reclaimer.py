@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvcached import Device, ShrinkOrder
 from kvcached.errors import UnknownClientError
-from prism.agent.pool import EnginePool, EngineProcess
-from prism.agent.state import DeviceState
+from prism.agent.state.device_state import DeviceState
+from prism.agent.state.engine_pool import EnginePool, EngineProcess
 from prism.engines.ranks.launch import rank_name
 
 log = logging.getLogger(__name__)

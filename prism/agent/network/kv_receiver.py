@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from prism.agent.sockets import PeerLinks
+from prism.agent.network.sockets import PeerLinks
 from prism.engines import kv_file
 from prism.messages.kv import KvPart, KvTaken
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcached import ClientUsage, Device
-from prism.agent.memory import PeerLedgers
-from prism.agent.pool import EngineProcess
-from prism.agent.requests import EngineLoad
-from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.agent.engines.reclaimer import PeerLedgers
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
+from prism.agent.state.engine_pool import EngineProcess
+from prism.agent.state.request_table import EngineLoad
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.scheduler.ports import EngineView
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from prism.agent.activations import ActivationRecord, Fingerprints, stages_of
-from prism.agent.pool import EngineKind, EngineProcess, EngineState
-from prism.agent.state import DeviceState, HostedModel, ModelState
+from prism.agent.engines.activations import ActivationRecord, Fingerprints, stages_of
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
+from prism.agent.state.engine_pool import EngineKind, EngineProcess, EngineState
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel
 from prism.messages.engine import (
     Activated,

@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from kvcached import Device, DeviceUsage, DriverMemory, KvcachedError
 from kvcached.driver_memory import drift
-from prism.agent.pool import EngineProcess, EngineState
-from prism.agent.state import DeviceState
+from prism.agent.state.device_state import DeviceState
+from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.config.units import format_size
 from prism.messages.gpu import ForeignProcess, GpuMemory
 

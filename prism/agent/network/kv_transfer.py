@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from prism.agent.kv_receiver import KvReceiver
-from prism.agent.kv_sender import KvSender
-from prism.agent.sockets import PeerLinks
-from prism.agent.state import DeviceState, HostedModel
+from prism.agent.network.kv_receiver import KvReceiver
+from prism.agent.network.kv_sender import KvSender
+from prism.agent.network.sockets import PeerLinks
+from prism.agent.state.device_state import DeviceState, HostedModel
 from prism.config.endpoints import local_name, on_same_machine
 from prism.config.schema import ClusterConfig
 from prism.messages.engine import Export

@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from uuid import uuid4
 
-from prism.agent.serving import Serving
-from prism.agent.state import AgentTiming, DeviceState, ModelState
+from prism.agent.requests.serving import Serving
+from prism.agent.state.device_state import AgentTiming, DeviceState, ModelState
 from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
 from prism.messages.requests import Request
 from prism.queueing import RequestQueue

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prism.agent.state import HostedModel
+from prism.agent.state.device_state import HostedModel
 from prism.config.schema import ClusterConfig
 from prism.messages.engine import Activated
 

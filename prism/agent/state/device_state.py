@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prism.agent.pool import Counters, EnginePool, counters_of
-from prism.agent.requests import RequestTable
+from prism.agent.state.engine_pool import Counters, EnginePool, counters_of
+from prism.agent.state.request_table import RequestTable
 from prism.config.schema import EngineConfig
 from prism.messages.engine import EngineStatus
 from prism.messages.models import ModelSpec

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from prism.agent.sockets import PeerLinks
+from prism.agent.network.sockets import PeerLinks
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
 from prism.tasks import cancel_all

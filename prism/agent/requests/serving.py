@@ -13,11 +13,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from prism import clock
-from prism.agent.admission import EngineViews
-from prism.agent.memory import Reclaimer
-from prism.agent.requests import RequestState, TrackedRequest, Update
-from prism.agent.sockets import EngineLink, OutputBatch, TokenSender, retryable, silent_frontend
-from prism.agent.state import DeviceState
+from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.network.sockets import (
+    EngineLink,
+    OutputBatch,
+    TokenSender,
+    retryable,
+    silent_frontend,
+)
+from prism.agent.requests.admission import EngineViews
+from prism.agent.state.device_state import DeviceState
+from prism.agent.state.request_table import RequestState, TrackedRequest, Update
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.engine import Export, Submit
 from prism.messages.requests import (

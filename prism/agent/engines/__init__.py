@@ -1,0 +1,1 @@
+"""Life of models and engine processes on the device, and their memory."""

@@ -1,0 +1,1 @@
+"""Sockets of the agent, and transfer of KV and weights between machines."""

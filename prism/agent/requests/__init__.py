@@ -1,0 +1,1 @@
+"""Path of a request: queue, admission, serving."""

@@ -1,0 +1,1 @@
+"""State of the device, its engines and its requests."""
