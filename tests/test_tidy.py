@@ -29,7 +29,6 @@ LARGE_FOLDERS = {
     "prism/config",
     "prism/engines",
     "prism/engines/sglang",
-    "prism/frontend",
     "prism/policies",
     "prism/serve",
 }
