@@ -38,8 +38,8 @@ from pairs import Pairs
 from specs import spec_of
 
 import kvcached
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
-from prism.config.units import format_size, parse_size
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.units import format_size, parse_size
 from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.models import ModelSpec

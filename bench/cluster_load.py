@@ -30,9 +30,9 @@ import zmq
 import zmq.asyncio
 from stub_agents import Found, stubs
 
-from prism.config.endpoints import NodeConfig, on_node
 from prism.config.resolved import write_resolved
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.endpoints import NodeConfig, on_node
 from prism.curve import new_secret
 from prism.messages.agent import (
     ActionResult,

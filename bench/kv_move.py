@@ -43,8 +43,8 @@ from prism.agent.inbox import CancelInbox
 from prism.agent.network.kv_receiver import KvReceiver
 from prism.agent.network.kv_sender import KvSender
 from prism.agent.network.sockets import PeerLinks
-from prism.config.endpoints import NodeConfig
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
 from prism.engines import kv_file
 from prism.messages.kv import KvPart, KvTaken

@@ -33,8 +33,8 @@ from typing import Any
 
 from sglang_side import Asked, Engine, Side, fields_of, parser_of
 
-from prism.config.machines import is_gpu
-from prism.config.units import format_size
+from prism.config.schema.machines import is_gpu
+from prism.config.schema.units import format_size
 
 PHASES = "1x64,4x96,16x200,64x400,16x300,4x300,1x300"
 STILL_S = 0.5  # without a change: the idle engine has given back what it gives

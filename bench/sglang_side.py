@@ -29,9 +29,9 @@ import msgspec
 from specs import spec_of
 
 import kvcached
-from prism.config.machines import is_gpu
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
-from prism.config.units import Bytes, parse_size
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.machines import is_gpu
+from prism.config.schema.units import Bytes, parse_size
 from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import ActivateEngine
 from prism.messages.models import ModelSpec

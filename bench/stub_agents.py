@@ -22,9 +22,9 @@ from prism.agent.network.sockets import SchedulerLink
 from prism.agent.reports import Reporter
 from prism.agent.requests.queue import Lease, QueueReader
 from prism.agent.state.device_state import AgentTiming
-from prism.config.endpoints import node_of
 from prism.config.resolved import read_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import node_of
 from prism.messages.agent import ActionResult, ActivateModel, AgentReport, EvictModel, ModelReport
 from prism.messages.requests import Request
 from prism.queueing.requests import RequestQueue

@@ -27,8 +27,8 @@ from safetensors.numpy import save_file
 from kvcached import WeightStore
 from kvcached.weights.exchange import Exchange
 from prism.agent.network.weight_server import WeightServer
-from prism.config.endpoints import NodeConfig
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
 from prism.engines.peer_weights import PeerWeights
 from prism.messages.models import ModelSpec

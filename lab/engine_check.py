@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import kvcached
-from prism.config.machines import is_gpu
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
-from prism.config.units import Bytes, format_size, parse_size
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.machines import is_gpu
+from prism.config.schema.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
 from prism.errors import ConfigError, PrismError
 from prism.messages.engine import Activated, ActivateEngine

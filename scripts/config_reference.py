@@ -23,8 +23,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 from msgspec.structs import FieldInfo
 
-from prism.config.schema import ServeYaml
-from prism.config.units import format_size
+from prism.config.schema.cluster_config import ServeYaml
+from prism.config.schema.units import format_size
 from prism_sim.output.tables import TABLES
 from prism_sim.scenario.config import GpuTypeYaml, SimYaml
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from prism.config.reader import convert
-from prism.config.schema import ServeYaml
+from prism.config.schema.cluster_config import ServeYaml
 from prism_sim.scenario.config import SimYaml
 from tests.test_tidy import name, tracked
 

@@ -23,7 +23,7 @@ from lab.parity.setup import (
     measured,
     replayed,
 )
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism_replay.results import ReplayResults, RequestRecord
 from prism_sim.cluster.world import World

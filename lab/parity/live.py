@@ -20,7 +20,7 @@ from lab.parity.compare import Inputs
 from lab.parity.journals import read_journals
 from prism.config.reader import read_mapping
 from prism.config.resolve import load
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism.scheduler.journal import INPUTS
 from prism.serve.background import BackgroundServer, free_port, serving

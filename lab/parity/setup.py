@@ -17,9 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from lab.parity.journals import Dated, Journals
+from prism.config.checks.memory_needs import BLOCK_TOKENS, layout_of, memory_need
 from prism.config.knobs import own_knobs
-from prism.config.memory import BLOCK_TOKENS, layout_of, memory_need
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S

@@ -39,12 +39,12 @@ from prism.agent.requests.serving import Serving
 from prism.agent.state.device_state import AgentTiming, DeviceState
 from prism.agent.state.engine_pool import EnginePool
 from prism.agent.state.request_table import RequestTable
-from prism.config.adapters import adapter_named
-from prism.config.endpoints import local_name
+from prism.config.checks.adapters import adapter_named
 from prism.config.knobs import live_policy
-from prism.config.machines import is_gpu
 from prism.config.resolved import ConfigFile
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import local_name
+from prism.config.schema.machines import is_gpu
 from prism.engines.kv_file import remove_abandoned
 from prism.engines.weight_store import open_peers, open_store
 from prism.errors import LeaseLostError, QueueUnavailableError

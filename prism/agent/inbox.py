@@ -19,8 +19,8 @@ from prism.agent.reports import Reporter
 from prism.agent.requests.serving import Serving
 from prism.agent.state.device_state import DeviceState, Models
 from prism.agent.state.engine_pool import EngineProcess, EngineState, counters_of
-from prism.config.endpoints import local_name
-from prism.config.units import format_size
+from prism.config.schema.endpoints import local_name
+from prism.config.schema.units import format_size
 from prism.messages.agent import (
     ActionResult,
     ActivateModel,

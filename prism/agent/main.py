@@ -16,7 +16,7 @@ from prism.agent.agent import Agent
 from prism.agent.network.weight_server import serving_weights
 from prism.agent.state.device_state import AgentTiming
 from prism.config.resolved import read_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.process import LoopWatchdog, beat, configure_logging, die_with_parent
 

@@ -11,7 +11,7 @@ from kvcached import Device
 from prism.agent.network.sockets import SchedulerLink
 from prism.agent.state.device_state import DeviceState, HostedModel, ModelTotals
 from prism.agent.state.engine_pool import EngineProcess, EngineState
-from prism.config.endpoints import node_of, on_node
+from prism.config.schema.endpoints import node_of, on_node
 from prism.messages.agent import ActionResult, AgentReport, ModelReport
 from prism.messages.engine import EngineStatus
 from prism.messages.gpu import GpuMemory

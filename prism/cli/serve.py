@@ -18,9 +18,9 @@ from rich.console import Console
 
 from prism.cli import keys, watch
 from prism.cli.exit_codes import run
-from prism.config.endpoints import on_node
-from prism.config.machines import is_gpu
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import on_node
+from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
@@ -309,7 +309,7 @@ def main() -> None:
 def _load(
     config: Path | None, host: str | None, port: int | None, node: str | None
 ) -> ClusterConfig:
-    from prism.config.nodes import check_node
+    from prism.config.checks.nodes import check_node
     from prism.config.resolve import load
     from prism.serve.preflight import check_machine
 

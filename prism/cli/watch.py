@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from prism.config.schema import ClusterConfig
-from prism.config.units import format_size
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.units import format_size
 from prism.errors import ConfigError
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus, OperatorCommand

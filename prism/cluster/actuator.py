@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from prism.cluster.link import AgentLinks, wait_for_result
 from prism.cluster.state import Move, SchedulerState
-from prism.config.endpoints import nearest
+from prism.config.schema.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate

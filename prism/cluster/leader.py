@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.queueing.requests import RequestQueue
 from prism.tasks import cancel_all

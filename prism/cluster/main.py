@@ -25,7 +25,7 @@ from prism.cluster.state import new_state
 from prism.cluster.timing import SchedulerTiming, timing_of
 from prism.config.knobs import live_policy
 from prism.config.resolved import LOOK_S, ConfigFile
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism.process import LoopWatchdog, beat, configure_logging, die_with_parent
 from prism.queueing.requests import RequestQueue

@@ -10,7 +10,7 @@ from msgspec import structs
 from prism.cluster.state import SchedulerState
 from prism.config.reload import changes
 from prism.config.resolved import LOOK_S, ConfigFile
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.queueing.requests import RequestQueue
 from prism.scheduler.cluster import ClusterScheduler
 

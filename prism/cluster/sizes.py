@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prism.config.memory import MemoryNeed, memory_need, one_of_each_kind
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.checks.memory_needs import MemoryNeed, memory_need, one_of_each_kind
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.messages.agent import AgentReport
 from prism.messages.models import ModelSpec
 

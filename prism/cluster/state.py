@@ -14,7 +14,7 @@ from prism.cluster.changes import Changes
 from prism.cluster.decisions import Decisions
 from prism.cluster.sizes import Sizes
 from prism.cluster.timing import SchedulerTiming
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.policies.policy import Policy
 from prism.scheduler.journal import Sink
 from prism.scheduler.rates import TokenRates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 
 _ANSWER_S = 30.0  # margin, so that the agent's own limit expires first
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from prism.cluster.agents import ABSENT_STATES
 from prism.cluster.state import Move, SchedulerState
-from prism.config.schema import DeviceConfig
+from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.models import ModelSpec
 from prism.policies.bins import devices_of

@@ -11,8 +11,8 @@ from textwrap import indent
 import msgspec
 import yaml
 
-from prism.config.access import AccessYaml, ApiKey, KeysFile, hashed
 from prism.config.reader import convert, parse
+from prism.config.schema.access import AccessYaml, ApiKey, KeysFile, hashed
 from prism.errors import ConfigError
 
 KEY_PREFIX = "sk-prism-"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prism.config.reader import convert
-from prism.config.schema import ClusterConfig, ServeYaml
+from prism.config.schema.cluster_config import ClusterConfig, ServeYaml
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.policy import Policy, PolicyKnobs

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from prism.config.schema import ServeYaml
-from prism.config.units import decoded
+from prism.config.schema.cluster_config import ServeYaml
+from prism.config.schema.units import decoded
 from prism.errors import ConfigError
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")

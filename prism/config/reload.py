@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from prism.config.endpoints import node_of
+from prism.config.checks.memory_needs import check_memory
 from prism.config.knobs import live_policy
-from prism.config.memory import check_memory
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.config.schema.endpoints import node_of
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prism.config.access import ApiKey, check_origins
-from prism.config.adapters import (
+from prism.config.checks.adapters import (
     adapter_named,
     adapter_names,
     check_loadable,
@@ -20,18 +19,16 @@ from prism.config.adapters import (
     with_engine_needs,
     with_layout,
 )
-from prism.config.admin import admin_address
-from prism.config.embeddings import embedding_of
-from prism.config.journal import JournalYaml
+from prism.config.checks.embeddings import embedding_of
+from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory
+from prism.config.checks.names import check_model_names, check_names
+from prism.config.checks.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
 from prism.config.keys import read_keys, variable_keys
 from prism.config.knobs import live_policy
-from prism.config.lora import lora_spec
-from prism.config.machines import is_gpu
-from prism.config.memory import KV_LAYOUTS, check_memory
-from prism.config.names import check_model_names, check_names
-from prism.config.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
 from prism.config.reader import read_yaml
-from prism.config.schema import (
+from prism.config.schema.access import ApiKey, check_origins
+from prism.config.schema.admin import admin_address
+from prism.config.schema.cluster_config import (
     ATTENTION_BACKENDS,
     AUTO_STORE,
     CUDA_GRAPHS,
@@ -43,6 +40,9 @@ from prism.config.schema import (
     SchedulerConfig,
     ServeYaml,
 )
+from prism.config.schema.journal import JournalYaml
+from prism.config.schema.lora import lora_spec
+from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from prism.models.files import DTYPE_BYTES, inspect_model

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from prism.config.schema import ClusterConfig
-from prism.config.units import decoded, encoded
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.units import decoded, encoded
 from prism.messages import MALFORMED_ERRORS
 
 LOOK_S = 0.5  # interval of checks of the file

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import kvcached
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.errors import ActivationError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, ActivationFailed, EngineStatus

@@ -36,9 +36,9 @@ from typing import NoReturn
 
 import msgspec
 
-from prism.config.adapters import adapter_named
+from prism.config.checks.adapters import adapter_named
 from prism.config.resolved import read_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines import cuda_facts, process
 from prism.engines.core import EngineContext
 from prism.engines.preloaded import Preloaded

@@ -21,9 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import kvcached
 from kvcached import DriverMemory, KvcachedError, NoRoomError
-from prism.config.machines import is_gpu
-from prism.config.memory import GpuNeeds
-from prism.config.units import format_size, whole_mib
+from prism.config.checks.memory_needs import GpuNeeds
+from prism.config.schema.machines import is_gpu
+from prism.config.schema.units import format_size, whole_mib
 from prism.engines.core import EngineContext
 from prism.engines.room import await_room
 from prism.errors import ActivationError, EngineError

@@ -16,7 +16,7 @@ import msgspec
 
 import kvcached
 from kvcached.errors import KvcachedError
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.ranks.group import RankGroup
 from prism.messages.requests import Request, Resume
 

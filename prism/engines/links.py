@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import kvcached
 from kvcached import KvcachedError, LoadOptions, StoredWeights, WeightArena
-from prism.config.machines import is_gpu
+from prism.config.schema.machines import is_gpu
 from prism.engines.core import EngineContext
 from prism.engines.room import await_room
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 import kvcached
-from prism.config.memory import layout_of, whole_pages
-from prism.config.units import format_size
+from prism.config.checks.memory_needs import layout_of, whole_pages
+from prism.config.schema.units import format_size
 from prism.engines.model_weights import ModelWeights
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from kvcached.errors import WeightFileError, WeightMismatchError
-from prism.config.units import format_size
+from prism.config.schema.units import format_size
 from prism.engines.model_memory import ModelMemory
 from prism.engines.model_weights import ModelWeights
 from prism.errors import ActivationError, SelfCheckError

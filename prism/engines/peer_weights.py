@@ -20,7 +20,7 @@ from kvcached import Checkpoint, KvcachedError, TensorSpec, WeightBuilder, Weigh
 from kvcached.errors import LoadCancelledError, WeightFileError
 from kvcached.weights.entry import checkpoint_key
 from kvcached.weights.exchange import Exchange, Sketch
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import PrismError
 from prism.messages.models import ModelSpec
 from prism.messages.weights import (

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from prism.config.adapters import adapter_named
+from prism.config.checks.adapters import adapter_named
 from prism.config.resolved import read_resolved
 from prism.engines.core import EngineContext
 from prism.engines.ranks.launch import RankLaunch, launch_ranks, run_follower

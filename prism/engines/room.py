@@ -7,7 +7,7 @@ import time
 
 import kvcached
 from kvcached import NoRoomError
-from prism.config.units import format_size
+from prism.config.schema.units import format_size
 
 SHRINK_S = 2.0
 _POLL_S = 0.005

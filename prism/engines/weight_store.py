@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcached import WeightStore
-from prism.config.schema import AUTO_STORE, ClusterConfig
+from prism.config.schema.cluster_config import AUTO_STORE, ClusterConfig
 from prism.engines.peer_weights import PeerWeights
 
 

@@ -27,7 +27,7 @@ import uvloop
 from fastapi import FastAPI
 
 from prism.config.resolved import ConfigFile
-from prism.config.schema import ClusterConfig, FrontendConfig
+from prism.config.schema.cluster_config import ClusterConfig, FrontendConfig
 from prism.errors import ConfigError
 from prism.frontend.app import create_admin, create_app
 from prism.frontend.http.accepting import Acceptor

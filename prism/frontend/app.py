@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from prism.config.admin import host_and_port
 from prism.config.resolved import ConfigFile
-from prism.config.schema import ClusterConfig
+from prism.config.schema.admin import host_and_port
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.frontend.api.admin import dashboard, health, reload
 from prism.frontend.api.anthropic import messages
 from prism.frontend.api.openai import chat, completions, embeddings, models, tokenize

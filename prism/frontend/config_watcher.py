@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from prism.config.resolved import LOOK_S, ConfigFile
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.frontend.requests.services import Services
 from prism.frontend.text.tokenizers import load_tokenizers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import msgspec
 import redis
 
-from prism.config.endpoints import local_name
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import local_name
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.cluster import ClusterStatus
 

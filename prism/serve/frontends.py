@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from prism.config.resolved import ConfigFile
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.requests import FrontendGone
 from prism.process import Heartbeat
 from prism.serve.children import Child, ChildSpec

@@ -22,8 +22,8 @@ from kvcached.errors import (
     DeviceOccupiedError,
     UnsupportedDeviceError,
 )
-from prism.config.machines import is_gpu
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.process import child_environment, die_with_parent
 

@@ -21,10 +21,10 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from prism.config.admin import host_and_port
-from prism.config.endpoints import on_node
 from prism.config.resolved import ConfigFile, write_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.admin import host_and_port
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import on_node
 from prism.errors import ConfigError
 from prism.frontend.http.listener import admin_listener, bound_address, open_listener
 from prism.messages.cluster import ClusterStatus

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from prism.config.machines import is_gpu
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.process import child_environment, private_log, wrapped_command
 

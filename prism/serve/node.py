@@ -17,8 +17,8 @@ import msgspec
 import redis
 
 from prism.config.resolved import ConfigFile
-from prism.config.schema import ClusterConfig
-from prism.config.units import encoded
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.units import encoded
 from prism.curve import public_key
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS, PROTOCOL

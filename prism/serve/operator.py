@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import PrismError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand

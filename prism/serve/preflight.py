@@ -14,10 +14,10 @@ import psutil
 import redis
 
 from kvcached.trust import untrusted_reason
-from prism.config.admin import host_and_port
-from prism.config.machines import is_gpu
-from prism.config.schema import AUTO_STORE, ClusterConfig
-from prism.config.units import format_size
+from prism.config.schema.admin import host_and_port
+from prism.config.schema.cluster_config import AUTO_STORE, ClusterConfig
+from prism.config.schema.machines import is_gpu
+from prism.config.schema.units import format_size
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.http.listener import admin_listener, open_listener
 from prism.queueing.requests import RequestQueue

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from prism.config.admin import host_and_port
-from prism.config.schema import ClusterConfig
+from prism.config.schema.admin import host_and_port
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 

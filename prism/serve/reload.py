@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from prism.config.endpoints import node_of
 from prism.config.reload import changes, reloaded
 from prism.config.resolve import load
 from prism.config.resolved import write_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import node_of
 from prism.errors import ConfigError, PrismError
 from prism.frontend.text.tokenizers import load_tokenizers
 from prism.messages.cluster import ClusterStatus, OperatorCommand

@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prism.config.endpoints import node_of
-from prism.config.machines import is_gpu
-from prism.config.memory import MemoryNeed, memory_need
-from prism.config.schema import ClusterConfig, DeviceConfig
-from prism.config.units import format_size
+from prism.config.checks.memory_needs import MemoryNeed, memory_need
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.config.schema.endpoints import node_of
+from prism.config.schema.machines import is_gpu
+from prism.config.schema.units import format_size
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.models import ModelSpec

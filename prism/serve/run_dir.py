@@ -22,7 +22,7 @@ import kvcached
 from kvcached.trust import untrusted_reason
 from kvcached.weights.store import default_store
 from prism.config.resolved import read_resolved, write_resolved
-from prism.config.schema import AUTO_STORE, ClusterConfig
+from prism.config.schema.cluster_config import AUTO_STORE, ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.messages import MALFORMED_ERRORS
 from prism.serve import mps

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prism.config.units import format_size
+from prism.config.schema.units import format_size
 from prism.errors import ConfigError
 from prism_replay.cli.options import check_writable
 from prism_sim.costs.catalog import HOST_S, cost_model, cost_table, model_shape

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from prism.config.units import encoded
+from prism.config.schema.units import encoded
 from prism_replay.results import (
     Counters,
     ReplayResults,

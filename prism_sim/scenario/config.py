@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from prism.config.machines import Strict
-from prism.config.replicas import ReplicasYaml
-from prism.config.schema import SchedulerConfig
-from prism.config.slo import SloYaml
-from prism.config.units import Bytes, Seconds
+from prism.config.schema.cluster_config import SchedulerConfig
+from prism.config.schema.machines import Strict
+from prism.config.schema.replicas import ReplicasYaml
+from prism.config.schema.slo import SloYaml
+from prism.config.schema.units import Bytes, Seconds
 
 
 class GpusYaml(Strict, frozen=True):

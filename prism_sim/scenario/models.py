@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from prism.config.slo import SloYaml
-from prism.config.units import format_size
+from prism.config.schema.slo import SloYaml
+from prism.config.schema.units import format_size
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
 from prism.policies.kv_blocks import KvShape

@@ -17,7 +17,7 @@ import msgspec
 
 from prism.config.knobs import own_knobs
 from prism.config.reader import convert, read_mapping
-from prism.config.schema import MIGRATE_RUNNING
+from prism.config.schema.cluster_config import MIGRATE_RUNNING
 from prism.errors import ConfigError, TooLargeError
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prism.config.units import parse_time
+from prism.config.schema.units import parse_time
 from prism.errors import ConfigError
 from prism_replay import transforms
 from prism_replay.cli.options import parse_lengths

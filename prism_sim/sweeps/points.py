@@ -21,7 +21,7 @@ import msgspec
 
 import prism
 import prism_replay
-from prism.config.units import encoded
+from prism.config.schema.units import encoded
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
 from prism.policies import registry

@@ -19,7 +19,7 @@ import kvcached
 from prism.agent.agent import Agent
 from prism.agent.state.device_state import AgentTiming
 from prism.config.resolved import write_resolved
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.fake import expected_tokens
 from prism.messages.agent import (
     ActionResult,

@@ -23,8 +23,8 @@ from prism.agent.network.kv_transfer import KvNetwork
 from prism.agent.network.sockets import MEASURED_BYTES_MIN, MEASURED_S, PeerLinks
 from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
 from prism.agent.state.engine_pool import EnginePool, EngineState
-from prism.config.endpoints import NodeConfig
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
 from prism.engines import kv_file
 from prism.messages.engine import Activated, Export

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.config.units import parse_size
+from prism.config.schema.units import parse_size
 from prism.messages.agent import ActivateModel, TrimModel
 from tests.agent.harness import DEVICE, World, until
 

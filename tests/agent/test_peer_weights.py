@@ -20,8 +20,8 @@ from kvcached.weights.entry import checkpoint_key
 from kvcached.weights.exchange import Exchange
 from prism.agent.network.prefetch import Prefetcher
 from prism.agent.network.weight_server import WeightServer
-from prism.config.endpoints import NodeConfig
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
 from prism.engines import peer_weights
 from prism.engines.peer_weights import PeerWeights

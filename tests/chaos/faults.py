@@ -20,7 +20,7 @@ import redis
 import zmq
 
 from prism.config.resolved import read_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.troubles import read_troubles
 from tests.serve.conftest import Cluster, alive, descendants
 

@@ -17,7 +17,12 @@ from prism.cluster.main import run
 from prism.cluster.timing import SchedulerTiming
 from prism.config.reload import reloaded
 from prism.config.resolved import ConfigFile, write_resolved
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from prism.config.schema.cluster_config import (
+    ClusterConfig,
+    DeviceConfig,
+    EngineConfig,
+    SchedulerConfig,
+)
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.messages.models import ModelSpec

@@ -14,8 +14,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from prism.config.memory import memory_need
-from prism.config.schema import ClusterConfig
+from prism.config.checks.memory_needs import memory_need
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import LeaseLostError
 from prism.messages.agent import (
     ActionResult,

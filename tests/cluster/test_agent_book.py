@@ -16,7 +16,7 @@ from prism.cluster.repairs import repairs
 from prism.cluster.state import Move, SchedulerState, new_state
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
-from prism.config.schema import DeviceConfig
+from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from tests.cluster.conftest import MODEL_BYTES, spec
 from tests.cluster.test_cluster_view import make_state

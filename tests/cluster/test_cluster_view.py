@@ -13,7 +13,7 @@ from prism.cluster.state import Move, SchedulerState, new_state
 from prism.cluster.status import build_status, degraded
 from prism.cluster.timing import SchedulerTiming
 from prism.cluster.view import build_view
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.policies import registry
 from prism.policies.data import GpuView, ModelView

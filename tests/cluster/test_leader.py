@@ -11,9 +11,9 @@ from msgspec import structs
 from prism.cluster import leader as module
 from prism.cluster.leader import SCHEDULER, run_as_leader
 from prism.cluster.main import wait_until_eligible
-from prism.config.endpoints import NodeConfig
 from prism.config.resolved import ConfigFile, write_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import NodeConfig
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 

@@ -6,9 +6,9 @@ import pytest
 
 from prism.cluster import sizes
 from prism.cluster.sizes import Sizes
-from prism.config import memory
-from prism.config.memory import MemoryNeed, check_memory, memory_need
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.checks import memory_needs as memory
+from prism.config.checks.memory_needs import MemoryNeed, check_memory, memory_need
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from tests.cluster.conftest import spec

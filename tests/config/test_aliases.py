@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prism.config.access import ApiKey
 from prism.config.keys import add_key
 from prism.config.reader import parse
+from prism.config.schema.access import ApiKey
 from prism.errors import ConfigError
 
 

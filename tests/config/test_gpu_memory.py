@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from prism.config.memory import GpuNeeds, check_static, memory_need
+from prism.config.checks.memory_needs import GpuNeeds, check_static, memory_need
 from prism.config.resolve import load, measured
-from prism.config.schema import ClusterConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, EngineConfig
 from prism.engines import fake
 from prism.engines.sglang import gpu as sglang
 from prism.errors import ConfigError

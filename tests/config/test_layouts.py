@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from kvcached.layouts.choice import QUANTA_SHARE_MAX
-from prism.config.memory import layout_of, memory_need
+from prism.config.checks.memory_needs import layout_of, memory_need
 from prism.config.resolve import load
 from prism.config.resolved import read_resolved, write_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from tests.frontend.tiny_model import make_model
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from prism.config.replicas import ReplicasYaml
 from prism.config.resolve import load
 from prism.config.resolved import read_resolved, write_resolved
+from prism.config.schema.replicas import ReplicasYaml
 from prism.errors import ConfigError
 from prism.policies.registry import names
 from tests.frontend.tiny_model import make_model

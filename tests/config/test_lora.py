@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prism.config.access import ApiKey, KeysFile, hashed
-from prism.config.memory import memory_need
+from prism.config.checks.memory_needs import memory_need
 from prism.config.resolve import load
+from prism.config.schema.access import ApiKey, KeysFile, hashed
 from prism.errors import ConfigError
 from prism.models.lora import CONFIG, WEIGHTS
 from tests.config.test_load import written

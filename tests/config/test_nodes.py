@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from prism.config.endpoints import nearest
-from prism.config.nodes import check_node
+from prism.config.checks.nodes import check_node
 from prism.config.resolve import load
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import nearest
 from prism.curve import new_secret
 from prism.errors import ConfigError
 from prism.policies.data import GpuView

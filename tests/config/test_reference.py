@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from prism.config.schema import ServeYaml
+from prism.config.schema.cluster_config import ServeYaml
 from prism_sim.scenario.config import SimYaml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +36,7 @@ def test_every_section_has_a_table() -> None:
 def test_a_field_without_a_note_is_refused() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "import config_reference as made, prism.config.machines as machines\n"
+        "import config_reference as made, prism.config.schema.machines as machines\n"
         "made.notes = lambda struct: {}\n"
         "list(made.section(machines.DeviceYaml, 'devices[]'))\n"
     )

@@ -8,19 +8,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from prism.config.access import ApiKey
-from prism.config.endpoints import NodeConfig
-from prism.config.priority import PriorityConfig
 from prism.config.reload import CHANGEABLE, DERIVED, FIXED, changes, reloaded
 from prism.config.resolved import ConfigFile, write_resolved
-from prism.config.schema import (
+from prism.config.schema.access import ApiKey
+from prism.config.schema.cluster_config import (
     ClusterConfig,
     DeviceConfig,
     EngineConfig,
     FrontendConfig,
     SchedulerConfig,
 )
-from prism.config.units import Seconds
+from prism.config.schema.endpoints import NodeConfig
+from prism.config.schema.priority import PriorityConfig
+from prism.config.schema.units import Seconds
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from tests.cluster.conftest import spec

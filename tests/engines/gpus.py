@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import kvcached
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.messages.engine import Deactivate, Deactivated
 from prism.messages.models import ModelSpec
 from tests.engines.harness import DeviceUnderTest

@@ -19,7 +19,7 @@ import zmq
 import kvcached
 from kvcached.weights.store import default_store
 from prism.config.resolved import write_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.engine import (
     Activated,
     ActivateEngine,

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import IO, NoReturn
 
-from prism.config.adapters import adapter_named
+from prism.config.checks.adapters import adapter_named
 from prism.engines import forkserver
 from prism.engines.process import THREAD_SETTINGS
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from msgspec import structs
 
 import kvcached
-from prism.config.adapters import with_layout
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.checks.adapters import with_layout
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.fake import expected_tokens
 from prism.engines.vllm import traits
 from prism.messages.engine import Submit

@@ -12,8 +12,8 @@ import pytest
 
 import kvcached
 from kvcached import DriverMemory, ProcessMemory
-from prism.config.memory import GpuNeeds
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.checks.memory_needs import GpuNeeds
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines import gpu_share
 from prism.engines.core import EngineContext
 from prism.engines.gpu_share import GpuShare

@@ -16,7 +16,7 @@ import pytest
 
 from prism.agent.engines.fork_supervisor import ForkServerClient
 from prism.config.resolved import write_resolved
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.messages.forkserver import EngineForked, ForkEngine, ForkServerReady
 from prism.process import child_environment
 from tests.engines.harness import DEVICE, FORK_SERVER

@@ -15,7 +15,12 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, FrontendConfig
+from prism.config.schema.cluster_config import (
+    ClusterConfig,
+    DeviceConfig,
+    EngineConfig,
+    FrontendConfig,
+)
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
 from prism.frontend.requests.services import Services

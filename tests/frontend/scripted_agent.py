@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import QueueUnavailableError
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request
 from prism.queueing.requests import RequestQueue

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from prism.config.access import ApiKey, check_origins, hashed
+from prism.config.schema.access import ApiKey, check_origins, hashed
 from prism.errors import ConfigError
 from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from playwright.async_api import Page, async_playwright, expect
 
-from prism.config.access import ApiKey, hashed
+from prism.config.schema.access import ApiKey, hashed
 from prism.frontend.api.admin import dashboard
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, make_config, stack_of

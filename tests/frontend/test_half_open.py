@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
 from prism.frontend.http.connections import HEAD_BYTES_MAX, PIPELINED_MAX, guarded_protocol

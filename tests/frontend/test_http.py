@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prism.config.schema import FrontendConfig
+from prism.config.schema.cluster_config import FrontendConfig
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering

@@ -11,7 +11,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from prism.config.access import ApiKey, hashed
+from prism.config.schema.access import ApiKey, hashed
 from prism.errors import BadRequestError
 from prism.frontend.api.anthropic.message_types import CountBody
 from prism.frontend.api.anthropic.messages import _arguments, _Blocks

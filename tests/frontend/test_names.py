@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from prism.config.access import ApiKey, hashed
+from prism.config.schema.access import ApiKey, hashed
 from prism.messages.models import LoraAdapter, LoraSpec
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of

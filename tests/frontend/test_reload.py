@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from prism.config.access import ApiKey, hashed
 from prism.config.resolved import ConfigFile, write_resolved
+from prism.config.schema.access import ApiKey, hashed
 from prism.errors import UnknownModelError
 from prism.frontend.config_watcher import apply_config, watch
 from prism.messages.cluster import FrontendState

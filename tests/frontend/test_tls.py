@@ -13,7 +13,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from prism.config.resolve import _with_tls
-from prism.config.schema import FrontendConfig
+from prism.config.schema.cluster_config import FrontendConfig
 from prism.errors import ConfigError
 from prism.frontend import __main__ as frontend
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from prism.config.access import ApiKey, hashed
+from prism.config.schema.access import ApiKey, hashed
 from prism.frontend.api.openai import tokenize
 from prism.frontend.protocol.openai_types import TOKENS_MAX
 from prism.frontend.text.tokenizers import ModelTokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.config.adapters import adapter_names
+from prism.config.checks.adapters import adapter_names
 from prism.policies import registry
 
 from .environment import Environment

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from prism.config.admin import admin_address, host_and_port
+from prism.config.schema.admin import admin_address, host_and_port
 from prism.errors import ConfigError
 from prism.frontend.http.listener import admin_listener, bound_address
 from tests.serve.conftest import SERVE, STOP_S, Cluster, serving, until, write_yaml

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from redis import Redis
 
-from prism.config.endpoints import NodeConfig
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import NodeConfig
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.serve import drain as drains

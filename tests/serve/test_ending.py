@@ -13,7 +13,7 @@ import pytest
 
 import kvcached
 from prism.config.resolved import read_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from tests.serve.conftest import Cluster, alive, serving, until
 
 SLOW = json.dumps({"decode_step_ms": 20})

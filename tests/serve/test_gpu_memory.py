@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 import kvcached
-from prism.config.memory import memory_need
+from prism.config.checks.memory_needs import memory_need
 from prism.config.resolved import read_resolved
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.fake import expected_tokens
 from tests.kvcached.compiling import build_libcuda, build_libnvml, restart_libnvml
 from tests.serve.conftest import Cluster, serving, until

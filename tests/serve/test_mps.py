@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from prism.agent.state.engine_pool import EnginePool
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
 from prism.serve.mps import MpsDaemon, end_left_behind, wants_mps
 from tests.serve.conftest import alive, until

@@ -26,7 +26,7 @@ import yaml
 from msgspec import structs
 
 from prism.config.resolve import load
-from prism.config.schema import EngineConfig
+from prism.config.schema.cluster_config import EngineConfig
 from prism.curve import public_key
 from prism.engines.fake import expected_tokens
 from prism.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from prism.config.reader import convert
-from prism.config.schema import ServeYaml
+from prism.config.schema.cluster_config import ServeYaml
 from prism.errors import ConfigError
 from prism.serve.on_ray import machines
 from prism.serve.on_ray.command import ray_address, serve

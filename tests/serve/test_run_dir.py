@@ -17,7 +17,7 @@ from msgspec import structs
 
 import kvcached
 from prism.config.resolved import ConfigFile, write_resolved
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.serve import run_dir
 from prism.serve.preflight import check_addresses

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.serve import launcher
 from prism.serve.launcher import Maintenance

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 import kvcached
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.core import EngineContext
 from prism.messages.requests import Failure, Request
 from tests.engines.harness import DEVICE, DeviceUnderTest

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from prism.config.embeddings import embedding_of
+from prism.config.checks.embeddings import embedding_of
 from prism.engines.sglang import refuses, weight_key
 from prism.messages.engine import ActivateEngine
 from prism.messages.models import EmbeddingSpec, ModelSpec

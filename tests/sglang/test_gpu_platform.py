@@ -90,7 +90,7 @@ def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     """FlashInfer's sampling takes no seeds; prefill graphs would be captured at each activation."""
-    from prism.config.schema import EngineConfig
+    from prism.config.schema.cluster_config import EngineConfig
     from prism.engines.model_memory import plan
     from prism.engines.sglang import server_args
 

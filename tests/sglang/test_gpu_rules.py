@@ -20,7 +20,7 @@ from kvcached.errors import (
     InvalidArgumentError,
     SystemCallError,
 )
-from prism.config.schema import EngineConfig
+from prism.config.schema.cluster_config import EngineConfig
 from prism.engines import cuda_toolkit
 from prism.engines.sglang import gpu
 from prism.errors import ActivationError

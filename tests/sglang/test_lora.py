@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prism.config.lora import LoraConfig, lora_spec
+from prism.config.schema.lora import LoraConfig, lora_spec
 from prism.messages.engine import ActivateEngine
 from prism.messages.models import ModelSpec
 from prism.messages.requests import Request

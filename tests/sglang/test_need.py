@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prism.config.memory import layout_of, memory_need
-from prism.config.schema import DeviceConfig, EngineConfig
+from prism.config.checks.memory_needs import layout_of, memory_need
+from prism.config.schema.cluster_config import DeviceConfig, EngineConfig
 from prism.engines.model_memory import plan
 from prism.engines.sglang.gpu import needs
 from prism.messages.engine import ActivateEngine, Deactivate, Deactivated

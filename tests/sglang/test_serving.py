@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prism.config.memory import layout_of
+from prism.config.checks.memory_needs import layout_of
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.requests import Cancel, Sampling
 from tests.engines.harness import DeviceUnderTest, request

@@ -18,7 +18,7 @@ import pytest
 
 import kvcached
 from kvcached import StoreCounters, WeightStore
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.core import EngineContext
 from prism.errors import SelfCheckError
 from prism.messages.engine import ActivateEngine

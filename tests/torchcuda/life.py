@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 import kvcached
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.engines.core import EngineContext
 from prism.engines.sglang import adapter
 from prism.messages.engine import ActivateEngine

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prism.agent.state.device_state import HostedModel
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.engine import Activated
 
 log = logging.getLogger(__name__)

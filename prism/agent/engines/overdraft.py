@@ -22,7 +22,7 @@ from kvcached import Device, DeviceUsage, DriverMemory, KvcachedError
 from kvcached.driver_memory import drift
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.engine_pool import EngineProcess, EngineState
-from prism.config.units import format_size
+from prism.config.schema.units import format_size
 from prism.messages.gpu import ForeignProcess, GpuMemory
 
 log = logging.getLogger(__name__)

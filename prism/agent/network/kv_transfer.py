@@ -10,8 +10,8 @@ from prism.agent.network.kv_receiver import KvReceiver
 from prism.agent.network.kv_sender import KvSender
 from prism.agent.network.sockets import PeerLinks
 from prism.agent.state.device_state import DeviceState, HostedModel
-from prism.config.endpoints import local_name, on_same_machine
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import local_name, on_same_machine
 from prism.messages.engine import Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S

@@ -12,8 +12,8 @@ import zmq
 import zmq.asyncio
 from msgspec import structs
 
-from prism.config.endpoints import node_of
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import node_of
 from prism.messages.agent import ActionResult, AgentCommand, AgentReport, FromScheduler
 from prism.messages.engine import FromEngine, ToEngine
 from prism.messages.kv import KvPart, KvTaken

@@ -21,8 +21,8 @@ from kvcached import Checkpoint, KvcachedError, WeightKey
 from kvcached.weights.entry import checkpoint_key
 from kvcached.weights.exchange import Exchange, Sketch, StoredForm
 from kvcached.weights.hashing import identity
-from prism.config.endpoints import node_of
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.endpoints import node_of
 from prism.engines.weight_store import open_store
 from prism.messages.weights import (
     AskPart,

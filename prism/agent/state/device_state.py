@@ -10,7 +10,7 @@ from enum import Enum
 
 from prism.agent.state.engine_pool import Counters, EnginePool, counters_of
 from prism.agent.state.request_table import RequestTable
-from prism.config.schema import EngineConfig
+from prism.config.schema.cluster_config import EngineConfig
 from prism.messages.engine import EngineStatus
 from prism.messages.models import ModelSpec
 from prism.scheduler.local import LocalScheduler

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 from kvcached import WeightKey
-from prism.config.memory import EngineTraits
+from prism.config.checks.memory_needs import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.fake.options import FakeOptions
 from prism.messages.models import ModelSpec

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvcached
-from prism.config.memory import layout_of as arranged_layout_of
-from prism.config.units import format_size
+from prism.config.checks.memory_needs import layout_of as arranged_layout_of
+from prism.config.schema.units import format_size
 from prism.engines import kv_file
 from prism.engines.core import EngineContext
 from prism.engines.fake.cpu_view import cpu_address

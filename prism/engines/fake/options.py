@@ -6,8 +6,8 @@ import os
 
 import msgspec
 
-from prism.config.machines import is_gpu
-from prism.config.memory import GpuNeeds
+from prism.config.checks.memory_needs import GpuNeeds
+from prism.config.schema.machines import is_gpu
 from prism.engines.timeline import claim_fault
 from prism.errors import ConfigError
 

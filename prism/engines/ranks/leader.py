@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 import kvcached
-from prism.config.memory import shard_of
+from prism.config.checks.memory_needs import shard_of
 from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
 from prism.engines.kv_direct import merge_ranks
 from prism.engines.ranks.group import RankGroup

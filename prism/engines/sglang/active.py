@@ -11,7 +11,7 @@ import msgspec
 
 import kvcached
 from kvcached.engines.sglang.radix_pages import RadixPages
-from prism.config.memory import BLOCK_TOKENS
+from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.engines.kv_direct import DirectMoves
 from prism.engines.sglang import moving, requests
 from prism.engines.sglang.decode_graphs import DecodeGraphs

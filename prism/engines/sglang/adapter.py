@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 
-from prism.config.memory import EngineTraits
+from prism.config.checks.memory_needs import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.sglang import gpu
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import kvcached
-from prism.config.memory import BLOCK_TOKENS
+from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.kv_direct import DirectMoves

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcached import WeightKey
-from prism.config.machines import is_gpu as is_gpu  # noqa: PLC0414 (the adapter asks this module)
-from prism.config.memory import GpuNeeds
+from prism.config.checks.memory_needs import GpuNeeds
+from prism.config.schema.machines import is_gpu as is_gpu  # noqa: PLC0414 (for the adapter)
 from prism.engines import cuda_facts, cuda_toolkit
 from prism.messages.models import ModelSpec
 

@@ -30,7 +30,7 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # n
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
-from prism.config.schema import EngineConfig  # noqa: E402
+from prism.config.schema.cluster_config import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
 from prism.engines.sglang import decode_graphs, gpu, lora, noise, server_args  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402

@@ -6,8 +6,8 @@ from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from prism.config.memory import BLOCK_TOKENS
-from prism.config.schema import EngineConfig
+from prism.config.checks.memory_needs import BLOCK_TOKENS
+from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.model_memory import MemoryPlan
 from prism.engines.sglang import gpu, lora
 from prism.engines.sglang.loader import KvcachedLoader

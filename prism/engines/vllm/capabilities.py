@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvcached import WeightKey
-from prism.config.machines import is_gpu
-from prism.config.memory import EngineTraits, GpuNeeds
+from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
+from prism.config.schema.machines import is_gpu
 from prism.messages.models import ModelSpec
 
 VERSION = "0.32.0"

@@ -21,7 +21,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from kvcached.engines.packed import replaced
 from kvcached.engines.vllm.memory import use_memory
 from kvcached.engines.vllm.plugin import WORKER
-from prism.config.schema import EngineConfig
+from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.vllm.loader import LOAD_FORMAT
 from prism.engines.vllm.memory import EngineMemory
 from prism.messages.engine import ActivateEngine

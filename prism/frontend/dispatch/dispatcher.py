@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from prism import clock
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import QueueUnavailableError, UnknownModelError
 from prism.frontend.dispatch.enqueuer import Enqueuer
 from prism.frontend.dispatch.lost_requests import LostRequestWatch

@@ -9,7 +9,7 @@ from functools import partial
 from math import ceil
 from typing import Any
 
-from prism.config.access import ApiKey
+from prism.config.schema.access import ApiKey
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.http.errors import RateLimitError

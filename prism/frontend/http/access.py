@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from prism.config.access import ApiKey, hashed
+from prism.config.schema.access import ApiKey, hashed
 from prism.errors import RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.errors import respond

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prism import clock
-from prism.config.access import ApiKey
+from prism.config.schema.access import ApiKey
 
 ID_HEADER = "x-request-id"
 # Request ids that are accepted from clients, since they are logged; others are replaced.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prism.config.admin import host_and_port
+from prism.config.schema.admin import host_and_port
 from prism.errors import ConfigError
 
 _BACKLOG = 2048

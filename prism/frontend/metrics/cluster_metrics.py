@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from prism import clock
-from prism.config.endpoints import node_of
+from prism.config.schema.endpoints import node_of
 from prism.frontend.metrics.request_metrics import malformed_messages
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus

@@ -14,7 +14,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
-from prism.config.adapters import adapter_module
+from prism.config.checks.adapters import adapter_module
 from prism.errors import RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.errors import OverloadedError, UnavailableError, bad_request

@@ -8,7 +8,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from prism.config.adapters import adapter_module
+from prism.config.checks.adapters import adapter_module
 from prism.frontend.http.errors import UnavailableError, bad_request
 from prism.frontend.protocol.chat_types import ChatBody, NamedTool
 from prism.frontend.requests.grammars import checked

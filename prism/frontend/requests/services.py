@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from prism.config.schema import ClusterConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import UnknownModelError
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.dispatch.rate_limits import RateLimits

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from msgspec import structs
 
-from prism.config.priority import PriorityConfig
+from prism.config.schema.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
 from prism.frontend.http import calls
 from prism.frontend.http.errors import UnavailableError, bad_request

@@ -21,7 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from prism.config.reader import convert, read_mapping
-from prism.config.schema import ServeYaml
+from prism.config.schema.cluster_config import ServeYaml
 from prism.curve import new_secret
 from prism.errors import ConfigError, PrismError
 from prism.process import child_environment

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import yaml
 
-from prism.config.admin import host_and_port
-from prism.config.machines import is_gpu
-from prism.config.nodes import nodes_of
+from prism.config.checks.nodes import nodes_of
 from prism.config.reader import convert
-from prism.config.schema import ServeYaml
+from prism.config.schema.admin import host_and_port
+from prism.config.schema.cluster_config import ServeYaml
+from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 
 # Custom resource of Ray: number of a machine's host devices, if the file does not have nodes.

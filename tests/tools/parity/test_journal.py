@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lab.parity.journals import read_journals
-from prism.config.schema import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
 from prism.scheduler.journal import (
     FileJournal,

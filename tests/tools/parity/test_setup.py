@@ -16,7 +16,12 @@ from lab.parity.setup import (
     measured,
     replayed,
 )
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from prism.config.schema.cluster_config import (
+    ClusterConfig,
+    DeviceConfig,
+    EngineConfig,
+    SchedulerConfig,
+)
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from prism.config.units import Seconds
+from prism.config.schema.units import Seconds
 
 
 class SloYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -14,9 +14,9 @@ from types import MappingProxyType, ModuleType
 import msgspec
 
 import prism
-from prism.config.machines import is_gpu
-from prism.config.memory import KV_LAYOUTS, arranged, check_static
-from prism.config.schema import ClusterConfig
+from prism.config.checks.memory_needs import KV_LAYOUTS, arranged, check_static
+from prism.config.schema.cluster_config import ClusterConfig
+from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from prism.config.access import AccessYaml, ApiKey
-from prism.config.endpoints import Endpoints, local_name, node_of
-from prism.config.journal import JournalYaml
-from prism.config.lora import LoraConfig, LoraYaml
-from prism.config.machines import DeviceYaml, NodeYaml, Strict, is_gpu
-from prism.config.priority import PriorityConfig
-from prism.config.replicas import ReplicasYaml
-from prism.config.slo import ModelSloYaml
-from prism.config.units import Bytes, Seconds
+from prism.config.schema.access import AccessYaml, ApiKey
+from prism.config.schema.endpoints import Endpoints, local_name, node_of
+from prism.config.schema.journal import JournalYaml
+from prism.config.schema.lora import LoraConfig, LoraYaml
+from prism.config.schema.machines import DeviceYaml, NodeYaml, Strict, is_gpu
+from prism.config.schema.priority import PriorityConfig
+from prism.config.schema.replicas import ReplicasYaml
+from prism.config.schema.slo import ModelSloYaml
+from prism.config.schema.units import Bytes, Seconds
 from prism.messages.models import ModelSpec
 from prism.policies.data import Settings
 from prism.scheduler.journal import JournalConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from prism.config.schema import ClusterConfig, ModelYaml
+from prism.config.schema.cluster_config import ClusterConfig, ModelYaml
 from prism.errors import ConfigError
 
 _MODEL = re.compile(r"[A-Za-z0-9][\w.:@+/-]*")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from prism.config.units import Bytes
+from prism.config.schema.units import Bytes
 from prism.scheduler.journal import JournalConfig
 
 

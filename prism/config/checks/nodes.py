@@ -9,9 +9,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from prism.config.endpoints import FRONTEND_PORTS, NodeConfig, on_node
-from prism.config.machines import DeviceYaml, NodeYaml
-from prism.config.schema import ClusterConfig, DeviceConfig, ServeYaml
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, ServeYaml
+from prism.config.schema.endpoints import FRONTEND_PORTS, NodeConfig, on_node
+from prism.config.schema.machines import DeviceYaml, NodeYaml
 from prism.curve import public_key
 from prism.errors import ConfigError
 

@@ -13,8 +13,8 @@ import msgspec
 
 from kvcached import Layout, choose_layout
 from kvcached.layouts import Arrangement
-from prism.config.schema import ClusterConfig, DeviceConfig, EngineConfig
-from prism.config.units import format_size, whole_mib
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
+from prism.config.schema.units import format_size, whole_mib
 from prism.errors import ActivationError, ConfigError
 from prism.messages.models import ModelSpec
 

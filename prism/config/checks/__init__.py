@@ -1,0 +1,1 @@
+"""Checks of names, machines, models and memory in a configuration."""

@@ -1,0 +1,1 @@
+"""Structs of the YAML's sections and of the resolved configuration."""
