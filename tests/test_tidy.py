@@ -25,8 +25,6 @@ FOLDER_MODULES_MAX = 15
 LARGE_FOLDERS = {
     "kvcached",
     "lab/papers",
-    "prism/cluster",
-    "prism/config",
     "prism/engines",
     "prism/engines/sglang",
     "prism/policies",

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from prism.cluster.link import AgentLinks, wait_for_result
-from prism.cluster.state import Move, SchedulerState
+from prism.cluster.state.scheduler_state import Move, SchedulerState
 from prism.config.schema.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel

@@ -17,7 +17,7 @@ from prism.cluster.actuator import Actuator
 from prism.cluster.link import AgentLinks
 from prism.cluster.reload import confirm
 from prism.cluster.repairs import Remove, Reroute, Route, repairs
-from prism.cluster.state import SchedulerState
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.errors import LeaseLostError, QueueUnavailableError

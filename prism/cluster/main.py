@@ -21,8 +21,8 @@ from prism.cluster.controller import ClusterController
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator import Operator
-from prism.cluster.state import new_state
-from prism.cluster.timing import SchedulerTiming, timing_of
+from prism.cluster.state.scheduler_state import new_state
+from prism.cluster.state.timing import SchedulerTiming, timing_of
 from prism.config.knobs import live_policy
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig

@@ -13,7 +13,7 @@ import msgspec
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.link import AgentLinks
-from prism.cluster.state import SchedulerState
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.errors import ActionError

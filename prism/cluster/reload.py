@@ -7,7 +7,7 @@ import logging
 
 from msgspec import structs
 
-from prism.cluster.state import SchedulerState
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.config.reload import changes
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig

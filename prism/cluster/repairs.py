@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from prism.cluster.state import SchedulerState
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.messages.models import ModelSpec
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from prism import clock
-from prism.cluster.agents import ABSENT_STATES
-from prism.cluster.state import SchedulerState
+from prism.cluster.state.agents import ABSENT_STATES
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
 from prism.policies import drain

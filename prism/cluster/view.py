@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prism.cluster.agents import ABSENT_STATES
-from prism.cluster.state import Move, SchedulerState
+from prism.cluster.state.agents import ABSENT_STATES
+from prism.cluster.state.scheduler_state import Move, SchedulerState
 from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.models import ModelSpec

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from prism.cluster.main import run
-from prism.cluster.timing import SchedulerTiming
+from prism.cluster.state.timing import SchedulerTiming
 from prism.config.reload import reloaded
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema.cluster_config import (

@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import structs
 
-from prism.cluster.agents import AgentBook
 from prism.cluster.repairs import repairs
-from prism.cluster.state import Move, SchedulerState, new_state
+from prism.cluster.state.agents import AgentBook
+from prism.cluster.state.scheduler_state import Move, SchedulerState, new_state
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.config.schema.cluster_config import DeviceConfig

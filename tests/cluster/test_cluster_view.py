@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from prism.cluster.backoff import ActivationBackoff
 from prism.cluster.controller import ClusterController
 from prism.cluster.repairs import DropCopy, Reroute, Route, repairs
-from prism.cluster.state import Move, SchedulerState, new_state
+from prism.cluster.state.backoff import ActivationBackoff
+from prism.cluster.state.scheduler_state import Move, SchedulerState, new_state
+from prism.cluster.state.timing import SchedulerTiming
 from prism.cluster.status import build_status, degraded
-from prism.cluster.timing import SchedulerTiming
 from prism.cluster.view import build_view
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.messages.agent import AgentReport, ModelReport

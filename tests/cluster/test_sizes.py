@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prism.cluster import sizes
-from prism.cluster.sizes import Sizes
+from prism.cluster.state import sizes
+from prism.cluster.state.sizes import Sizes
 from prism.config.checks import memory_needs as memory
 from prism.config.checks.memory_needs import MemoryNeed, check_memory, memory_need
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from prism.cluster.timing import timing_of
+from prism.cluster.state.timing import timing_of
 from prism.config.resolved import read_resolved
 from tests.serve.conftest import Cluster, alive, serving, until
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from prism.cluster.agents import AgentBook
-from prism.cluster.backoff import ActivationBackoff
-from prism.cluster.changes import Changes
-from prism.cluster.decisions import Decisions
-from prism.cluster.sizes import Sizes
-from prism.cluster.timing import SchedulerTiming
+from prism.cluster.state.agents import AgentBook
+from prism.cluster.state.backoff import ActivationBackoff
+from prism.cluster.state.changes import Changes
+from prism.cluster.state.decisions import Decisions
+from prism.cluster.state.sizes import Sizes
+from prism.cluster.state.timing import SchedulerTiming
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.policies.policy import Policy
 from prism.scheduler.journal import Sink

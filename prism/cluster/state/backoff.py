@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prism.cluster.timing import SchedulerTiming
+from prism.cluster.state.timing import SchedulerTiming
 
 
 @dataclass(frozen=True, slots=True)
