@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import SpanProcessor
 
 from prism.config import resolve
 from prism.errors import ConfigError
-from prism.frontend.metrics.request_metrics import tracing
+from prism.frontend.metrics import tracing
 from prism.messages.requests import Chunk, Failure, Request, Started
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, make_config, stack_of
