@@ -28,7 +28,6 @@ LARGE_FOLDERS = {
     "prism/engines",
     "prism/engines/sglang",
     "prism/policies",
-    "prism/serve",
 }
 
 # path -> why it may be longer than FILE_LINES_MAX

@@ -24,9 +24,10 @@ from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
-from prism.serve import operator, report
-from prism.serve.gpu_probe import GpuFound
-from prism.serve.run_dir import find
+from prism.serve import operator
+from prism.serve.console import report
+from prism.serve.node.gpu_probe import GpuFound
+from prism.serve.node.run_dir import find
 
 # Modules of commands that start processes are imported where they are used: they take seconds.
 DEFAULT_CONFIG = Path("prism.yaml")
@@ -115,7 +116,7 @@ def check(
 ) -> None:
     """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts nothing."""
     from prism.frontend.text.tokenizers import load_tokenizers
-    from prism.serve.preflight import check_addresses
+    from prism.serve.node.preflight import check_addresses
 
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
@@ -311,7 +312,7 @@ def _load(
 ) -> ClusterConfig:
     from prism.config.checks.nodes import check_node
     from prism.config.resolve import load
-    from prism.serve.preflight import check_machine
+    from prism.serve.node.preflight import check_machine
 
     if config is None and not DEFAULT_CONFIG.is_file():
         raise ConfigError(
@@ -338,7 +339,7 @@ def _probed(
     if not any(is_gpu(device.name) for device in config.local().devices):
         return config, {}
     from prism.config.resolve import measured
-    from prism.serve import gpu_probe
+    from prism.serve.node import gpu_probe
 
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     asked = gpu_probe.probe(config.local(), may_be_occupied=may_be_occupied)

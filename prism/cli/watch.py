@@ -17,7 +17,8 @@ from prism.config.schema.units import format_size
 from prism.errors import ConfigError
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus, OperatorCommand
-from prism.serve import operator, report
+from prism.serve import operator
+from prism.serve.console import report
 
 _BAR = 40
 _ASK_S = 10.0

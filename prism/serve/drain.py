@@ -12,7 +12,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator
-from prism.serve.run_dir import find
+from prism.serve.node.run_dir import find
 
 _ASK_S = 10.0
 _POLL_S = 0.5

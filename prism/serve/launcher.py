@@ -32,17 +32,24 @@ from prism.messages.models import ModelSpec
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.server import BundledRedis
-from prism.serve.children import Child, ChildSpec
-from prism.serve.engine_restarts import print_engine_restarts
-from prism.serve.frontends import AgentNotifier, Frontend, replace_if_requested
-from prism.serve.logs import REDIS_LOGS, log_names, rotate_full
-from prism.serve.mps import FOLDER, MpsDaemon, wants_mps
-from prism.serve.node import delete_redis_keys, joined, namespace_of
-from prism.serve.preflight import check_exposure, check_ports, check_redis
-from prism.serve.progress import Probe, admin_url_of, display, url_of
+from prism.serve.console.engine_restarts import print_engine_restarts
+from prism.serve.console.progress import Probe, admin_url_of, display, url_of
+from prism.serve.node.mps import FOLDER, MpsDaemon, wants_mps
+from prism.serve.node.preflight import check_exposure, check_ports, check_redis
+from prism.serve.node.registration import delete_redis_keys, joined, namespace_of
+from prism.serve.node.run_dir import (
+    DOWN_FILE,
+    REDIS_FOLDER,
+    REPLACE_FILE,
+    RunDir,
+    remove_ledgers,
+    sweep,
+)
+from prism.serve.processes.children import Child, ChildSpec
+from prism.serve.processes.frontends import AgentNotifier, Frontend, replace_if_requested
+from prism.serve.processes.logs import REDIS_LOGS, log_names, rotate_full
+from prism.serve.processes.supervisor import Supervisor
 from prism.serve.reload import Reloads
-from prism.serve.run_dir import DOWN_FILE, REDIS_FOLDER, REPLACE_FILE, RunDir, remove_ledgers, sweep
-from prism.serve.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from prism.errors import PrismError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import OperatorCommand
 from prism.messages.troubles import read_troubles
-from prism.serve.run_dir import DOWN_FILE, REPLACE_FILE
+from prism.serve.node.run_dir import DOWN_FILE, REPLACE_FILE
 from prism.transport import BlockingChannel
 
 _POLL_S = 0.1

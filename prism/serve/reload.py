@@ -28,8 +28,8 @@ from prism.frontend.text.tokenizers import load_tokenizers
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.process import child_environment, die_with_parent
 from prism.serve import operator
-from prism.serve.node import running_nodes, wait_published
-from prism.serve.run_dir import CONFIG_FILE, find
+from prism.serve.node.registration import running_nodes, wait_published
+from prism.serve.node.run_dir import CONFIG_FILE, find
 
 _LOCK_FILE = "reload.lock"
 _ASK_S = 10.0

@@ -10,7 +10,7 @@ from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.gpu import ForeignProcess, GpuMemory
-from prism.serve import report as tables
+from prism.serve.console import report as tables
 from tests.cluster.test_cluster_view import look, make_state, report, seen
 
 MIB = 1 << 20

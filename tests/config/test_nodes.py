@@ -16,10 +16,10 @@ from prism.config.schema.endpoints import nearest
 from prism.curve import new_secret
 from prism.errors import ConfigError
 from prism.policies.data import GpuView
-from prism.serve import run_dir
 from prism.serve.drain import matching_devices
-from prism.serve.node import namespace_of, state_of
-from prism.serve.preflight import check_addresses, check_ports, check_redis
+from prism.serve.node import run_dir
+from prism.serve.node.preflight import check_addresses, check_ports, check_redis
+from prism.serve.node.registration import namespace_of, state_of
 from tests.frontend.tiny_model import make_model
 
 REDIS = "redis://:secret@10.0.0.9:6379"

@@ -16,7 +16,8 @@ from prism.config.schema.endpoints import NodeConfig
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis
-from prism.serve import engine_restarts, node
+from prism.serve.console import engine_restarts
+from prism.serve.node import registration as node
 from prism.serve.on_ray import cluster_lease
 from tests.junk import JUNK, junk_into
 from tests.serve.conftest import until

@@ -15,8 +15,8 @@ import pytest
 
 from prism.config.resolved import read_resolved
 from prism.errors import ConfigError
-from prism.serve import run_dir
-from prism.serve.run_dir import RunDir, RunDirLostError
+from prism.serve.node import run_dir
+from prism.serve.node.run_dir import RunDir, RunDirLostError
 from tests.serve.conftest import Cluster, descendants, serving, until
 from tests.serve.test_hangs import killed_and_replaced, served
 from tests.strangers import give_to_nobody, needs_root

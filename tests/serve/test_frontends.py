@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from prism.engines.fake import expected_tokens
-from prism.serve.children import ChildSpec
-from prism.serve.frontends import AgentNotifier, Frontend
+from prism.serve.processes.children import ChildSpec
+from prism.serve.processes.frontends import AgentNotifier, Frontend
 from tests.serve.conftest import Cluster, serving, until
 
 COUNT = 100

@@ -14,7 +14,7 @@ import yaml
 from msgspec import structs
 
 from kvcached import DriverMemory
-from prism.serve.gpu_probe import GpuFound, _occupied, warnings
+from prism.serve.node.gpu_probe import GpuFound, _occupied, warnings
 from tests.frontend.tiny_model import make_model
 from tests.kvcached.compiling import build_libcuda, build_libnvml
 from tests.serve.test_gpu_memory import holder

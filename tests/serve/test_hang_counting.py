@@ -11,7 +11,7 @@ import pytest
 
 from prism import process
 from prism.process import HEARTBEAT_VARIABLE, Heartbeat, LoopWatchdog, beat
-from prism.serve.supervisor import ClusterFailedError, Supervisor, Watched
+from prism.serve.processes.supervisor import ClusterFailedError, Supervisor, Watched
 
 
 class Scripted:

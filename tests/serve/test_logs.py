@@ -12,8 +12,8 @@ from typing import NoReturn
 import pytest
 
 from prism.process import private_log
-from prism.serve import logs
-from prism.serve.logs import log_names, rotate_full
+from prism.serve.processes import logs
+from prism.serve.processes.logs import log_names, rotate_full
 
 NAMES = log_names(["part"], ["host:0"])
 

@@ -18,7 +18,7 @@ from prism.messages.agent import ActionResult, ModelReport
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.queueing.server import BundledRedis
 from prism.serve import operator
-from prism.serve.run_dir import find
+from prism.serve.node.run_dir import find
 from tests.acceptance.conftest import prepare
 from tests.acceptance.harness import model_yaml
 from tests.acceptance.reference import is_greedy

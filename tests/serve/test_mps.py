@@ -16,7 +16,7 @@ import pytest
 from prism.agent.state.engine_pool import EnginePool
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
-from prism.serve.mps import MpsDaemon, end_left_behind, wants_mps
+from prism.serve.node.mps import MpsDaemon, end_left_behind, wants_mps
 from tests.serve.conftest import alive, until
 
 # -f: the daemon, until its pid file goes; else: commands on stdin, noted in commands.log.
@@ -85,7 +85,7 @@ def test_one_that_does_not_quit_is_killed_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_MPS_STUBBORN", "1")
-    monkeypatch.setattr("prism.serve.mps._STOP_S", 0.1)
+    monkeypatch.setattr("prism.serve.node.mps._STOP_S", 0.1)
     with MpsDaemon(tmp_path / "mps"):
         control = pid_in(tmp_path / "mps" / "pipe" / "pid")
         server = pid_in(tmp_path / "mps" / "log" / "server")
@@ -101,7 +101,7 @@ def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_it_dies_with_a_killed_launcher_and_its_server_at_the_next_start(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from prism.serve.mps import MpsDaemon\n"
+        "import sys, time; from pathlib import Path; from prism.serve.node.mps import MpsDaemon\n"
         "with MpsDaemon(Path(sys.argv[1])): print('up', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "mps")]

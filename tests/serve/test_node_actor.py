@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prism.curve import new_secret
+from prism.serve.node.run_dir import LOCK_FILE, lock
 from prism.serve.on_ray.node_actor import NodeActor, NodeReport
-from prism.serve.run_dir import LOCK_FILE, lock
 from tests.serve.conftest import until
 
 KEY = new_secret()

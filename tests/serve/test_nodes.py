@@ -31,7 +31,7 @@ from prism.curve import public_key
 from prism.engines.fake import expected_tokens
 from prism.errors import ConfigError
 from prism.queueing.server import BundledRedis
-from prism.serve.node import joined, namespace_of, state_of
+from prism.serve.node.registration import joined, namespace_of, state_of
 from tests.ports import free_port
 from tests.serve.clocks import AHEAD_S, shifted_clock
 from tests.serve.conftest import (
@@ -236,8 +236,8 @@ def test_a_node_that_does_not_fit_is_refused(
     path = write_nodes(tmp_path, database.url)
     config = load(path, node="b")
     config = structs.replace(config, namespace=namespace_of(config))
-    monkeypatch.setattr("prism.serve.node._TTL_S", 1.0)
-    monkeypatch.setattr("prism.serve.node._RENEW_S", 0.2)
+    monkeypatch.setattr("prism.serve.node.registration._TTL_S", 1.0)
+    monkeypatch.setattr("prism.serve.node.registration._RENEW_S", 0.2)
     with (
         joined(config, print),
         pytest.raises(ConfigError, match=r"--node: b is already running on"),

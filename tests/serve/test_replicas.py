@@ -16,7 +16,7 @@ import pytest
 from prism.messages.agent import ModelReport
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator
-from prism.serve.run_dir import find
+from prism.serve.node.run_dir import find
 from tests.serve.conftest import Cluster, serving, until
 
 DEVICES = [

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
-from prism.serve import report
+from prism.serve.console import report
 
 
 def seen(status: ClusterStatus) -> list[list[str]]:

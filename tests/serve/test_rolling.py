@@ -33,7 +33,7 @@ from tests.serve.test_nodes import (
 __all__ = ["database"]
 MODELS = [{"name": n, "path": n} for n in ("a", "b")]
 PAIR = {"host:0@a", "host:0@b"}
-NEWER = "import prism.serve.node; prism.serve.node.version = lambda _: '9.9.9'"
+NEWER = "from prism.serve.node import registration; registration.version = lambda _: '9.9.9'"
 TOKENS = 60
 
 

@@ -19,9 +19,9 @@ import kvcached
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
-from prism.serve import run_dir
-from prism.serve.preflight import check_addresses
-from prism.serve.run_dir import RunDir
+from prism.serve.node import run_dir
+from prism.serve.node.preflight import check_addresses
+from prism.serve.node.run_dir import RunDir
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_find_needs_exactly_one(temporary: Path) -> None:
 LEAVE = """
 import os, sys
 from pathlib import Path
-from prism.serve.run_dir import RunDir
+from prism.serve.node.run_dir import RunDir
 print(RunDir.create(Path(sys.argv[1])).path, flush=True)
 os._exit(9)
 """

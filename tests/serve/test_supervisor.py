@@ -17,9 +17,9 @@ from redis import Redis
 
 from prism.errors import ConfigError
 from prism.queueing.server import BundledRedis
-from prism.serve.children import Child, ChildSpec, RestartBackoff
-from prism.serve.redis_part import RedisPart
-from prism.serve.supervisor import ClusterFailedError, Supervisor
+from prism.serve.processes.children import Child, ChildSpec, RestartBackoff
+from prism.serve.processes.redis_part import RedisPart
+from prism.serve.processes.supervisor import ClusterFailedError, Supervisor
 
 STEADY = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {STEADY}"
@@ -422,7 +422,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from prism.queueing.server import BundledRedis
-from prism.serve.children import Child, ChildSpec
+from prism.serve.processes.children import Child, ChildSpec
 child = Child(ChildSpec("mortal", "mortal", [], 1.0), Path(sys.argv[1]))
 child.start()
 print(child.pid, flush=True)

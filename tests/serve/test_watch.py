@@ -12,9 +12,9 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.serve import launcher
 from prism.serve.launcher import Maintenance
-from prism.serve.logs import log_names
-from prism.serve.run_dir import RunDir
-from prism.serve.supervisor import Supervisor
+from prism.serve.node.run_dir import RunDir
+from prism.serve.processes.logs import log_names
+from prism.serve.processes.supervisor import Supervisor
 
 ENDED = {"redis": "ended"}
 NAMES = log_names(["part"], [])

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import redis
 
 from prism.errors import ConfigError
-from prism.serve.node import namespace_of_key, node_key
+from prism.serve.node.registration import namespace_of_key, node_key
 
 # Values of the lease. STOP sends one signal to the launchers, KILL two.
 SERVE, STOP, KILL = b"serve", b"stop", b"kill"

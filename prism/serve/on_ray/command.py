@@ -25,7 +25,6 @@ from prism.config.schema.cluster_config import ServeYaml
 from prism.curve import new_secret
 from prism.errors import ConfigError, PrismError
 from prism.process import child_environment
-from prism.serve.children import EXIT_CONFIG
 from prism.serve.on_ray.cluster_lease import KILL, STOP, ClusterLease
 from prism.serve.on_ray.local_ray import local_ray
 from prism.serve.on_ray.machines import (
@@ -37,6 +36,7 @@ from prism.serve.on_ray.machines import (
     machines_with_devices,
     with_absolute_paths,
 )
+from prism.serve.processes.children import EXIT_CONFIG
 
 EXIT_FAILED = 3
 ERROR = "error: "

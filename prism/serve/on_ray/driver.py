@@ -23,7 +23,6 @@ import msgspec
 
 from prism.errors import ConfigError
 from prism.process import die_with_parent
-from prism.serve.children import EXIT_CONFIG, RestartBackoff
 from prism.serve.on_ray.command import (
     ERROR,
     EXIT_FAILED,
@@ -42,6 +41,7 @@ from prism.serve.on_ray.machines import (
 )
 from prism.serve.on_ray.membership import LEAVE_S, Membership
 from prism.serve.on_ray.node_actor import NodeActor, NodeReport
+from prism.serve.processes.children import EXIT_CONFIG, RestartBackoff
 
 _POLL_S = 0.5
 _ANSWER_S = 30.0

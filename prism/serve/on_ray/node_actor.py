@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvcached.trust import untrusted_reason
 from prism.process import child_environment, keep_private, private_log
-from prism.serve.run_dir import LOCK_FILE, lock
+from prism.serve.node.run_dir import LOCK_FILE, lock
 
 _PREFIX = "prism-node-"
 LOCAL_RAY_PREFIX = "prism-ray-"

@@ -25,7 +25,7 @@ from prism.config.resolved import read_resolved, write_resolved
 from prism.config.schema.cluster_config import AUTO_STORE, ClusterConfig
 from prism.errors import ConfigError, PrismError
 from prism.messages import MALFORMED_ERRORS
-from prism.serve import mps
+from prism.serve.node import mps
 
 log = logging.getLogger(__name__)
 

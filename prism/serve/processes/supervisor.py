@@ -10,8 +10,8 @@ from typing import Protocol
 
 from prism.errors import ConfigError, PrismError
 from prism.queueing.server import BundledRedis
-from prism.serve.children import EXIT_CONFIG, Child, RestartBackoff
-from prism.serve.redis_part import RedisPart
+from prism.serve.processes.children import EXIT_CONFIG, Child, RestartBackoff
+from prism.serve.processes.redis_part import RedisPart
 
 _TAIL_LINES = 15
 _START_TRIES = 6

@@ -21,7 +21,7 @@ from prism.config.schema.units import format_size
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.http.listener import admin_listener, open_listener
 from prism.queueing.requests import RequestQueue
-from prism.serve import run_dir
+from prism.serve.node import run_dir
 
 
 def check_machine(config: ClusterConfig) -> None:

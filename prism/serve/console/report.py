@@ -18,7 +18,7 @@ from prism.config.schema.units import format_size
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.models import ModelSpec
-from prism.serve.gpu_probe import GpuFound
+from prism.serve.node.gpu_probe import GpuFound
 
 _STAGES = {
     "engine": "wait for a free engine",

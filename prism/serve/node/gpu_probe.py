@@ -62,7 +62,7 @@ def _start_probe(place: DeviceConfig, may_be_occupied: bool) -> subprocess.Popen
     return subprocess.Popen(
         [
             sys.executable,
-            *("-m", "prism.serve.gpu_probe", place.name),
+            *("-m", "prism.serve.node.gpu_probe", place.name),
             *(str(place.capacity_bytes), str(place.page_bytes)),
             *(["--may-be-occupied"] if may_be_occupied else []),
         ],
@@ -166,7 +166,7 @@ def _facts(name: str) -> GpuFacts | None:
 def main(arguments: Sequence[str]) -> None:
     """Prints a GpuFound as JSON. Errors are a field of it."""
     die_with_parent()
-    parser = argparse.ArgumentParser(prog="prism.serve.gpu_probe")
+    parser = argparse.ArgumentParser(prog="prism.serve.node.gpu_probe")
     parser.add_argument("device")
     parser.add_argument("capacity_bytes", type=int)
     parser.add_argument("page_bytes", type=int)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prism.process import HEARTBEAT_VARIABLE, Heartbeat, child_environment, private_log
-from prism.serve.logs import log_tail
+from prism.serve.processes.logs import log_tail
 
 _DELAY_MIN_S = 0.5
 _DELAY_MAX_S = 30.0

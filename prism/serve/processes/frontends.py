@@ -20,8 +20,8 @@ from prism.config.resolved import ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.requests import FrontendGone
 from prism.process import Heartbeat
-from prism.serve.children import Child, ChildSpec
-from prism.serve.run_dir import CONFIG_FILE
+from prism.serve.node.run_dir import CONFIG_FILE
+from prism.serve.processes.children import Child, ChildSpec
 from prism.transport import BlockingChannel
 
 LEAVE = signal.SIGUSR1  # tells a frontend that its successor serves

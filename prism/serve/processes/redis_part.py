@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from prism.queueing.server import BundledRedis
-from prism.serve.logs import log_tail
+from prism.serve.processes.logs import log_tail
 
 # Time for which the status reports data that could not be loaded.
 _DAMAGE_REPORTED_S = 600.0

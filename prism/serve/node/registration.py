@@ -22,7 +22,7 @@ from prism.config.schema.units import encoded
 from prism.curve import public_key
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS, PROTOCOL
-from prism.serve.run_dir import CONFIG_FILE
+from prism.serve.node.run_dir import CONFIG_FILE
 
 _TTL_S = 10.0
 _RENEW_S = 2.0

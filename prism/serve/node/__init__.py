@@ -1,0 +1,1 @@
+"""Node of a cluster: checks of the machine, run directory, MPS and registration."""

@@ -1,0 +1,1 @@
+"""Child processes of a cluster on one machine: start, supervision, logs and end."""
