@@ -323,17 +323,16 @@ class Captures:
         raise AssertionError("SGLang's own capture of all sizes")
 
 
-def test_graphs_are_captured_one_by_one_once_a_request_is_answered(
+def test_an_idle_engine_captures_graphs_one_by_one_after_a_decode_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not while the model comes up, not before the first answer; the largest first, and no batch
-    runs by a graph that is not there."""
+    """The largest is first, and no batch uses a graph that was not captured."""
     captures = Captures(monkeypatch)
     graphs, runner = captures.graphs, captures.runner
     assert (captures.sizes, runner.capture_bs, runner.can_run_graph(None)) == ([], [], False)
     assert not graphs.between_steps(is_idle=True)
     assert not graphs.pending
-    graphs.answered()
+    graphs.decoded()
     assert graphs.pending
     assert not graphs.between_steps(is_idle=False)
     for sizes in ([4], [2, 4], [1, 2, 4]):
@@ -345,18 +344,18 @@ def test_graphs_are_captured_one_by_one_once_a_request_is_answered(
     assert len(graphs.captures_s) == 3
 
 
-def test_an_engine_that_is_never_idle_gets_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prism.engines.sglang.decode_graphs import BUSY_STEPS_PER_CAPTURE
+def test_a_busy_engine_captures_the_first_graph_soon_and_the_others_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from prism.engines.sglang.decode_graphs import BUSY_STEPS_PER_CAPTURE, FIRST_CAPTURE_STEPS
 
     captures = Captures(monkeypatch)
-    captures.graphs.answered()
-    steps = [
-        captures.graphs.between_steps(is_idle=False) for _ in range(2 * BUSY_STEPS_PER_CAPTURE + 2)
-    ]
-    assert [step for step, captured in enumerate(steps) if captured] == [
-        BUSY_STEPS_PER_CAPTURE,
-        2 * BUSY_STEPS_PER_CAPTURE + 1,
-    ]
+    captured_after = []
+    for step in range(1, FIRST_CAPTURE_STEPS + BUSY_STEPS_PER_CAPTURE + 2):
+        captures.graphs.decoded()
+        if captures.graphs.between_steps(is_idle=False):
+            captured_after.append(step)
+    assert captured_after == [FIRST_CAPTURE_STEPS, FIRST_CAPTURE_STEPS + BUSY_STEPS_PER_CAPTURE]
     assert captures.sizes == [4, 2]
 
 
@@ -368,7 +367,7 @@ def test_a_capture_that_fails_leaves_the_graphs_that_are_there(
     import torch
 
     captures = Captures(monkeypatch)
-    captures.graphs.answered()
+    captures.graphs.decoded()
     captures.graphs.between_steps(is_idle=True)
     captures.error = torch.OutOfMemoryError("CUDA out of memory.")
     assert captures.graphs.between_steps(is_idle=True)
@@ -383,7 +382,7 @@ def test_a_capture_that_fails_on_a_rank_ends_the_engine(monkeypatch: pytest.Monk
 
     captures = Captures(monkeypatch)
     graphs = DecodeGraphs(captures.scheduler, ranks=2)
-    graphs.answered()
+    graphs.decoded()
     captures.error = RuntimeError("invalidated")
     with pytest.raises(RuntimeError, match="invalidated"):
         graphs.between_steps(is_idle=True)

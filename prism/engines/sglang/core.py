@@ -284,7 +284,11 @@ class SglangCore:
     def _measured_step(self, active: ActiveModel) -> None:
         started_s = time.monotonic()
         batch = active.scheduler.step()
-        if batch is not None and batch.forward_mode.is_extend():
+        if batch is None:
+            return
+        if batch.forward_mode.is_decode():
+            active.graphs.decoded()
+        elif batch.forward_mode.is_extend():
             speed = self._speeds.setdefault(active.order.model.name, Speed())
             speed.add(int(batch.extend_num_tokens or 0), time.monotonic() - started_s)
 
@@ -297,7 +301,6 @@ class SglangCore:
         self._totals.output_tokens += len(emission.token_ids)
         if emission.finish is not None:
             del self._by_rid[emission.rid]
-            self._required().graphs.answered()
         request, finish = running.request, emission.finish
         if finish == "abort":
             finish = "cancelled"

@@ -1,10 +1,11 @@
-"""CUDA graphs of decode steps, captured after a model has begun to answer.
+"""CUDA graphs of decode steps, captured after a model has begun to decode.
 
 SGLang captures all batch sizes while it is built, which would delay every activation. Here a model
 is activated without graphs, and its steps are launched kernel by kernel. Graphs are captured later,
 one batch size at a time between two steps, so that a new request waits for one capture at most. The
-largest size is first: smaller batches may use its graph with padding, and all other graphs share
-its memory.
+largest size is first, after a few steps: smaller batches may use its graph with padding, and all
+other graphs share its memory. On an H200, a step of 32 requests took 36 ms kernel by kernel and 5
+with a graph (1.1 billion parameters), and a capture 0.12 s.
 
 A graph holds addresses. Those of weights, KV and SGLang's buffers are constant until the model's
 deactivation, even if pages are mapped and unmapped, so graphs are valid until then.
@@ -25,7 +26,9 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
     model_capture_mode,
 )
 
-# An engine that is never idle captures one graph after so many steps.
+# Decode steps after which a busy engine captures its first graph, and each later one. An idle one
+# does not wait.
+FIRST_CAPTURE_STEPS = 8
 BUSY_STEPS_PER_CAPTURE = 64
 
 log = logging.getLogger("prism.engine")
@@ -71,31 +74,32 @@ class LazyGraphRunner(DecodeCudaGraphRunner):  # type: ignore[misc]
 
 
 class DecodeGraphs:
-    """Schedule of captures. Thread rule: the engine's thread. All ranks see the same steps and
-    requests, so all capture at the same time, as a capture requires."""
+    """Schedule of captures. Thread rule: the engine's thread. All ranks see the same steps, so all
+    capture at the same time, as a capture requires."""
 
     def __init__(self, scheduler: Any, ranks: int = 1) -> None:
         self._ranks = ranks
         self._runner = _runner_of(scheduler)
-        self._answered = False
-        self._steps = 0
+        self._decoded = False
+        self._steps = 0  # decode steps since the last capture
+        self._due_steps = FIRST_CAPTURE_STEPS
         self.captures_s: list[float] = []  # duration of each capture, in order
 
     @property
     def pending(self) -> bool:
         """True if an idle engine should be stepped to capture a graph."""
-        return self._answered and self._runner is not None and bool(self._runner.pending)
+        return self._decoded and self._runner is not None and bool(self._runner.pending)
 
-    def answered(self) -> None:
-        """Records that a request has been answered completely."""
-        self._answered = True
+    def decoded(self) -> None:
+        """Records a decode step."""
+        self._decoded = True
+        self._steps += 1
 
     def between_steps(self, *, is_idle: bool) -> bool:
         """Captures a graph if one is due. Returns whether it did."""
-        self._steps += 1
-        if not self.pending or not (is_idle or self._steps > BUSY_STEPS_PER_CAPTURE):
+        if not self.pending or not (is_idle or self._steps >= self._due_steps):
             return False
-        self._steps = 0
+        self._steps, self._due_steps = 0, BUSY_STEPS_PER_CAPTURE
         self._capture()
         return True
 
