@@ -24,7 +24,6 @@ FOLDER_MODULES_MAX = 15
 # Folders of a product with more modules than that, which have yet to get subfolders.
 LARGE_FOLDERS = {
     "kvcached",
-    "lab/papers",
     "prism/engines",
     "prism/engines/sglang",
     "prism/policies",

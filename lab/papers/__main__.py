@@ -12,8 +12,8 @@ from rich.console import Console
 
 from lab.papers import catalog, report
 from lab.papers.catalog import Study
-from lab.papers.lab import Lab
-from lab.papers.sources import Sources
+from lab.papers.study.lab import Lab
+from lab.papers.study.sources import Sources
 from prism.cli.exit_codes import new_app, run
 from prism.errors import ConfigError
 from prism_sim.cli.console import Bar

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from lab.papers.findings import Findings
-from lab.papers.lab import Lab
+from lab.papers.study.findings import Findings
+from lab.papers.study.lab import Lab
 from prism.errors import ConfigError
 
 Run = Callable[[Lab], Findings]
@@ -35,7 +35,7 @@ def _read_studies() -> dict[str, Study]:
 
 
 def _study(name: str, texts: dict[str, str], run: str, **entry: str) -> Study:
-    module, function = run.split(".")
+    module, function = run.rsplit(".", 1)
     made: Run = getattr(import_module(f"lab.papers.{module}"), function)
     return Study(name, run=made, **{key: text.format(**texts) for key, text in entry.items()})
 

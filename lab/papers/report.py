@@ -11,7 +11,7 @@ import msgspec
 from rich.table import Table
 
 from lab.papers.catalog import Study
-from lab.papers.findings import Findings, Plot, Statement, overall
+from lab.papers.study.findings import Findings, Plot, Statement, overall
 from prism_replay.report.page import environment
 from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to_svg
 from prism_replay.results import write_json

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from lab.papers import ablations, mlfq, mux_planners
+from lab.papers.ablations import mlfq, mux_planners
+from lab.papers.ablations import variants as ablations
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.baselines import mux_placement

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.papers import catalog, report
-from lab.papers.lab import Lab, Progress
+from lab.papers.study.lab import Lab, Progress
 
 pytestmark = pytest.mark.slow
 

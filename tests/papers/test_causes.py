@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers.lines import Lines
-from lab.papers.muxserve_parts import fairness, unfairness
-from lab.papers.prism_pair import by_deadline_drops
-from lab.papers.prism_sweeps import GIVEN, orders
-from lab.papers.seallm_setup import FIXED
-from lab.papers.seallm_statements import crowded_cause
-from lab.papers.trial import ModelMeasure, TrialOutcome
+from lab.papers.muxserve.muxserve_parts import fairness, unfairness
+from lab.papers.prism.prism_pair import by_deadline_drops
+from lab.papers.prism.prism_sweeps import GIVEN, orders
+from lab.papers.seallm.seallm_setup import FIXED
+from lab.papers.seallm.seallm_statements import crowded_cause
+from lab.papers.study.lines import Lines
+from lab.papers.study.trial import ModelMeasure, TrialOutcome
 
 
 def line(*values: float) -> list[tuple[float, float | None]]:

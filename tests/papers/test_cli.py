@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lab.papers import catalog, trial
-from lab.papers import lab as laboratory
+from lab.papers import catalog
 from lab.papers.__main__ import main
+from lab.papers.study import lab as laboratory
+from lab.papers.study import trial
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
-from lab.papers.lab import Lab
-from lab.papers.prism_calibration import dedicated
+from lab.papers.prism.prism_calibration import dedicated
+from lab.papers.study.lab import Lab
 
 
 def test_latencies_and_activations_are_near_the_measured(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers import findings
-from lab.papers.findings import Statement
-from lab.papers.lines import first_at_target, up_to
-from lab.papers.prism_parts import spread
+from lab.papers.prism.prism_parts import spread
+from lab.papers.study import findings
+from lab.papers.study.findings import Statement
+from lab.papers.study.lines import first_at_target, up_to
 
 
 @pytest.mark.parametrize(

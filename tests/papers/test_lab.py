@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.papers.lab import Lab
-from lab.papers.prism_pair import phased
+from lab.papers.prism.prism_pair import phased
+from lab.papers.study.lab import Lab
 from prism.errors import ConfigError
 from prism_replay.lengths import Lengths
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers.prism_pair import Shares, load_causes, published_statements, spare_time_cause
+from lab.papers.prism.prism_pair import Shares, load_causes, published_statements, spare_time_cause
 
 
 def pair(first: float, second: float, before: tuple[float, float] = (95.0, 40.0)) -> Shares:

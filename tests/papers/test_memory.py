@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
-from lab.papers.lab import Lab
-from lab.papers.prism_setup import E2E_MODELS, model_names, prepared
-from lab.papers.trial import Trial
+from lab.papers.prism.prism_setup import E2E_MODELS, model_names, prepared
+from lab.papers.study.lab import Lab
+from lab.papers.study.trial import Trial
 
 
 def test_a_run_and_those_who_come_back_do_not_take_the_same_pages(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lab.papers import prism_sweeps, prism_table1
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines
-from lab.papers.prism_setup import Cluster
-from lab.papers.prism_sweeps import AWARE, EIGHT_8B, LISTED, orders, tpot_part, with_models
-from lab.papers.trial import Trial
+from lab.papers.prism import prism_sweeps, prism_table1
+from lab.papers.prism.prism_setup import Cluster
+from lab.papers.prism.prism_sweeps import AWARE, EIGHT_8B, LISTED, orders, tpot_part, with_models
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines
+from lab.papers.study.trial import Trial
 from prism_sim.scenario.scenario import load
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers import findings, prism_calibration, prism_large, prism_overall, prism_table1
-from lab.papers.lines import Lines
-from lab.papers.prism_parts import best_idle, robust
-from lab.papers.prism_sweeps import AWARE, GIVEN, LISTED, PRISM_FIRST, with_named
+from lab.papers.prism import prism_calibration, prism_large, prism_overall, prism_table1
+from lab.papers.prism.prism_parts import best_idle, robust
+from lab.papers.prism.prism_sweeps import AWARE, GIVEN, LISTED, PRISM_FIRST, with_named
+from lab.papers.study import findings
+from lab.papers.study.lines import Lines
 
 
 def test_table_1_is_the_papers_and_its_order_that_of_its_shares() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers import muxserve, muxserve_parts, seallm
 from lab.papers.catalog import STUDIES
-from lab.papers.lines import Lines
-from lab.papers.muxserve import outperforms, requests_at_target, temporal_is_worst
-from lab.papers.seallm import worst_of
-from lab.papers.seallm_statements import (
+from lab.papers.muxserve import muxserve_overall as muxserve
+from lab.papers.muxserve import muxserve_parts
+from lab.papers.muxserve.muxserve_overall import outperforms, requests_at_target, temporal_is_worst
+from lab.papers.seallm import seallm_overall as seallm
+from lab.papers.seallm.seallm_overall import worst_of
+from lab.papers.seallm.seallm_statements import (
     FAST_FALL,
     SLIGHT_FALL,
     WORSE,
@@ -20,6 +21,7 @@ from lab.papers.seallm_statements import (
     shrinks,
     similar,
 )
+from lab.papers.study.lines import Lines
 
 
 def line(*values: float) -> list[tuple[float, float | None]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lab.papers import catalog, report
-from lab.papers.findings import Findings
-from lab.papers.sources import STYLES, Sources
+from lab.papers.study.findings import Findings
+from lab.papers.study.sources import STYLES, Sources
 from prism_replay.generators.bursty import PRESETS
 from prism_replay.trace import models_of
 

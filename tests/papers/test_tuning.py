@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from lab.papers import lab as laboratory
-from lab.papers import muxserve_setup, prism_sweeps, seallm_setup, tuning
-from lab.papers.lab import Lab
-from lab.papers.prism_setup import Cluster
-from lab.papers.trial import Trial, TrialOutcome
+from lab.papers.muxserve import muxserve_setup
+from lab.papers.prism import prism_sweeps
+from lab.papers.prism.prism_setup import Cluster
+from lab.papers.seallm import seallm_setup
+from lab.papers.study import lab as laboratory
+from lab.papers.study import tuning
+from lab.papers.study.lab import Lab
+from lab.papers.study.trial import Trial, TrialOutcome
 from prism.policies import registry
 from prism_sim.scenario.scenario import read_config, resolve
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.papers import round_robin
+from lab.papers.ablations import round_robin
 from prism.policies.baselines import adbs, temporal
 from prism.policies.baselines.adbs import AdbsSettings, AdbsState
 from prism.policies.steps import (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.papers import round_robin
+from lab.papers.ablations import round_robin
 from prism.policies.baselines import doubling_budget as db
 from prism.policies.baselines import temporal
 from prism.policies.baselines.doubling_budget import DbSettings

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from lab.papers import ablations
+from lab.papers.ablations import variants as ablations
 from prism.policies import registry
 from prism.policies.baselines.adbs import AdbsSettings
 from prism.policies.baselines.aegaeon import AegaeonSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lab.papers import round_robin
+from lab.papers.ablations import round_robin
 from prism.policies.baselines import temporal
 from prism.policies.steps import DeviceStepView, EngineStepView, Phase, StepChoice, StepRequest
 from tests.policies.machine import Machine, Request

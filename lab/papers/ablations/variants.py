@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
-from lab.papers import mlfq, mux_planners, round_robin
+from lab.papers.ablations import mlfq, mux_planners, round_robin
 from prism.errors import ConfigError
 from prism.policies import fcfs, prism, registry
 from prism.policies.baselines import dedicated, mux_placement, temporal

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.papers import findings
-from lab.papers import seallm_setup as services
-from lab.papers import seallm_statements as statements
-from lab.papers.a100 import slo
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Measure, Points, lines, study_of
-from lab.papers.seallm import RATE
-from lab.papers.tuning import Tuned
+from lab.papers.seallm import seallm_setup as services
+from lab.papers.seallm import seallm_statements as statements
+from lab.papers.seallm.seallm_overall import RATE
+from lab.papers.study import findings
+from lab.papers.study.a100 import slo
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Measure, Points, lines, study_of
+from lab.papers.study.tuning import Tuned
 
 MEASURES: dict[str, tuple[Measure, bool]] = {
     "SLO attainment": services.ATTAINMENT,

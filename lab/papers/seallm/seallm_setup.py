@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lab.papers.a100 import GPU, slo, with_slos
-from lab.papers.lab import Lab
-from lab.papers.lines import Measure, Points
-from lab.papers.trial import TrialOutcome
-from lab.papers.tuning import RULE, Systems, Tuned, simulated, tune, tuning_lab
+from lab.papers.study.a100 import GPU, slo, with_slos
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Measure, Points
+from lab.papers.study.trial import TrialOutcome
+from lab.papers.study.tuning import RULE, Systems, Tuned, simulated, tune, tuning_lab
 from prism_replay.generators.steady import renewals
 from prism_replay.lengths import SHAREGPT, Lengths, LengthSource, requests_at
 from prism_replay.trace import Trace, TraceRequest

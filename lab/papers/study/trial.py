@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.papers import ablations
+from lab.papers.ablations import variants as ablations
 from prism.errors import ConfigError
 from prism_sim.cluster.world import World
 from prism_sim.core.profile import loads
@@ -23,7 +23,7 @@ SERIES_POINTS = 120
 
 class Trial(Point, frozen=True):
     variant: str = ""
-    """Variant of the policy; see `lab.papers.ablations`."""
+    """Variant of the policy; see `lab.papers.ablations.variants`."""
     series: bool = False
     """True to keep samples over time."""
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lab.papers.lab import Lab
-from lab.papers.trial import Trial
-from lab.papers.tuning import AS_SHIPPED, RULE, Tuned
+from lab.papers.study.lab import Lab
+from lab.papers.study.trial import Trial
+from lab.papers.study.tuning import AS_SHIPPED, RULE, Tuned
 from prism.errors import ConfigError
 from prism_replay.trace import Trace
 

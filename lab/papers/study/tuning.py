@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from lab.papers.lab import Lab
-from lab.papers.lines import Points
-from lab.papers.sources import Sources
-from lab.papers.trial import Trial, TrialOutcome
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Points
+from lab.papers.study.sources import Sources
+from lab.papers.study.trial import Trial, TrialOutcome
 
 TRIES = 4
 QUICK_TRIES = 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lab.papers.a100 import GPU, with_slos
-from lab.papers.lab import Lab
-from lab.papers.trial import TrialOutcome
-from lab.papers.tuning import RULE, Tuned, tune, tuning_lab
+from lab.papers.study.a100 import GPU, with_slos
+from lab.papers.study.lab import Lab
+from lab.papers.study.trial import TrialOutcome
+from lab.papers.study.tuning import RULE, Tuned, tune, tuning_lab
 from prism_replay.generators.base import generate
 from prism_replay.generators.steady import SteadyConfig, renewals
 from prism_replay.lengths import LengthSource, requests_at

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.papers import findings, tuning
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import TARGET, Line, Lines, Points, lines, problems, row
-from lab.papers.prism_setup import E2E_MODELS, Cluster, model_names, prepared
-from lab.papers.trial import Trial, TrialOutcome
-from lab.papers.tuning import Settings, Systems, Tuned, simulated
+from lab.papers.prism.prism_setup import E2E_MODELS, Cluster, model_names, prepared
+from lab.papers.study import findings, tuning
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import TARGET, Line, Lines, Points, lines, problems, row
+from lab.papers.study.trial import Trial, TrialOutcome
+from lab.papers.study.tuning import Settings, Systems, Tuned, simulated
 
 GIVEN = "muxserve++ at given TP"
 LISTED = "muxserve++ as listed"

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lab.papers import findings, tuning
-from lab.papers import prism_sweeps as sweeps
-from lab.papers.findings import Findings, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines, first_at_target, mean
-from lab.papers.prism_setup import FAIR_TUNED, fifty_eight, model_names, prepared
-from lab.papers.tuning import Settings, Tuned
+from lab.papers.prism import prism_sweeps as sweeps
+from lab.papers.prism.prism_setup import FAIR_TUNED, fifty_eight, model_names, prepared
+from lab.papers.study import findings, tuning
+from lab.papers.study.findings import Findings, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines, first_at_target, mean
+from lab.papers.study.tuning import Settings, Tuned
 
 STYLE = "arena-chat"
 SLO_SCALE, TPOT_PART = 5.0, 0.4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lab.papers import findings
-from lab.papers import muxserve_setup as setup
-from lab.papers.a100 import slo
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import (
+from lab.papers.muxserve import muxserve_setup as setup
+from lab.papers.study import findings
+from lab.papers.study.a100 import slo
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import (
     Lines,
     best_ratio,
     better_systems,
@@ -20,7 +20,7 @@ from lab.papers.lines import (
     study_of,
     up_to,
 )
-from lab.papers.tuning import simulated
+from lab.papers.study.tuning import simulated
 
 PUBLISHED_SYNTHETIC = {"throughput": 1.8, "requests": 2.9}
 """Maximum factors over either baseline: throughput, and requests at 99 % SLO attainment (§4.2)."""

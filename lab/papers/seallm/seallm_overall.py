@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lab.papers import findings
-from lab.papers import seallm_setup as services
-from lab.papers import seallm_statements as statements
-from lab.papers.a100 import slo
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines, Measure, Points, lines, mean, study_of
-from lab.papers.tuning import Tuned, simulated
+from lab.papers.seallm import seallm_setup as services
+from lab.papers.seallm import seallm_statements as statements
+from lab.papers.study import findings
+from lab.papers.study.a100 import slo
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines, Measure, Points, lines, mean, study_of
+from lab.papers.study.tuning import Tuned, simulated
 from prism_sim.cluster.world import World
 from prism_sim.scenario.scenario import load
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lab.papers import findings
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.trial import TrialOutcome
+from lab.papers.study import findings
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.trial import TrialOutcome
 
 Line = Sequence[tuple[Any, float | None]]
 Lines = dict[str, list[tuple[Any, float | None]]]

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lab.papers import findings
-from lab.papers import muxserve_setup as setup
-from lab.papers.a100 import slo
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import (
+from lab.papers.muxserve import muxserve_setup as setup
+from lab.papers.muxserve.muxserve_overall import RPS, SLO
+from lab.papers.study import findings
+from lab.papers.study.a100 import slo
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import (
     Lines,
     Points,
     best_ratio,
@@ -22,9 +23,8 @@ from lab.papers.lines import (
     rows,
     study_of,
 )
-from lab.papers.muxserve import RPS, SLO
-from lab.papers.trial import TrialOutcome
-from lab.papers.tuning import Systems, simulated
+from lab.papers.study.trial import TrialOutcome
+from lab.papers.study.tuning import Systems, simulated
 from prism_replay.lengths import SHAREGPT, Lengths
 
 SLOWER_HOST = "20ms"

@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from lab.papers import findings
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines, row
-from lab.papers.prism_setup import FAIR, Cluster
-from lab.papers.prism_sweeps import OSDI, SLO_SCALES, TPOT_SCALES, held_rate, several
-from lab.papers.sources import STYLES
-from lab.papers.trial import Trial, TrialOutcome
-from lab.papers.tuning import Settings
+from lab.papers.prism.prism_setup import FAIR, Cluster
+from lab.papers.prism.prism_sweeps import OSDI, SLO_SCALES, TPOT_SCALES, held_rate, several
+from lab.papers.study import findings
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines, row
+from lab.papers.study.sources import STYLES
+from lab.papers.study.trial import Trial, TrialOutcome
+from lab.papers.study.tuning import Settings
 
 Traces = Sequence[TrialOutcome]
 """Outcomes of one setting, one for each trace."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lab.papers import findings
-from lab.papers import prism_sweeps as sweeps
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines, first_at_target
-from lab.papers.prism_setup import FAIR_TUNED, Cluster
-from lab.papers.prism_sweeps import AWARE, GIVEN, LISTED
-from lab.papers.tuning import Settings
+from lab.papers.prism import prism_sweeps as sweeps
+from lab.papers.prism.prism_setup import FAIR_TUNED, Cluster
+from lab.papers.prism.prism_sweeps import AWARE, GIVEN, LISTED
+from lab.papers.study import findings
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines, first_at_target
+from lab.papers.study.tuning import Settings
 
 SHARES = {
     "prism": 99.0,

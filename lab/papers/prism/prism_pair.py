@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from lab.papers import findings
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines, problems, row
-from lab.papers.prism_setup import FAIR, Cluster, prepared
-from lab.papers.prism_sweeps import SLO_SCALES
-from lab.papers.sources import without_slo
-from lab.papers.trial import Series, Trial, TrialOutcome
-from lab.papers.tuning import Systems
+from lab.papers.prism.prism_setup import FAIR, Cluster, prepared
+from lab.papers.prism.prism_sweeps import SLO_SCALES
+from lab.papers.study import findings
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines, problems, row
+from lab.papers.study.sources import without_slo
+from lab.papers.study.trial import Series, Trial, TrialOutcome
+from lab.papers.study.tuning import Systems
 from prism_replay.lengths import Lengths, LengthSource, requests_at
 from prism_replay.trace import Trace, TraceRequest
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lab.papers.sources import Sources
-from lab.papers.trial import Trial, TrialOutcome, simulate
+from lab.papers.study.sources import Sources
+from lab.papers.study.trial import Trial, TrialOutcome, simulate
 from prism.errors import ConfigError
 from prism_replay.trace import Trace, write_trace
 from prism_sim.sweeps.points import Store, run_points

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lab.papers import findings
-from lab.papers.findings import Statement
-from lab.papers.lines import Lines, Points, best_ratio, lines, ratio_at, ratios
-from lab.papers.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
+from lab.papers.seallm.seallm_setup import FIXED, LARGEST, others_tail_s, tail_s
+from lab.papers.study import findings
+from lab.papers.study.findings import Statement
+from lab.papers.study.lines import Lines, Points, best_ratio, lines, ratio_at, ratios
 
 BASELINES = ("vllm", "alpaserve", "muxserve")
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import msgspec
 
-from lab.papers import findings
-from lab.papers import prism_sweeps as sweeps
-from lab.papers.findings import Findings, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import TARGET, Line, Lines, first_at_target, mean, ratios, up_to
-from lab.papers.prism_setup import FAIR_TUNED, eighteen, model_names, prepared
-from lab.papers.sources import STYLES
+from lab.papers.prism import prism_sweeps as sweeps
+from lab.papers.prism.prism_setup import FAIR_TUNED, eighteen, model_names, prepared
+from lab.papers.study import findings
+from lab.papers.study.findings import Findings, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import TARGET, Line, Lines, first_at_target, mean, ratios, up_to
+from lab.papers.study.sources import STYLES
 
 MORE_REQUESTS: dict[str, dict[str, float]] = {
     "hyperbolic": {"muxserve++": 2.3, sweeps.GIVEN: 2.3, "static": 3.5},

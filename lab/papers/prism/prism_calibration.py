@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lab.papers import findings
-from lab.papers.findings import Findings, Plot, Statement
-from lab.papers.lab import Lab
-from lab.papers.lines import Lines, row
-from lab.papers.prism_setup import E2E_MODELS, ENGINE, model_names
-from lab.papers.trial import Trial, TrialOutcome
+from lab.papers.prism.prism_setup import E2E_MODELS, ENGINE, model_names
+from lab.papers.study import findings
+from lab.papers.study.findings import Findings, Plot, Statement
+from lab.papers.study.lab import Lab
+from lab.papers.study.lines import Lines, row
+from lab.papers.study.trial import Trial, TrialOutcome
 from prism_sim.cli.options import EXAMPLES
 from prism_sim.cluster.activation import activation_s
 from prism_sim.scenario.scenario import load

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lab.papers.sources import without_slo
-from lab.papers.trial import TrialOutcome
+from lab.papers.study.sources import without_slo
+from lab.papers.study.trial import TrialOutcome
 from prism_replay.trace import Trace, TraceRequest
 from prism_sim.core.profile import execution_s
 from prism_sim.costs.catalog import cost_model

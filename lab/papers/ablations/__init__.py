@@ -1,0 +1,1 @@
+"""Variants of policies for ablations, and the baselines that only papers have."""

@@ -1,0 +1,1 @@
+"""Parts of all studies: environment, traces, points, tuning, lines and findings."""
