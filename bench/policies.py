@@ -15,7 +15,8 @@ from random import Random
 
 from pairs import measure
 
-from prism.policies import kvpr, moore_hodgson
+from prism.policies import kvpr
+from prism.policies.admission import moore_hodgson
 from prism.policies.bins import empty_bins
 from prism.policies.data import AdmissionJob, GpuView, ModelView
 

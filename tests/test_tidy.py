@@ -26,7 +26,6 @@ LARGE_FOLDERS = {
     "kvcached",
     "prism/engines",
     "prism/engines/sglang",
-    "prism/policies",
 }
 
 # path -> why it may be longer than FILE_LINES_MAX

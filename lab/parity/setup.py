@@ -24,7 +24,7 @@ from prism.errors import ConfigError
 from prism.messages.models import ModelSpec
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.policies.knobs import Knobs
-from prism.policies.kv_blocks import KvShape
+from prism.policies.multiplexing.kv_blocks import KvShape
 from prism.scheduler.journal import Ended, Queued, Served, Started
 from prism.scheduler.local import Limits
 from prism_replay.results import RequestRecord

@@ -9,9 +9,9 @@ from prism.cluster.state.agents import ABSENT_STATES
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
-from prism.policies import drain
 from prism.policies.bins import current_bins
 from prism.policies.data import ClusterView
+from prism.policies.planning import drain
 from prism.transport import malformed_total
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from prism.policies import fcfs
+from prism.policies.admission import fcfs
 from prism.policies.data import (
     Action,
     AdmissionJob,
@@ -17,11 +17,11 @@ from prism.policies.data import (
     DeviceLoad,
     Settings,
 )
-from prism.policies.kv_blocks import KvBlocks
+from prism.policies.multiplexing.kv_blocks import KvBlocks
+from prism.policies.multiplexing.steps import StepControl
+from prism.policies.multiplexing.turns import TurnPolicy
 from prism.policies.placement import Search
 from prism.policies.queues import Assign
-from prism.policies.steps import StepControl
-from prism.policies.turns import TurnPolicy
 
 ADMISSION_ORDER = "admission order"  # requests start in the order that the policy gives
 ELASTIC_MEMORY = "elastic memory"  # KV pages are mapped on use and returned afterwards
@@ -89,7 +89,8 @@ class Policy:
     # True if `plan` reads `ModelView.startup_s`.
     asks_startup: bool = False
     # Returns True if device loads alone show that the plan is empty, unless a requested model is
-    # absent or a model must leave its device (`policies/drain.py`). None: the plan is always made.
+    # absent or a model must leave its device (`policies/planning/drain.py`). None: the plan is
+    # always made.
     is_balanced: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
     # Returns the seconds until the plan may change if only time passes; infinity: never. None: a
     # new plan is not needed when only time passes.

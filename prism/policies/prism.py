@@ -10,13 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from prism.policies import drain, kvpr, moore_hodgson, replicas
-from prism.policies.balance import (
-    find_target,
-    migrate,
-    movable,
-    rebalance,
-)
+from prism.policies import kvpr
+from prism.policies.admission import moore_hodgson
 from prism.policies.bins import (
     Bin,
     current_bins,
@@ -26,7 +21,6 @@ from prism.policies.bins import (
     shortfall,
     size_text,
 )
-from prism.policies.builder import PlanBuilder, is_short, settled
 from prism.policies.data import (
     Action,
     Activate,
@@ -38,7 +32,15 @@ from prism.policies.data import (
     Settings,
     contending,
 )
-from prism.policies.next_plan import next_plan_in_s
+from prism.policies.planning import drain, replicas
+from prism.policies.planning.balance import (
+    find_target,
+    migrate,
+    movable,
+    rebalance,
+)
+from prism.policies.planning.builder import PlanBuilder, is_short, settled
+from prism.policies.planning.next_plan import next_plan_in_s
 from prism.policies.policy import ADMISSION_ORDER, ELASTIC_MEMORY, Policy
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from prism.policies import drain
 from prism.policies.data import Action, ClusterView, Settings
+from prism.policies.planning import drain
+from prism.policies.planning.replicas import saturated
 from prism.policies.policy import Policy
-from prism.policies.replicas import saturated
 from prism.scheduler.ports import ClusterPort
 
 _ROUNDING_S = 1e-6

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from prism.policies import moore_hodgson
+from prism.policies.admission import moore_hodgson
+from prism.policies.admission.priority import order_by_priority
 from prism.policies.data import AdmissionJob, AdmissionOrder
-from prism.policies.priority import order_by_priority
 from prism.scheduler.order_by_model import OrderByModel
 from prism.scheduler.ports import EngineView
 from prism.scheduler.step_budget import StartResult, StepBudget, starts_alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prism.models.prefill_speed import Speed
-from prism.policies.kv_blocks import PoolUse, pool
+from prism.policies.multiplexing.kv_blocks import PoolUse, pool
 from prism.policies.placement import Hosted, Placement
 from prism.policies.policy import Policy
 from prism_sim.cluster.device import Resident

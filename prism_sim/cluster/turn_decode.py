@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from prism.policies.turns import TurnBatch, TurnPolicy
+from prism.policies.multiplexing.turns import TurnBatch, TurnPolicy
 from prism_sim.cluster.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import EngineSettings, ModelSetup

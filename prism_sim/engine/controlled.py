@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from prism.models.prefill_speed import Speed
-from prism.policies.steps import Phase
+from prism.policies.multiplexing.steps import Phase
 from prism_sim.core.request import Listener, SimRequest
 from prism_sim.core.setup import UNBOUNDED_STEPS, EngineSettings
 from prism_sim.costs.model import CostModel, GpuUsage, PromptChunk

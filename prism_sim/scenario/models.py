@@ -10,7 +10,7 @@ from prism.config.schema.slo import SloYaml
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
-from prism.policies.kv_blocks import KvShape
+from prism.policies.multiplexing.kv_blocks import KvShape
 from prism_sim.core.setup import DegreeSetup, ModelSetup
 from prism_sim.costs.catalog import HOST_S, cost_model, model_shape
 from prism_sim.costs.gpus import GpuSpec

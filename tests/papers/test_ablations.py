@@ -11,8 +11,8 @@ from lab.papers.ablations import variants as ablations
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.baselines import mux_placement
+from prism.policies.multiplexing.steps import DeviceStepView, EngineStepView, Phase, StepRequest
 from prism.policies.placement import DeviceSpecView, ModelSpecView, Placement, Problem, StepTimes
-from prism.policies.steps import DeviceStepView, EngineStepView, Phase, StepRequest
 from tests.policies.clusters import SETTINGS, active, gpu, model, summary, view
 
 GIB = 1 << 30

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,

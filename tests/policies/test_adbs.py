@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lab.papers.ablations import round_robin
 from prism.policies.baselines import adbs, temporal
 from prism.policies.baselines.adbs import AdbsSettings, AdbsState
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,

@@ -7,7 +7,7 @@ import pytest
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism.policies.baselines.aegaeon import decode_on, prefill_on, quotas_s
-from prism.policies.turns import PrefillGroup, PrefillQueue, TurnBatch
+from prism.policies.multiplexing.turns import PrefillGroup, PrefillQueue, TurnBatch
 
 
 def batch(model: str, step_s: float, switch_s: float, slo_s: float = 0.1) -> TurnBatch:

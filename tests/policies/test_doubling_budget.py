@@ -17,7 +17,7 @@ from lab.papers.ablations import round_robin
 from prism.policies.baselines import doubling_budget as db
 from prism.policies.baselines import temporal
 from prism.policies.baselines.doubling_budget import DbSettings
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,

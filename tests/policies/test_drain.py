@@ -9,7 +9,7 @@ from msgspec import structs
 
 from prism.policies import registry
 from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView, Refuse
-from prism.policies.drain import remaining
+from prism.policies.planning.drain import remaining
 from prism.scheduler.cluster import ClusterScheduler
 from tests.policies.clusters import SETTINGS, active, gpu, model, planned, summary, view
 

@@ -14,8 +14,8 @@ from prism.policies.baselines.doubling_budget import DbSettings
 from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import SHIPPED, Knobs, tuned
+from prism.policies.multiplexing.steps import DeviceStepView, EngineStepView, StepRequest
 from prism.policies.static import StaticSettings
-from prism.policies.steps import DeviceStepView, EngineStepView, StepRequest
 
 CHANGED = {
     "aegaeon": ({"turns"}, Knobs(aegaeon=AegaeonSettings(prefill_part=0.5))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prism.policies.kv_blocks import STEP_OVERHEAD, KvBlocks, KvShape, pool
+from prism.policies.multiplexing.kv_blocks import STEP_OVERHEAD, KvBlocks, KvShape, pool
 
 LLAMA_7B = KvShape(layers=32, kv_heads=32, head_dim=128)
 LLAMA_13B = KvShape(layers=40, kv_heads=40, head_dim=128)

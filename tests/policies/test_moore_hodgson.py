@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from prism.policies import fcfs
+from prism.policies.admission import fcfs
+from prism.policies.admission.moore_hodgson import order
 from prism.policies.data import AdmissionJob, AdmissionOrder
-from prism.policies.moore_hodgson import order
 
 
 def job(id: str, prefill_s: float, deadline_s: float, arrival_s: float = 0.0) -> AdmissionJob:

@@ -7,9 +7,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.policies import fcfs, moore_hodgson
+from prism.policies.admission import fcfs, moore_hodgson
+from prism.policies.admission.priority import order_by_priority
 from prism.policies.data import AdmissionJob, AdmissionOrder
-from prism.policies.priority import order_by_priority
 
 ROWS = st.tuples(st.integers(1, 20), st.integers(0, 60), st.integers(0, 9), st.integers(-2, 1))
 

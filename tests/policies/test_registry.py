@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prism.errors import ConfigError
-from prism.policies import fcfs, moore_hodgson, prism, registry
+from prism.policies import prism, registry
+from prism.policies.admission import fcfs, moore_hodgson
 from prism.policies.policy import KV_LIMIT, SM_SHARES, STEP_CONTROL, Policy
 
 

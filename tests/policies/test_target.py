@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.policies import target
 from prism.policies.bins import devices_of
 from prism.policies.data import (
     Action,
@@ -24,6 +23,7 @@ from prism.policies.data import (
     Settings,
 )
 from prism.policies.placement import Hosted, Placement, Unit
+from prism.policies.planning import target
 from tests.policies.clusters import active, gpu, model, view
 
 SETTINGS = Settings()

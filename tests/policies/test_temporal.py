@@ -6,7 +6,13 @@ import math
 
 from lab.papers.ablations import round_robin
 from prism.policies.baselines import temporal
-from prism.policies.steps import DeviceStepView, EngineStepView, Phase, StepChoice, StepRequest
+from prism.policies.multiplexing.steps import (
+    DeviceStepView,
+    EngineStepView,
+    Phase,
+    StepChoice,
+    StepRequest,
+)
 from tests.policies.machine import Machine, Request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prism.policies import fcfs, moore_hodgson
+from prism.policies.admission import fcfs, moore_hodgson
 from prism.policies.data import AdmissionJob, AdmissionOrder
 from prism.scheduler.local import CHEAP_ORDER, Limits, LocalScheduler, Waiting
 from prism.scheduler.ports import EngineView

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from prism.policies.kv_blocks import KvShape
+from prism.policies.multiplexing.kv_blocks import KvShape
 from prism_replay.trace import TraceRequest
 from prism_sim.core.setup import ClusterSetup, DegreeSetup, DeviceSetup, EngineSettings, ModelSetup
 from prism_sim.core.workload import Workload, workload

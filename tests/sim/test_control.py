@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from prism.policies import registry
-from prism.policies.placement import Hosted, Placement, Unit
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     Phase,
     StepChoice,
@@ -16,6 +15,7 @@ from prism.policies.steps import (
     StepJob,
     StepRequest,
 )
+from prism.policies.placement import Hosted, Placement, Unit
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.setup import ClusterSetup

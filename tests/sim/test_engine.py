@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from prism.policies import registry
-from prism.policies.kv_blocks import STEP_OVERHEAD, KvShape
+from prism.policies.multiplexing.kv_blocks import STEP_OVERHEAD, KvShape
 from prism.policies.placement import Hosted, Placement, Unit
 from prism.scheduler.journal import Stepped
 from prism_replay.trace import TraceRequest

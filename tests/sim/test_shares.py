@@ -12,7 +12,7 @@ from prism.policies.baselines.mux_placement import Mesh, kv_bytes
 from prism.policies.baselines.mux_throughput import Candidate
 from prism.policies.bins import part
 from prism.policies.placement import Hosted, ModelSpecView, Placement, Unit
-from prism.policies.target import part_bytes
+from prism.policies.planning.target import part_bytes
 from prism_sim.cluster.world import World
 from prism_sim.scenario.scenario import load
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prism.policies.baselines.doubling_budget import batch_of, left_s, ranked
 from prism.policies.baselines.temporal import WAIT, idle, kv_free_bytes
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from prism.policies.baselines.temporal import WAIT, idle, kv_free_bytes, next_job
-from prism.policies.steps import DeviceStepView, Phase, StepChoice, StepControl
+from prism.policies.multiplexing.steps import DeviceStepView, Phase, StepChoice, StepControl
 
 
 def round_robin(view: DeviceStepView, state: int) -> tuple[StepChoice, int]:

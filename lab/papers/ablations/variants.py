@@ -13,7 +13,8 @@ from msgspec import structs
 
 from lab.papers.ablations import mlfq, mux_planners, round_robin
 from prism.errors import ConfigError
-from prism.policies import fcfs, prism, registry
+from prism.policies import prism, registry
+from prism.policies.admission import fcfs
 from prism.policies.baselines import dedicated, mux_placement, temporal
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.knobs import SHIPPED, Knobs, tuned

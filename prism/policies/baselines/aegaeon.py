@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from prism.policies.data import Action, ClusterView, Settings
+from prism.policies.multiplexing.turns import PrefillQueue, TurnBatch, TurnPolicy
 from prism.policies.policy import TOKEN_TURNS, Policy, always_balanced
-from prism.policies.turns import PrefillQueue, TurnBatch, TurnPolicy
 
 ALPHA_MIN = 0.5
 """Lower bound of alpha. With time to spare, turns grow longer instead of switching more often."""

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
-from prism.policies import target
 from prism.policies.baselines import groups, temporal
 from prism.policies.baselines.groups import Group, Step
 from prism.policies.baselines.mux_placement import computation
@@ -26,6 +25,7 @@ from prism.policies.placement import (
     PlacementOutcome,
     Problem,
 )
+from prism.policies.planning import target
 from prism.policies.policy import (
     ADMISSION_ORDER,
     PLACEMENT_SEARCH,

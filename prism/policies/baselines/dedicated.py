@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism.policies import target
 from prism.policies.baselines.mux_placement import computation
 from prism.policies.bins import asked_for, devices_of, need_bytes, size_text
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
@@ -20,6 +19,7 @@ from prism.policies.placement import (
     Unit,
     by_node,
 )
+from prism.policies.planning import target
 from prism.policies.policy import ADMISSION_ORDER, Policy, always_balanced
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prism.policies import target
 from prism.policies.baselines import adbs, mux_placement
-from prism.policies.kv_blocks import KvBlocks
+from prism.policies.multiplexing.kv_blocks import KvBlocks
+from prism.policies.planning import target
 from prism.policies.policy import (
     ADMISSION_ORDER,
     ELASTIC_MEMORY,

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from prism.policies import target
 from prism.policies.baselines import doubling_budget, groups
 from prism.policies.baselines.groups import Group, Step
 from prism.policies.baselines.mux_placement import Mesh
-from prism.policies.kv_blocks import KvBlocks
+from prism.policies.multiplexing.kv_blocks import KvBlocks
 from prism.policies.placement import (
     ModelSpecView,
     Placement,
@@ -18,6 +17,7 @@ from prism.policies.placement import (
     Problem,
     StepTimes,
 )
+from prism.policies.planning import target
 from prism.policies.policy import (
     ADMISSION_ORDER,
     PLACEMENT_SEARCH,

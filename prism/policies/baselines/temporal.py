@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from prism.policies.steps import (
+from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,

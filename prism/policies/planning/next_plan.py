@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from prism.policies import replicas
 from prism.policies.data import ClusterView, ModelView, Settings
+from prism.policies.planning import replicas
 
 MARGIN_S = 0.001
 """Margin, since idle times must exceed their thresholds, and the next plan must be later."""

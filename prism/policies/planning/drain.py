@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prism.policies.balance import find_target, migrate
 from prism.policies.bins import devices_of, part
-from prism.policies.builder import PlanBuilder
 from prism.policies.data import Action, ClusterView, Evict, ModelView, Refuse
+from prism.policies.planning.balance import find_target, migrate
+from prism.policies.planning.builder import PlanBuilder
 
 
 def must_leave(view: ClusterView) -> list[ModelView]:

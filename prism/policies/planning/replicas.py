@@ -13,8 +13,8 @@ from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.bins import Bin, devices_of, need_bytes, part
-from prism.policies.builder import PlanBuilder
 from prism.policies.data import Activate, ClusterView, Evict, ModelView, Refuse, Settings
+from prism.policies.planning.builder import PlanBuilder
 
 SPARE_FRACTION = 0.5
 """A copy is evicted if the others then serve less than this fraction of a copy's known rate."""

@@ -1,0 +1,1 @@
+"""Parts of a plan: migrations for balance, drains, copies of models, searched placements."""
