@@ -32,10 +32,10 @@ def plan(order: ActivateEngine, **sizes: int) -> MemoryPlan:
 
 
 class EngineMemory(ModelMemory):
-    """Memory of one active model, which is also its own stake (`kvcached.engines.stake`)."""
+    """Memory of one active model, which is also its own share (`kvcached.engines.device_share`)."""
 
     @property
-    def stake(self) -> EngineMemory:
+    def share(self) -> EngineMemory:
         return self
 
     @property
