@@ -41,8 +41,6 @@ LONG_CLASSES = {
     "prism/agent/requests/serving.py Serving": "one state machine of the requests of an engine",
     "prism/cluster/controller.py ClusterController": "implements the whole ClusterPort",
     "prism/engines/fake/core.py FakeCore": "implements the whole EngineCore",
-    "prism/engines/sglang/core.py SglangCore": "implements the whole EngineCore",
-    "prism/engines/vllm/core.py VllmCore": "implements the whole EngineCore",
     "prism/frontend/dispatch/dispatcher.py Dispatcher": "owns the log of open requests",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
     "prism/scheduler/local.py LocalScheduler": "all state of one scheduling turn",

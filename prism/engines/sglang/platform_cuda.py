@@ -1,5 +1,4 @@
-"""SGLang's CUDA platform with KV memory from kvcached. Not run on a GPU yet: see
-docs/decisions/113-cuda-platform.md.
+"""SGLang's CUDA platform with KV memory from kvcached (docs/decisions/113-cuda-platform.md).
 
 The rest is SGLang's: the enumeration of devices, the capabilities (CUDA graphs, Triton), the
 dispatch key and with it the compiled kernels, the choice of the attention backend.

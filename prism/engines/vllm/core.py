@@ -6,7 +6,6 @@ again.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,22 +15,19 @@ import msgspec
 from vllm.v1.engine import FinishReason
 
 import kvcached
-from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
-from prism.engines.gpu_share import GpuShare
-from prism.engines.model_memory import MemoryPlan
-from prism.engines.model_weights import FINGERPRINT_TOKENS, ModelWeights, StoreAccess
+from prism.engines.core import EngineContext, StepOutput
+from prism.engines.model_core import ModelCore
+from prism.engines.model_weights import FINGERPRINT_TOKENS
 from prism.engines.request_checks import failure
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
-from prism.engines.timeline import Timeline
 from prism.engines.vllm import host
 from prism.engines.vllm.capabilities import needs, weight_key
 from prism.engines.vllm.memory import EngineMemory, plan
 from prism.engines.vllm.requests import convert, logprobs_of
 from prism.engines.vllm.scheduler import PoolScheduler
-from prism.errors import ActivationError, RequestError, SelfCheckError
-from prism.messages.engine import Activated, ActivateEngine, EngineStatus
+from prism.errors import RequestError
+from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Chunk, Failure, Request, Resume, Sampling
-from prism.models.prefill_speed import Speed
 
 _FINISHED = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _WARM_UP_STEPS_MAX = 16
@@ -56,103 +52,43 @@ class _Active:
         scheduler: PoolScheduler = self.vllm.scheduler
         return scheduler
 
+    def shrink(self, size_bytes: int | None) -> kvcached.Shrunk:
+        return self.scheduler.pool.shrink(size_bytes)
 
-class VllmCore:
+    def evictable_bytes(self) -> int:
+        return self.scheduler.pool.evictable_bytes_max()
+
+    def figures(self) -> dict[str, Any]:
+        scheduler, kv, model = self.scheduler, self.memory.kv, self.order.model
+        cached_blocks = int(scheduler.pool.free_block_queue.num_free_blocks)
+        return {
+            "model": model.name,
+            "waiting": len(scheduler.waiting_requests()),
+            "available_tokens": (kv.available_blocks() + cached_blocks) * model.block_tokens,
+            "free_mapped_tokens": kv.free_mapped_blocks() * model.block_tokens,
+            "evictable_tokens": cached_blocks * model.block_tokens,
+            "pending_prefill_tokens": scheduler.prefill_left(),
+            "static_bytes": self.memory.static_bytes,
+        }
+
+
+class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
     """One engine process, one model at a time. Thread rule: one thread."""
 
+    memory_class = EngineMemory
+    plan = staticmethod(plan)
+
     def __init__(self, context: EngineContext) -> None:
-        self._context = context
-        self._device = context.open_device()
-        self._client, self._share = GpuShare.open(context, self._device, needs(context.device))
-        place = context.config.device(context.device)
-        # Addresses for the KV space and weights of each active model.
-        pages = -(-place.capacity_bytes // place.page_bytes)
-        self._client.reserve_addresses(2 * pages * place.page_bytes)
-        self._access = StoreAccess.open(context, self._client, weight_key)
-        self._links = self._access.links
-        self._active: _Active | None = None
-        self._by_rid: dict[str, _Running] = {}
-        self._rids = itertools.count()
-        self._ended = StepOutput()  # ends of requests to report with the next step
-        self._totals = RequestTotals()
-        self._speeds: dict[str, Speed] = {}
+        super().__init__(context, needs(context.device), weight_key)
 
     # --- activation and deactivation -------------------------------------------------------
 
-    def activate(self, order: ActivateEngine) -> Activated:
-        """Activates a model. Stages:
+    def _start(self, order: ActivateEngine, memory: EngineMemory) -> _Active:
+        return _Active(order, memory, host.build(order, memory, self._context.config.engine))
 
-        "shrink": other engines free memory.
-        "reserve": memory is reserved in the ledger.
-        "store": vLLM's configuration, hash of the files, lookup of the stored copy.
-        "layout": the model is built on the meta device, its parameters are placed in pages.
-        "weights": the weights are loaded.
-        "build": KV space and vLLM's scheduler.
-        "warm_up": the first tokens.
-        "keep": a copy of the weights is stored.
-        """
-        timeline = Timeline()
-        place = self._context.config.device(self._context.device)
-        planned = plan(
-            order,
-            capacity_bytes=place.capacity_bytes,
-            page_bytes=place.page_bytes,
-            static_bytes=self._share.model_bytes(),
-        )
-        memory = self._reserve(order, planned, timeline)
-        timeline.enter("store")
-        fingerprint = self._build(order, memory)
-        return Activated(
-            model=order.model.name,
-            quantum_bytes=planned.quantum_bytes,
-            quantum_tokens=planned.slab_tokens,
-            floor_bytes=memory.kv.floor_bytes(),
-            reserve_bytes=planned.reserve_bytes,
-            static_bytes=memory.static_bytes,
-            block_tokens=order.model.block_tokens,
-            max_running=order.max_running,
-            stages_s=timeline.finish(),
-            fingerprint=fingerprint,
-            link_bytes=memory.weights.link_bytes,
-        )
-
-    def _reserve(
-        self, order: ActivateEngine, planned: MemoryPlan, timeline: Timeline
-    ) -> EngineMemory:
-        weights = ModelWeights(self._client, self._access, order.model)
-        try:
-            return EngineMemory(
-                self._client, self._device, weights, order=order, plan=planned, timeline=timeline
-            )
-        except ActivationError:
-            self._share.settle(served=False)
-            raise
-
-    def _build(self, order: ActivateEngine, memory: EngineMemory) -> tuple[int, ...]:
-        """Builds vLLM and warms the model up. Returns the model's fingerprint.
-
-        Raises ActivationError for any error of vLLM, since bad files cause errors of every kind.
-        """
-        try:
-            vllm = host.build(order, memory, self._context.config.engine)
-            self._active = _Active(order, memory, vllm)
-            del vllm
-            memory.timeline.enter("warm_up")
-            fingerprint = self._warm_up(order, memory.weights.fingerprint())
-            memory.timeline.enter("keep")
-            memory.weights.save_copy(fingerprint)
-            return fingerprint
-        except Exception as error:  # noqa: BLE001
-            if isinstance(error, SelfCheckError):
-                memory.weights.discard_copy(str(error))
-            problem = _activation_error(order, error)
-            error.__traceback__ = None
-        self._take_down(memory, served=False)
-        raise problem
-
-    def _warm_up(self, order: ActivateEngine, stored: tuple[int, ...]) -> tuple[int, ...]:
+    def _warm_up(self, active: _Active, memory: EngineMemory) -> tuple[int, ...]:
         """Returns greedy tokens for a fixed prompt. Raises SelfCheckError for wrong tokens."""
-        active = self._required()
+        order = active.order
         vocab_size = active.vllm.vllm_config.model_config.get_vocab_size()
         greedy = Sampling(max_tokens=FINGERPRINT_TOKENS, temperature=0.0, ignore_eos=True)
         request = warm_up_request(order, vocab_size, greedy)
@@ -162,51 +98,14 @@ class VllmCore:
         tokens: list[int] = []
         for _ in range(_WARM_UP_STEPS_MAX):
             tokens += [token for output in self._computed(active) for token in output.new_token_ids]
-        check_answer(order, stored, tuple(tokens), [])
+        check_answer(order, memory.weights.fingerprint(), tuple(tokens), [])
         return tuple(tokens)
 
-    def deactivate(self) -> None:
-        active = self._active
-        if active is None:
-            return
-        self._totals.retractions += active.scheduler.retractions_total
-        self._by_rid.clear()
-        self._ended = StepOutput()
-        memory = active.memory
-        del active
-        self._take_down(memory)
-
-    def _take_down(self, memory: EngineMemory, *, served: bool = True) -> None:
-        """Tears vLLM down and releases the model's memory. REQUIRES: vLLM is referenced only
-        here."""
+    def _tear_down(self) -> None:
         active, self._active = self._active, None
         host.tear_down(active.vllm if active else None)
         del active
         host.release_heap()
-        memory.release()
-        self._share.settle(served=served)
-
-    def close(self) -> None:
-        self.deactivate()
-        if self._links is not None:
-            self._links.close()
-        self._client.close()
-
-    def set_limit(self, kv_limit_bytes: int | None) -> None:
-        if self._active is not None:
-            self._active.memory.set_limit(kv_limit_bytes)
-
-    def fileno(self) -> int:
-        return (self._links or self._client).fileno()
-
-    def answer_requests(self, shrink: ShrinkCall | None = None) -> bool:
-        lent = self._links.answer_requests() if self._links is not None else False
-        return self._client.answer_requests(shrink or self.shrink) is not None or lent
-
-    def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
-        if self._active is None:
-            return kvcached.Shrunk()
-        return self._active.scheduler.pool.shrink(size_bytes)
 
     # --- requests --------------------------------------------------------------------------
 
@@ -259,8 +158,7 @@ class VllmCore:
         left, started_s = active.scheduler.prefill_left(), time.monotonic()
         outputs = self._computed(active)
         if (prefilled := left - active.scheduler.prefill_left()) > 0:
-            speed = self._speeds.setdefault(active.order.model.name, Speed())
-            speed.add(prefilled, time.monotonic() - started_s)
+            self._prefilled(active, prefilled, time.monotonic() - started_s)
         return outputs
 
     def _computed(self, active: _Active) -> list[Any]:
@@ -291,58 +189,7 @@ class VllmCore:
         running.output_ids += made.new_token_ids
         self._totals.output_tokens += len(made.new_token_ids)
 
-    # --- status ----------------------------------------------------------------------------
-
-    def status(self) -> EngineStatus:
-        totals, usage = self._totals, self._client.usage()
-        retractions, figures = totals.retractions, dict[str, Any]()
-        if self._active is not None:
-            retractions += self._active.scheduler.retractions_total
-            figures = self._figures(self._active)
-            figures["kv_mapped_bytes"] = usage.committed_bytes
-        return EngineStatus(
-            engine_id=self._context.engine_id,
-            prompt_tokens_total=totals.prompt_tokens,
-            output_tokens_total=totals.output_tokens,
-            retractions_total=retractions,
-            maps_total=usage.maps,
-            unmaps_total=usage.unmaps,
-            **({"model": None} | figures),
-        )
-
-    def _figures(self, active: _Active) -> dict[str, Any]:
-        """Returns the model's part of EngineStatus, and publishes the evictable bytes."""
-        scheduler, kv, model = active.scheduler, active.memory.kv, active.order.model
-        pool, waiting = scheduler.pool, len(scheduler.waiting_requests())
-        self._client.publish_evictable(pool.evictable_bytes_max())
-        cached_blocks = int(pool.free_block_queue.num_free_blocks)
-        speed = self._speeds.get(model.name)
-        return {
-            "model": model.name,
-            "waiting": waiting,
-            "running": len(self._by_rid) - waiting,
-            "available_tokens": (kv.available_blocks() + cached_blocks) * model.block_tokens,
-            "free_mapped_tokens": kv.free_mapped_blocks() * model.block_tokens,
-            "evictable_tokens": cached_blocks * model.block_tokens,
-            "pending_prefill_tokens": scheduler.prefill_left(),
-            "prefill_tokens_per_s": speed.tokens_per_s if speed else 0.0,
-            "static_bytes": active.memory.static_bytes,
-        }
-
-    def _required(self) -> _Active:
-        if self._active is None:
-            raise RuntimeError("no model is active")
-        return self._active
-
 
 def _chunk(running: _Running, token_ids: list[int], reason: str | None) -> Chunk:
     request = running.request
     return Chunk(request.id, request.attempt, len(running.output_ids), list(token_ids), reason)
-
-
-def _activation_error(order: ActivateEngine, error: Exception) -> ActivationError:
-    """Returns the error with the model's name and the reason. An ActivationError has both."""
-    if isinstance(error, ActivationError):
-        return type(error)(str(error), error.missing_bytes)
-    reason = f"{type(error).__name__}: {error}"
-    return ActivationError(f"model {order.model.name} could not be loaded: {reason}")
