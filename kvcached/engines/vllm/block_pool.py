@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.block_pool import BlockPool
 
 from kvcached import KVCache, Shrunk
-from kvcached.engines.device_share import DeviceShare
-from kvcached.engines.vllm.memory import active_memory
+from kvcached.engines.vllm.memory import Share, active_memory
 
 Ids = NDArray[np.int64]
 
@@ -36,7 +35,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         if memory.kv is None or memory.kv.num_blocks != self.num_gpu_blocks:
             raise RuntimeError("vLLM's scheduler and worker do not have the same blocks")
         self.kv: KVCache = memory.kv
-        self._share: DeviceShare = memory.share
+        self._share: Share = memory.share
         layout = self.kv.layout
         self._block_bytes = layout.block_tokens * layout.buffer_token_bytes[0]
         self._floor_bytes = self.kv.floor_bytes()

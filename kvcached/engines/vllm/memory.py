@@ -7,8 +7,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from select import POLLIN, poll
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcached.client import Client
+from kvcached.device import Device
 from kvcached.engines.device_share import DeviceShare
 from kvcached.engines.packed import PackedLayout
 from kvcached.engines.settings import Settings
@@ -17,6 +22,40 @@ from kvcached.layouts import KVLayout, choose_layout
 
 # Number of engines that a device is laid out for. More engines need smaller slabs.
 SHARED_BY = 4
+
+
+class Share(Protocol):
+    """What vLLM's worker and block pool use of a `DeviceShare`."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def client(self) -> Client: ...
+
+    def lease_static(self, measured_bytes: int) -> None: ...
+
+    def ask_for(self, size_bytes: int, more_bytes: int = 0) -> None: ...
+
+    def find_room(self, kv: KVCache, num_blocks: int) -> NDArray[np.int64] | None: ...
+
+
+class Memory(Protocol):
+    """What vLLM's worker, scheduler and block pool use of an `EngineMemory`."""
+
+    @property
+    def share(self) -> Share: ...
+
+    @property
+    def kv(self) -> KVCache | None: ...
+
+    def layout(self, block_bytes: int, block_tokens: int) -> KVLayout: ...
+
+    def alloc_kvcache(self, layout: KVLayout, num_tokens: int, request_tokens: int) -> KVCache: ...
+
+    def answer_requests(self, shrink: Callable[[int | None], Any]) -> None: ...
+
+    def publish_evictable(self, size_bytes: int) -> None: ...
 
 
 class EngineMemory:
@@ -91,12 +130,9 @@ class EngineMemory:
 _active: Any = None
 
 
-def use_memory(memory: Any) -> None:
-    """Sets the memory for callers that step vLLM in their own process, until the next call.
-
-    `memory` has the interface of EngineMemory for vLLM's worker, scheduler and block pool. None:
-    the engine is gone.
-    """
+def use_memory(memory: Memory | None) -> None:
+    """Sets the memory for callers that step vLLM in their own process, until the next call. None:
+    the engine is gone."""
     global _active  # noqa: PLW0603 (vLLM cannot pass it from its worker to its scheduler)
     _active = memory
 
