@@ -25,7 +25,7 @@ SHARED_BY = 4
 
 
 class Share(Protocol):
-    """What vLLM's worker and block pool use of a `DeviceShare`."""
+    """Part of `DeviceShare` that vLLM's worker and block pool use."""
 
     @property
     def device(self) -> Device: ...
@@ -41,7 +41,7 @@ class Share(Protocol):
 
 
 class Memory(Protocol):
-    """What vLLM's worker, scheduler and block pool use of an `EngineMemory`."""
+    """Part of `EngineMemory` that vLLM's worker, scheduler and block pool use."""
 
     @property
     def share(self) -> Share: ...
