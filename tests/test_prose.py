@@ -40,6 +40,8 @@ CHECKED = (
     "scripts",
     "traces",
 )
+# Records of their day, whose words stay.
+DATED = ("lab/campaigns", "lab/studies")
 SUFFIXES = (".py", ".pyi", ".cpp", ".h", ".lua", ".md", ".sh", ".yaml", ".toml")
 
 # The first word of any docstring.
@@ -77,7 +79,8 @@ def files_in(place: str) -> list[Path]:
     """Returns the tracked text files of a file or folder."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "--", place]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = (ROOT / line for line in listed.splitlines() if line.endswith(SUFFIXES))
+    lines = (line for line in listed.splitlines() if not line.startswith(DATED))
+    found = (ROOT / line for line in lines if line.endswith(SUFFIXES))
     return sorted(path for path in found if path.exists())
 
 
