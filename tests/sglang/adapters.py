@@ -29,7 +29,7 @@ def make_adapter(
     seed: int = 1,
     **config: Any,
 ) -> Path:
-    """An adapter of `model`'s `layers` (None: all). `config` overrides keys of its file."""
+    """Makes an adapter of `model`'s `layers` (None: all). `config` overrides keys of its file."""
     random, tensors = np.random.default_rng(seed), {}
     for name, weight in load_file(path_of(model) / "model.safetensors").items():
         parts = name.split(".")
@@ -56,7 +56,7 @@ def make_adapter(
 
 
 def merged(adapter: Path, model: str, folder: Path) -> Path:
-    """The whole model that `adapter` makes of `model`."""
+    """Makes the whole model that `model` with `adapter` is equal to."""
     shutil.copytree(path_of(model), folder)
     weights = load_file(folder / "model.safetensors")
     changes = load_file(adapter / WEIGHTS)

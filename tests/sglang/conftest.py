@@ -32,7 +32,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def preloaded() -> None:
-    """SGLang in this process, for tests that look into the adapter."""
+    """Loads SGLang into this process, for tests that look into the adapter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's own, of its imports
         from prism.engines.sglang import preload
@@ -61,7 +61,7 @@ def config_of(run_dir: Path, capacity_bytes: int, chunk_tokens: int = 64) -> Clu
 def opened_device(
     capacity_bytes: int, chunk_tokens: int = 64, weight_store: str = ""
 ) -> Iterator[DeviceUnderTest]:
-    """A device with a fork server and no engine yet; asserts that nothing of it stays."""
+    """Opens a device with a fork server and no engine; asserts at the end that nothing remains."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), capacity_bytes, chunk_tokens)
         engine = msgspec.structs.replace(config.engine, weight_store=weight_store)
@@ -90,14 +90,14 @@ def kv_committed_bytes(device: DeviceUnderTest) -> int:
 
 
 def charged_bytes(device: kvcached.Device) -> int:
-    """What is taken: resident pages (weights among them), and the engines' synthetic shares."""
+    """Returns the resident pages (weights included) plus the synthetic shares of active engines."""
     active = [c for c in device.usage().clients if c.static_bytes]
     return device.resident_bytes() + STATIC_BYTES * len(active)
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[DeviceUnderTest]:
-    """A roomy device with one engine, shared by the tests of a module."""
+    """Yields a roomy device with one engine, shared by the tests of a module."""
     with opened_device(256 << 20) as opened:
         opened.fork()
         yield opened
@@ -123,7 +123,7 @@ def idle(core: Any) -> Any:
 
 
 def run(core: Any, requests: list[Request]) -> tuple[dict[str, list[Any]], list[Failure]]:
-    """Each request's chunks, and what failed."""
+    """Returns the chunks of each request, and the failures."""
     core.submit(requests)
     chunks: dict[str, list[Any]] = {}
     failures: list[Failure] = []

@@ -37,7 +37,7 @@ MOE = tiny.TinyModel(
         "tie_word_embeddings": False,
     },
 )
-# Layers with a window of 32 tokens beside those that see all, and embeddings that are the head too.
+# Layers with a window of 32 tokens among full-attention layers; the embeddings are also the head.
 GEMMA3 = tiny.TinyModel(
     name="tiny-gemma3",
     model_type="gemma3_text",
@@ -127,7 +127,7 @@ def spec_of(name: str, context_length: int | None = None) -> ModelSpec:
 
 
 def prompts(name: str, count: int, lengths: tuple[int, int], seed: int = 1) -> list[list[int]]:
-    """Random token ids of the model's vocabulary, without its special tokens."""
+    """Returns random token ids of the model's vocabulary, without its special tokens."""
     rng = random.Random(f"{name}/{seed}")
     top = json.loads((path_of(name) / "config.json").read_bytes())["vocab_size"]
     return [[rng.randrange(16, top) for _ in range(rng.randint(*lengths))] for _ in range(count)]
@@ -139,7 +139,7 @@ def _network(name: str) -> Any:
 
 
 def network(path: Path) -> Any:
-    """transformers' model of the files in `path`."""
+    """Returns transformers' model of the files in `path`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own, of its imports
         import torch
@@ -150,7 +150,7 @@ def network(path: Path) -> Any:
 
 
 def greedy(name: str, prompt: list[int], tokens: int) -> list[int]:
-    """`tokens` greedy tokens after `prompt`, end-of-sequence tokens included."""
+    """Returns `tokens` greedy tokens after `prompt`, end-of-sequence tokens included."""
     import torch
 
     network, output = _network(name), list[int]()
@@ -164,16 +164,17 @@ def greedy(name: str, prompt: list[int], tokens: int) -> list[int]:
 
 
 def largest_gap(name: str, prompt: list[int], output: list[int]) -> float:
-    """How far below the largest logit an output token lies at worst, given the tokens before it.
+    """Returns the largest difference between a largest logit and an output token's logit.
 
-    0 for an exact greedy output. Over hundreds of tokens two logits now and then tie up to
-    rounding, which depends on the batch; a wrong KV page shows as a gap of the logits' spread.
+    Each token is judged given the tokens before it. 0 for an exact greedy output. Over hundreds of
+    tokens two logits sometimes tie up to rounding, which depends on the batch. A wrong KV page
+    shows as a gap of the logits' spread.
     """
     return gap_of(_network(name), prompt, output)
 
 
 def gap_of(network: Any, prompt: list[int], output: list[int]) -> float:
-    """The same, by transformers' model."""
+    """Returns the largest gap (see `largest_gap`) by transformers' model `network`."""
     import torch
 
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The adapter on the test double of torch's CUDA front, in a process of its own."""
+"""Runs the adapter on the test double of torch's CUDA front, in a separate process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ END = """
 
 
 def facts_of(script: str, folder: Path, attention: str, graphs: str) -> dict[str, Any]:
-    """What `script` puts into `facts`. `attention`, `graphs`: engine settings."""
+    """Returns what `script` puts into `facts`. `attention`, `graphs`: engine settings."""
     text = textwrap.dedent(BEGIN) + textwrap.dedent(script) + textwrap.dedent(END)
     command = [sys.executable, "-c", text, str(folder), attention, graphs]
     environment = cuda_environment(devices=1, bytes=3 << 30)

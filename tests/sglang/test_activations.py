@@ -41,14 +41,14 @@ def own_device(stored: bool, tmp_path: Path) -> Iterator[DeviceUnderTest]:
 
 
 def held(device: DeviceUnderTest) -> tuple[int, int]:
-    """Resident bytes of the engine's process, and its open files."""
+    """Returns the resident bytes of the engine's process and its number of open files."""
     process = Path(f"/proc/{device.pids['e0']}")
     pages = int((process / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(list((process / "fd").iterdir()))
 
 
 def take_turns(device: DeviceUnderTest, turns: int) -> None:
-    """Every model again and again; one request each, compared with transformers."""
+    """Activates each model in turn; compares the output of one request each with transformers'."""
     asked = {name: prompts(name, 1, (40, 40))[0] for name in MODELS}
     expected = {name: greedy(name, asked[name], 12) for name in MODELS}
     seen = []
@@ -81,7 +81,7 @@ def test_two_hundred_activations(own_device: DeviceUnderTest) -> None:
 
 
 def die_in(stage: str, config: Any) -> int:
-    """A child that activates a model and kills itself on the way; its exit status."""
+    """Returns the exit status of a child that kills itself during an activation."""
     pid = os.fork()
     if pid == 0:
         os.environ[STAGE_VARIABLE] = stage
@@ -95,7 +95,7 @@ def die_in(stage: str, config: Any) -> int:
 
 
 def test_killed_in_each_stage_everything_returns(stored: bool, tmp_path: Path) -> None:
-    """The memory, and the store's locks: the next process finds whole copies or none."""
+    """Locks of the store are freed with the memory: the next process finds whole copies or none."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="prism-") as directory:
         warnings.simplefilter("ignore")
         from prism.engines.sglang import create, preload

@@ -72,7 +72,8 @@ def preloaded(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_preloaded_process_forks_children_that_use_cuda() -> None:
-    """And what modules found of torch.cuda while they were imported is torch's own in the child."""
+    """Functions of torch.cuda that modules found during their import are torch's own in the
+    child."""
     facts = preloaded()
     assert facts["loaded"]
     assert (facts["preloaded"], facts["imported"], facts["after"]) == (False, False, False)
@@ -84,5 +85,5 @@ def test_a_preloaded_process_forks_children_that_use_cuda() -> None:
 
 
 def test_without_the_stand_ins_the_imports_initialise_cuda() -> None:
-    """What the test above would not see if the double were too kind."""
+    """Shows that the test above can fail on the double."""
     assert preloaded("unprotected")["preloaded"] is True

@@ -1,4 +1,4 @@
-"""Two engines want more than one device has: they wait and retract, and nobody notices."""
+"""Two engines that need more memory than the device has wait and retract; outputs do not change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENGINES = {"e0": LLAMA, "e1": QWEN3}
 
 
 def reserve_bytes(spec: ModelSpec) -> int:
-    """KV of one full-context request and the padding block, in whole slabs."""
+    """Returns the KV of one full-context request and the padding block, in whole slabs."""
     row_bytes = spec.token_bytes // (2 * spec.num_layers)
     slab_bytes = PAGE_BYTES
     while slab_bytes % (16 * row_bytes):
@@ -42,7 +42,7 @@ def reserve_bytes(spec: ModelSpec) -> int:
 
 
 def capacity_bytes(spare_bytes: int) -> int:
-    """Just enough for both models to be active, and `spare_bytes` to fight for."""
+    """Returns room for both models to be active, and `spare_bytes` that both compete for."""
     specs = [spec_of(name, CONTEXT) for name in ENGINES.values()]
     needs = (
         -(-s.weight_bytes // PAGE_BYTES) * PAGE_BYTES + STATIC_BYTES + reserve_bytes(s)
@@ -53,8 +53,8 @@ def capacity_bytes(spare_bytes: int) -> int:
 
 @pytest.fixture(scope="module")
 def tight() -> Iterator[DeviceUnderTest]:
-    """Both engines active; apart from their reserves there are 40 pages for the two: room for
-    about 5 requests of either."""
+    """Yields a device with two active engines that share 40 pages in addition to their reserves:
+    room for about 5 requests of either."""
     with opened_device(capacity_bytes(40 * PAGE_BYTES), chunk_tokens=16) as device:
         for engine_id, model in ENGINES.items():
             device.fork(engine_id)
@@ -93,7 +93,7 @@ def heedful(asked: Request) -> Request:
 
 
 def drive(device: DeviceUnderTest, tag: str, length: tuple[int, int]) -> list[Stream]:
-    """Submit to both engines at once, more than fits; the outputs must be the model's own."""
+    """Submits more than fits to both engines at once; outputs must be the model's own."""
     asked = {
         f"{tag}-{engine}-{i}": (engine, model, prompt, CONTEXT - len(prompt))
         for engine, model in ENGINES.items()

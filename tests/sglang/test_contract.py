@@ -315,7 +315,8 @@ def test_the_platform_is_found_by_its_entry_point() -> None:
 
 
 def test_private_attributes_that_are_read() -> None:
-    """Instance attributes have no signature: their names must occur where they are set."""
+    """Attributes of instances do not have a signature: their names must occur where they are
+    set."""
     source = inspect.getsource(resolve("managers.scheduler:Scheduler"))
     for name in (
         "chunked_req",

@@ -23,7 +23,7 @@ OF_TORCH = {"_C", "_cuda_clearCublasWorkspaces"}  # without a public name; gpu-c
 
 
 def short(module: str) -> str:
-    """As the contract writes it: below sglang.srt."""
+    """Returns the name as the contract writes it: relative to sglang.srt."""
     return module.removeprefix("sglang.srt").removeprefix(".")
 
 
@@ -38,13 +38,13 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def is_pinned(module: str, name: str) -> bool:
-    """A name of a module, or a module whose own names are pinned."""
+    """Is true for a pinned name of a module, and for a module with pinned names."""
     below = f"{module}.{name}".removeprefix(".")
     return (module, name) in PINNED or any(below == pinned for pinned, _ in PINNED)
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Those that are read and that the file does not make itself."""
+    """Yields the private attributes that the file reads and does not define."""
     made = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     made |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     for node in ast.walk(tree):

@@ -36,14 +36,14 @@ def asked(name: str, model: str, prompt: list[int]) -> Request:
 
 
 def vector(chunks: list[Chunk]) -> NDArray[np.float32]:
-    """Of a whole answer."""
+    """Returns the embedding of a whole answer."""
     [chunk] = chunks
     assert (chunk.token_ids, chunk.finish_reason) == ([], "stop")
     return np.frombuffer(chunk.embedding, "<f4")
 
 
 def state(network: Any, prompt: list[int]) -> NDArray[np.float32]:
-    """Of the last token, behind the last norm, of length 1."""
+    """Returns the last token's hidden state after the final norm, normalised to length 1."""
     import torch
 
     with torch.inference_mode():
@@ -71,7 +71,7 @@ def test_vectors_are_those_of_transformers(idle: Any, model: str) -> None:
 
 
 def as_sentence_transformers_has_it(model: str, folder: Path) -> Path:
-    """The network alone: no head, and names without a prefix."""
+    """Makes a checkpoint of the network alone: without a head, and names without a prefix."""
     from safetensors.numpy import load_file, save_file
 
     path = folder / model
@@ -91,7 +91,7 @@ def as_sentence_transformers_has_it(model: str, folder: Path) -> Path:
 
 
 def test_a_checkpoint_without_a_head_is_served(idle: Any, tmp_path: Path) -> None:
-    """As Qwen3-Embedding is stored."""
+    """Checkpoints of Qwen3-Embedding are stored this way."""
     path = as_sentence_transformers_has_it(QWEN3, tmp_path)
     files = inspect_model(path, "path")
     spec = msgspec.structs.replace(
@@ -133,5 +133,5 @@ def test_what_can_never_be_is_refused(idle: Any) -> None:
 
 
 def test_the_weight_store_keeps_both_uses_apart() -> None:
-    """Each is checked by another answer."""
+    """Copies of the two uses are checked by different answers."""
     assert weight_key("x", embedding_spec(LLAMA)) != weight_key("x", spec_of(LLAMA))

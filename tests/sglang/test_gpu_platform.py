@@ -42,7 +42,7 @@ def device(namespace: str, libcuda: LibCuda) -> Iterator[kvcached.Device]:  # no
 
 
 def test_a_stock_sglang_keeps_its_own_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both plugins active it would not even be imported."""
+    """Imports of SGLang fail if both plugins are active."""
     from prism.engines import platforms
 
     for activate, name in (
@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entry point that it names is there, and leads to SGLang's own platform."""
+    """Checks that the named entry point exists and leads to SGLang's own platform."""
     from importlib.metadata import entry_points
 
     for name in ("SGLANG_PLATFORM", "CUDA_HOME", "LIBRARY_PATH", *gpu._ENVIRONMENT):
@@ -89,7 +89,8 @@ def test_the_platform_is_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
-    """FlashInfer's sampling takes no seeds; prefill graphs would be captured at each activation."""
+    """Passes torch's sampling (FlashInfer's takes no seeds) and no prefill graphs, which would be
+    captured at each activation."""
     from prism.config.schema.cluster_config import EngineConfig
     from prism.engines.model_memory import plan
     from prism.engines.sglang import server_args
@@ -113,7 +114,7 @@ def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
 
 
 def test_weights_for_other_kernels_are_other_weights() -> None:
-    """A store that host devices and GPUs share never gives one the other's."""
+    """Stores that host devices and GPUs share never give one the other's weights."""
     from prism.engines.sglang import weight_key
 
     spec = spec_of(LLAMA, 512)
@@ -122,7 +123,7 @@ def test_weights_for_other_kernels_are_other_weights() -> None:
 
 
 def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
-    """Reservation, KV blocks and release through the driver's calls."""
+    """Reserves, allocates KV blocks and releases through the driver's calls."""
     from prism.engines.model_memory import plan
     from prism.engines.model_weights import ModelWeights, StoreAccess
     from prism.engines.sglang.memory import EngineMemory
@@ -145,8 +146,8 @@ def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
 def test_weights_come_over_the_links_of_all_gpus(
     device: kvcached.Device, namespace: str, tmp_path: Path
 ) -> None:
-    """At tensor level: a copy in SGLang's layout, parameters on the meta device, arenas on cuda:0,
-    every byte compared."""
+    """Compares every byte of a copy in SGLang's layout, at tensor level: parameters on the meta
+    device, arenas on cuda:0."""
     import torch
 
     from prism.engines.links import LoadLinks

@@ -58,7 +58,7 @@ def test_attention_needs_no_kernels_that_are_not_installed(
 def test_kernels_are_compiled_with_a_whole_toolkit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """SGLang and TVM search for a toolkit at their first kernel."""
+    """Checks the search for a toolkit by SGLang and TVM, at their first kernel."""
     from sglang.kernels.jit.utils.compile import toolchain
     from tvm_ffi.cpp import extension
 
@@ -89,7 +89,7 @@ print(cpp.build_inline("k", cuda_sources=source, functions=["next"], build_direc
 
 
 def test_a_kernel_is_compiled_where_nvcc_is_a_wrapper(tmp_path: Path) -> None:
-    """The library that also compiles SGLang's kernels does it, which needs no GPU."""
+    """Compiles with the library that also compiles SGLang's kernels; needs no GPU."""
     found = cuda_toolkit.find()
     if found is None:
         pytest.skip("this machine lacks a CUDA toolkit")
@@ -179,7 +179,8 @@ def _allocator(monkeypatch: pytest.MonkeyPatch, kv: _Kv, tokens: int, device: st
 def test_blocks_beyond_sglangs_count_are_used_but_no_more_of_them_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pool is not a multiple of a slab: kvcached has 128 blocks, SGLang counts 100."""
+    """Holds for a pool that is not a multiple of a slab: kvcached has 128 blocks, SGLang counts
+    100."""
     kv = _Kv()
     made = _allocator(monkeypatch, kv, 1600, "cpu")
     first = made.alloc(90 * 16)
@@ -192,7 +193,7 @@ def test_blocks_beyond_sglangs_count_are_used_but_no_more_of_them_at_a_time(
 
 
 def test_a_decode_step_reads_no_ids_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor on meta cannot be copied to the CPU: any attempt raises."""
+    """Tensors on meta cannot be copied to the CPU: any attempt raises."""
     import torch
 
     kv = _Kv()
@@ -248,7 +249,7 @@ def save_copy(namespace: str, error: Exception) -> None:
 
 
 def test_what_was_not_written_is_found(namespace: str) -> None:
-    """A whole tensor of any type, and a part of one whose type has NaN."""
+    """Finds a whole tensor of any type, and a part of one if its type has NaN."""
     import torch
 
     from prism.engines.model_weights import ModelWeights, StoreAccess
@@ -326,7 +327,7 @@ class Captures:
 def test_an_idle_engine_captures_graphs_one_by_one_after_a_decode_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The largest is first, and no batch uses a graph that was not captured."""
+    """Captures the largest graph first; no batch uses a graph that was not captured."""
     captures = Captures(monkeypatch)
     graphs, runner = captures.graphs, captures.runner
     assert (captures.sizes, runner.capture_bs, runner.can_run_graph(None)) == ([], [], False)

@@ -32,7 +32,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def server(preloaded: None) -> Iterator[socket]:
-    """Forked from a process that handles the signal which ends a call."""
+    """Starts a server, forked from a process that handles the signal which ends a call."""
     before = signal.signal(signal.SIGPROF, lambda *_: None)
     link = grammar_process.start()
     signal.signal(signal.SIGPROF, before)
@@ -108,7 +108,7 @@ def test_statuses(processes: GrammarProcesses) -> None:
 
 @pytest.mark.parametrize("name", SLOW)
 def test_what_takes_too_long_ends_one_output(processes: GrammarProcesses, name: str) -> None:
-    """The others of its grammar begin again, and those of another one do not notice."""
+    """Outputs of the same grammar restart; outputs of another grammar are not affected."""
     key = key_of(SLOW[name])
     other = opened(processes, WORD)
     slot, beside, resting = (opened(processes, key) for _ in range(3))
@@ -121,7 +121,7 @@ def test_what_takes_too_long_ends_one_output(processes: GrammarProcesses, name: 
     beside.feed([token])
     assert slot.status == FAILED
     assert beside.status == LOST
-    assert resting.status == OK  # until it goes on
+    assert resting.status == OK  # until it is fed again
     other.feed([token])
     processes.wait([other], WAIT_S)
     assert other.status == OK
@@ -129,7 +129,7 @@ def test_what_takes_too_long_ends_one_output(processes: GrammarProcesses, name: 
 
 
 def test_a_slow_process_is_ended_in_time(processes: GrammarProcesses) -> None:
-    """Also one that takes no CPU time: that is not its output's fault."""
+    """Ends a process that takes no CPU time, too: its output is not at fault."""
     slot = opened(processes, WORD)
     servers = processes_named("prism-grammars", os.getpid())
     [pid] = [p for s in servers for p in processes_named("prism-grammar", s)]
@@ -171,7 +171,7 @@ def test_what_takes_too_long_to_compile(preloaded: None, monkeypatch: pytest.Mon
 
 
 def test_a_long_output_is_caught_up_with_in_parts(processes: GrammarProcesses) -> None:
-    """Another output of the same grammar is served in between."""
+    """Serves another output of the same grammar in between."""
     key = ("regex", "[ab]*")
     other = opened(processes, key)
     long = other.process.open(ids("ab") * 4000)
@@ -235,7 +235,7 @@ def test_a_machine_without_processes_refuses_no_grammar(
 def test_what_nothing_waits_for_is_idle(
     processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that ends while its mask is made leaves its process to others."""
+    """Leaves a process to other requests when the request ends while its mask is made."""
     monkeypatch.setattr(grammar_client, "PROCESSES_MAX", 1)
     slot = opened(processes, WORD)
     slot.feed(ids("a"))

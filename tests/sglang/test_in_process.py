@@ -40,7 +40,7 @@ def core(preloaded: None) -> Iterator[Any]:
 
 
 def without(name: str, tensor: str, folder: Path) -> ActivateEngine:
-    """An order for a model whose files lack a tensor."""
+    """Returns an order for a model whose files lack `tensor`."""
     from safetensors.torch import load_file, save_file
 
     path = folder / tensor
@@ -52,7 +52,7 @@ def without(name: str, tensor: str, folder: Path) -> ActivateEngine:
 
 
 def test_a_checkpoint_that_lacks_something_is_refused(core: Any, tmp_path: Path) -> None:
-    """Also a part of a fused matrix."""
+    """Refuses a checkpoint that lacks a part of a fused matrix, too."""
     up = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ActivationError, match=r"part of model.layers.1.mlp.gate_up_proj.weight"):
         core.activate(without(QWEN3, up, tmp_path))
@@ -84,7 +84,7 @@ def test_another_number_of_tokens_than_planned_is_refused(
 
 
 def test_torch_out_of_memory_ends_the_requests_and_the_engine_by_name(core: Any) -> None:
-    """Not retryable: the same requests would do the same to the next engine."""
+    """Checks that the failure is not retryable: the next engine would run out of memory, too."""
     import torch
 
     core.activate(ActivateEngine(spec_of(LLAMA)))
@@ -110,7 +110,7 @@ def test_torch_out_of_memory_ends_the_requests_and_the_engine_by_name(core: Any)
 def test_torch_out_of_memory_while_planning_blames_who_was_next(
     core: Any, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """Not the batch that ran before, nor those that wait behind."""
+    """Fails neither the batch that ran before nor the requests that wait."""
     import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -145,7 +145,7 @@ def test_an_activation_without_room_settles_the_share(
 def test_torch_out_of_memory_fails_an_activation_by_name(
     core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says where, since nothing of that is left in the error."""
+    """Checks that the log has the traceback: the error itself does not."""
     import torch
 
     from prism.engines.sglang import host
@@ -163,7 +163,7 @@ def test_torch_out_of_memory_fails_an_activation_by_name(
 def test_a_grammar_that_comes_too_late_may_be_tried_again(
     core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang counts it as late, and it is not kept as a wrong one."""
+    """Counts as late in SGLang; the grammar is not cached as invalid."""
     core.activate(ActivateEngine(spec_of(LLAMA)))
     manager = core._active.scheduler.grammar_manager
     polls, poll_s = "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS", manager.SGLANG_GRAMMAR_POLL_INTERVAL

@@ -44,7 +44,7 @@ def deactivate(device: DeviceUnderTest) -> None:
 
 
 def test_memory_stays_flat_over_many_activations(device: DeviceUnderTest) -> None:
-    """By far less than one model's weights remain, however often models come and go."""
+    """Grows by far less than one model's weights, however often models are activated."""
     resident = []
     for turn in range(6):
         model = (QWEN3, LLAMA)[turn % 2]
@@ -122,7 +122,7 @@ def test_a_prompt_is_cancelled_between_its_chunks(device: DeviceUnderTest) -> No
 
 
 def test_the_process_has_no_port_that_others_can_reach(device: DeviceUnderTest) -> None:
-    """torch's process groups of one rank listen, on loopback; SGLang's own sockets are absent."""
+    """Process groups of one rank listen on loopback; SGLang's own sockets are absent."""
     device.activate(spec_of(LLAMA))
     directory = Path(f"/proc/{device.pids['e0']}")
     links = [os.readlink(fd) for fd in (directory / "fd").iterdir() if fd.exists()]

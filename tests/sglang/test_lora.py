@@ -1,4 +1,4 @@
-"""LoRA adapters: what a model says with each, on demand, beside one another and without any."""
+"""LoRA adapters: the outputs with each, on demand, together in a batch and with the base model."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def tokens(chunks: list[Any]) -> list[int]:
 def test_each_adapter_says_what_its_merged_model_says(
     idle: Any, tmp_path: Path, model: str
 ) -> None:
-    """Four in one queue with two slots: of other ranks, of some modules, of some layers. Equal
-    prompts share no prefix cache."""
+    """Runs four adapters in one queue with two slots: other ranks, some modules, some layers. Equal
+    prompts do not share a prefix cache."""
     adapters = {
         "all": make_adapter(tmp_path / "all", model),
         "part": make_adapter(tmp_path / "part", model, rank=2, targets=("v_proj", "o_proj")),
@@ -96,7 +96,7 @@ def test_slots_are_leased_with_the_model_and_return_with_it(idle: Any, tmp_path:
 
 
 def test_adapters_come_when_they_are_asked_for_and_go_unused(idle: Any, tmp_path: Path) -> None:
-    """The host holds those of open requests, and as many others as there are slots."""
+    """Adapters of open requests are in host memory, and as many others as there are slots."""
     adapters = {
         f"a{i}": make_adapter(tmp_path / f"a{i}", LLAMA, targets=("o_proj",), seed=i)
         for i in range(4)
@@ -138,7 +138,7 @@ def test_what_cannot_be_loaded_fails_its_own_request(idle: Any, tmp_path: Path) 
 def test_what_another_rank_cannot_load_none_holds(
     idle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
-    """All would run other requests than that rank, and wait for it for ever."""
+    """Ranks would otherwise run different batches and wait for each other forever."""
     idle.activate(ActivateEngine(with_adapters(LLAMA, {"a": make_adapter(tmp_path / "a", LLAMA)})))
     [prompt], votes = prompts(LLAMA, 1, (20, 20)), list[bool]()
 
@@ -156,7 +156,7 @@ def test_what_another_rank_cannot_load_none_holds(
 
 
 def test_a_request_goes_on_with_its_adapter(idle: Any, tmp_path: Path) -> None:
-    """As it does behind a move, or an engine's death."""
+    """Keeps the adapter after a move or an engine's death."""
     adapters = {"a": make_adapter(tmp_path / "a", LLAMA)}
     idle.activate(ActivateEngine(with_adapters(LLAMA, adapters)))
     [prompt] = prompts(LLAMA, 1, (40, 40))

@@ -41,8 +41,8 @@ def pair() -> Iterator[DeviceUnderTest]:
 def test_each_adapter_says_what_its_merged_model_says(
     pair: DeviceUnderTest, tmp_path: Path
 ) -> None:
-    """More than there are slots; one whose file has gone since the start, and one that never was,
-    end their own requests on both ranks."""
+    """Serves more adapters than slots. An adapter whose file was removed after the start and one
+    that never existed fail only their own requests, on both ranks."""
     adapters = {
         "all": make_adapter(tmp_path / "all", LLAMA),
         "part": make_adapter(tmp_path / "part", LLAMA, rank=2, targets=("v_proj", "o_proj")),

@@ -55,7 +55,8 @@ def test_check_claims_what_an_activation_leases(name: str) -> None:
 
 @pytest.mark.sglang
 def test_a_live_activation_leases_what_check_claims(tmp_path: Path) -> None:
-    """On a host device, with the models' real parameters; pages beyond the guaranteed are spare."""
+    """Runs on a host device with the models' real parameters; pages beyond the guaranteed are
+    spare."""
     with opened_device(64 << 20, weight_store=str(tmp_path)) as device:
         device.fork("e0")
         ledger, place = ledger_of(device), device.config.devices[0]

@@ -1,5 +1,7 @@
-"""The adapter on the test double of torch's CUDA front, in a process of its own: what can only be
-seen where tensors lie on a device. `tests/torchcuda` has the whole life of models there."""
+"""Tests of the adapter on the test double of torch's CUDA front, in a separate process.
+
+Here are the tests that need tensors on a device. `tests/torchcuda` has the whole life of models.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def test_a_decode_steps_blocks_wait_for_nothing_on_the_device(facts: dict[str, A
 
 
 def test_torch_gives_its_memory_back_with_the_model(facts: dict[str, Any]) -> None:
-    """All but one segment of the smallest size, in which modules keep small tensors."""
+    """Frees all but one segment of the smallest size, in which modules keep small tensors."""
     assert facts["left"] <= 2 << 20
 
 

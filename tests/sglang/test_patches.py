@@ -56,7 +56,7 @@ def applies(diff: Path, folder: Path) -> bool:
 
 
 def test_patches_apply_to_the_pristine_wheel(tmp_path: Path) -> None:
-    """And the check is one that can fail: a made-up patch applies once and not twice."""
+    """Shows that the check can fail: a made-up patch applies once and not twice."""
     name, made = "sglang/utils.py", tmp_path / "000-made-up.diff"
     folder = copy_of_pristine(tmp_path, {name, *(f for diff in diffs() for f in files_of(diff))})
     lines = (folder / name).read_text().splitlines(keepends=True)
@@ -69,7 +69,7 @@ def test_patches_apply_to_the_pristine_wheel(tmp_path: Path) -> None:
 
 
 def test_the_installed_wheel_is_pristine() -> None:
-    """Every Python file has the hash that the wheel's RECORD gives."""
+    """Checks each Python file against the hash in the wheel's RECORD."""
     files = [f for f in metadata.files("sglang") or [] if f.suffix == ".py" and f.hash]
     assert len(files) > 1000
     altered = [str(f) for f in files if f.hash and _hash(Path(f.locate())) != f.hash.value]

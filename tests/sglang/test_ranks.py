@@ -28,7 +28,7 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceUnderTest, Activated]]:
-    """One engine of two ranks that serves, its weights kept in a store."""
+    """Yields one engine of two ranks that serves a model, with its weights in a store."""
     store = tmp_path_factory.mktemp("store")
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), CAPACITY)
@@ -57,7 +57,7 @@ def peer_usage(device: DeviceUnderTest) -> kvcached.ClientUsage:
 
 
 def entries(store: Path) -> dict[str, int]:
-    """Stored copies, and when each was made."""
+    """Returns the stored copies and their inodes, which change if a copy is made again."""
     return {path.name: path.stat().st_ino for path in (store / "entries").iterdir()}
 
 
@@ -71,7 +71,7 @@ def test_two_ranks_answer_as_one(pair: tuple[DeviceUnderTest, Activated]) -> Non
 
 
 def test_grammars_are_matched_for_both(pair: tuple[DeviceUnderTest, Activated]) -> None:
-    """Rank 0 does. Both end the same requests in the same step."""
+    """Matches grammars on rank 0; both ranks end the same requests in the same step."""
     device, _ = pair
     [prompt] = prompts(LLAMA, 1, (20, 20))
     letter = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json")).token_to_id("a")
@@ -110,7 +110,7 @@ def test_each_rank_holds_half(pair: tuple[DeviceUnderTest, Activated]) -> None:
 def test_the_shards_come_out_of_the_store_the_second_time(
     pair: tuple[DeviceUnderTest, Activated],
 ) -> None:
-    """Each rank has a copy of its own; an answer with the wrong one would fail the self-check."""
+    """Keeps one copy per rank; the self-check fails with the other rank's copy."""
     device, first = pair
     device.send(Deactivate())
     device.wait_for(Deactivated)
@@ -129,7 +129,8 @@ def test_the_shards_come_out_of_the_store_the_second_time(
 def test_one_full_device_queues_the_requests_of_both(
     pair: tuple[DeviceUnderTest, Activated],
 ) -> None:
-    """All room of the peer is taken: SGLang retracts on both ranks alike, nothing is lost."""
+    """Takes all free memory of the peer: SGLang retracts on both ranks alike, no request is
+    lost."""
     device, _ = pair
     peer = peer_of(device)
     asked = {f"full{i}": prompt for i, prompt in enumerate(prompts(LLAMA, 5, (120, 160), seed=3))}
@@ -147,8 +148,8 @@ def test_one_full_device_queues_the_requests_of_both(
 
 
 def test_requests_move_rank_by_rank(pair: tuple[DeviceUnderTest, Activated]) -> None:
-    """To another engine over the same devices, with the KV of both ranks: the model's own answers,
-    and the memory that they leave goes."""
+    """Moves requests to another engine on the same devices, with the KV of both ranks. Outputs are
+    the model's own, and the first engine's memory is freed."""
     device, _ = pair
     device.fork("e1", (PEER,))
     device.activate(spec_of(LLAMA, CONTEXT), "e1")

@@ -41,7 +41,7 @@ BOUNDED: list[dict[str, Any]] = [
 
 @cache
 def compiler(characters: bool = False) -> JsonCompiler:
-    """With a token for each byte, or for each character as well."""
+    """Makes a compiler with a token for each byte, and optionally for each character."""
     tokens = BYTES + [chr(point).encode() for point in IN_JSON if point >= 0x80] * characters
     info = TokenizerInfo([*tokens, b"</s>"], VocabType.RAW, stop_token_ids=[len(tokens)])
     return JsonCompiler(info, max_threads=2)
@@ -62,7 +62,7 @@ def takes(compiled: CompiledGrammar, text: str) -> bool:
 
 @cache
 def continuations() -> dict[bytes, set[int]]:
-    """Beginning of a character in UTF-8 -> the bytes that may follow."""
+    """Returns the bytes that may follow each incomplete UTF-8 sequence."""
     found: dict[bytes, set[int]] = defaultdict(set)
     for point in IN_JSON:
         written = chr(point).encode()
@@ -153,7 +153,8 @@ def test_classes_in_a_structural_tag(kind: str) -> None:
 
 
 def test_a_caret_in_a_class_negates_nothing() -> None:
-    """XGrammar prints it as if it did, and what is beside a bounded string is read from print."""
+    """Classes with a caret are printed by XGrammar as negations, and grammars with a bounded string are
+    parsed from print."""
     tag = {
         "type": "sequence",
         "elements": [
@@ -288,7 +289,8 @@ COUNTS = ["", "", "*", "+", "?", "{2}", "{1,2}", "+?"]
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_pattern_matches_json_of_what_it_matches_in_python(seed: int) -> None:
-    """However the atoms are combined: XGrammar lets some of them match a bare quotation mark."""
+    """Holds for all combinations of atoms: XGrammar lets some of them match a bare quotation
+    mark."""
     rng = random.Random(seed)
     parts = [rng.choice(ATOMS) + rng.choice(COUNTS) for _ in range(rng.randrange(1, 4))]
     text = "".join(parts) + "|a" * rng.randrange(2)
@@ -310,12 +312,12 @@ def test_what_has_no_end_is_read_once() -> None:
 
 @pytest.mark.parametrize("text", [r"\"" * 500_000, '"' + r"\"" * 500_000, r'Regex("\"' * 100_000])
 def test_a_string_without_an_end_is_read_once(text: str) -> None:
-    """Read from each of its quotes, it takes longer than a test may."""
+    """Exceeds the test's time limit if the text is read from each of its quotes."""
     assert rewrite_ebnf(text) == text
 
 
 def test_names_beside_a_bounded_string_stay() -> None:
-    r"""XGrammar prints "éa" as "\xe9a", and reads that as one character."""
+    r"""Names like "éa" are printed by XGrammar as "\xe9a", which it reads as one character."""
     schema = {
         "type": "object",
         "properties": {"éa": {"enum": ["éb1"]}, "s": {"type": "string", "maxLength": 3}},

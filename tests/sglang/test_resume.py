@@ -1,4 +1,4 @@
-"""A request goes on behind the output that it already has, as if it had never stopped."""
+"""Requests that resume after the output that they already have, as if never interrupted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def resumed(item: Request, output_ids: list[int]) -> Request:
 
 
 def test_the_rest_is_the_same_from_any_point(device: DeviceUnderTest) -> None:
-    """Greedy, seeded and penalised: resumed behind 1, 20 and 47 of 48 tokens, all in one batch."""
+    """Resumes greedy, seeded and penalised requests after 1, 20 and 47 of 48 tokens, in one
+    batch."""
     device.activate(spec_of(LLAMA), max_running=8)
     asked = prompts(LLAMA, len(SAMPLINGS), (5, 90), seed=5)
     items = [

@@ -19,7 +19,7 @@ TOKENS = 64
 
 @pytest.fixture
 def active(device: DeviceUnderTest) -> DeviceUnderTest:
-    """The shared device with the Llama model active, whatever ran before."""
+    """Returns the shared device with the Llama model active, whatever ran before."""
     device.send(Deactivate())
     device.wait_for(Deactivated)
     device.activate(spec_of(LLAMA), max_running=8)
@@ -27,7 +27,7 @@ def active(device: DeviceUnderTest) -> DeviceUnderTest:
 
 
 def run(device: DeviceUnderTest, model: str, tag: str, max_tokens: int = TOKENS) -> None:
-    """8 concurrent streams; each equals transformers' greedy output."""
+    """Runs 8 concurrent streams; each equals transformers' greedy output."""
     asked = {f"{tag}{i}": p for i, p in enumerate(prompts(model, 8, (5, 150)))}
     device.send(Submit([request(i, model, p, max_tokens) for i, p in asked.items()]))
     streams = device.finish(*asked)
@@ -54,7 +54,7 @@ def test_one_process_serves_architectures_in_turn(device: DeviceUnderTest) -> No
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2])
 def test_tokens_may_be_interleaved(device: DeviceUnderTest, model: str) -> None:
-    """SGLang's torch-native attention takes the stride: the same tokens from finer memory."""
+    """Outputs are the same from finer memory: SGLang's torch-native attention takes the stride."""
     stock = spec_of(model)
     spec = msgspec.structs.replace(
         stock, kv_arrangement="token_interleaved", token_bytes=stock.token_bytes + 256

@@ -34,7 +34,8 @@ def neighbours(name: str) -> list[Any]:
 def test_neighbours_of_slow_grammars_keep_their_tokens(
     device: DeviceUnderTest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prints the longest time between two tokens of a neighbour, alone and beside the grammars."""
+    """Prints a neighbour's longest time between two tokens, alone and together with slow
+    grammars."""
     device.activate(spec_of(LLAMA), max_running=8)
     letter = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json")).token_to_id("a")
     [prompt] = prompts(LLAMA, 1, (20, 20), seed=3)

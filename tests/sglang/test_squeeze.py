@@ -1,4 +1,4 @@
-"""Memory that an engine counted on goes to somebody else in the middle of a prompt."""
+"""Memory that an engine counted on is taken by another client in the middle of a prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUANTUM_BYTES = 8 * PAGE_BYTES  # K and V of 4 layers
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[tuple[DeviceUnderTest, Activated]]:
-    """One engine, small chunks, and room for two requests of the full context."""
+    """Yields one engine with small chunks and room for two requests of the full context."""
     spec = spec_of(LLAMA, CONTEXT)
     capacity = spec.weight_bytes + (2 << 20) + 2 * (CONTEXT + 256) * spec.token_bytes
     with opened_device(-(-capacity // PAGE_BYTES) * PAGE_BYTES, chunk_tokens=32) as device:
@@ -38,7 +38,7 @@ def own_usage(device: DeviceUnderTest) -> kvcached.ClientUsage:
 
 @contextlib.contextmanager
 def stopped(device: DeviceUnderTest) -> Iterator[None]:
-    """The engine's process stands still."""
+    """Stops the engine's process."""
     os.kill(device.pids["e0"], signal.SIGSTOP)
     try:
         yield
@@ -48,7 +48,7 @@ def stopped(device: DeviceUnderTest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def everything_taken(device: DeviceUnderTest) -> Iterator[None]:
-    """Another client takes every page that is free, while the engine stands still."""
+    """Takes every free page for another client while the engine is stopped."""
     ledger = ledger_of(device)
     with ledger.client("thief") as client:
         with stopped(device):
@@ -60,7 +60,7 @@ def everything_taken(device: DeviceUnderTest) -> Iterator[None]:
 
 
 def start_two(device: DeviceUnderTest, tag: str) -> dict[str, list[int]]:
-    """A request that decodes for long, and one of whose prompt a part is computed already."""
+    """Starts a request that decodes for long, and one whose prompt is partly computed."""
     [short] = prompts(LLAMA, 1, (20, 20))
     [long] = prompts(LLAMA, 1, (1960, 1960), seed=len(tag))
     device.send(Submit([request(f"{tag}-decodes", LLAMA, short, 700)]))

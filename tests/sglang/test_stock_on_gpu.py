@@ -36,8 +36,8 @@ STATIC_BYTES = {model: files_bytes(model) + BESIDE_BYTES for model in MODELS}
 CAPACITY = -(-(sum(STATIC_BYTES.values()) + ELASTIC_BYTES) // PAGE) * PAGE
 
 
-# The double has no events that a graph records for those outside of it, as graphs beside overlapped
-# steps need: one server has the one, one the other.
+# The double lacks events that a graph records for streams outside of it. Graphs with overlapped
+# steps need those, so one server has graphs and the other has overlapped steps.
 STEPS = {
     LLAMA: ("--attention-backend", "torch_native", "--disable-cuda-graph"),
     QWEN3: (
@@ -48,7 +48,7 @@ STEPS = {
 
 
 class OnGpu(SGLangServer):
-    """With kernels of torch's: SGLang's own cannot be had without a GPU."""
+    """Server with torch's kernels: SGLang's own require a GPU."""
 
     def command(self, environment: dict[str, str]) -> list[str]:
         double = cuda_environment(
@@ -121,7 +121,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
 
 
 def test_a_killed_engine_leaves_its_memory_to_the_other(pair: Pair) -> None:
-    """The last of the module: it ends a server."""
+    """Ends a server: the last test of the module."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, QWEN3, LLAMA))
     until(lambda: pair.resident_bytes() < STATIC_BYTES[LLAMA] + ELASTIC_BYTES)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 MODELS = (LLAMA, QWEN3)
 # KV of one request of the whole context and the padding block, in slabs of 128 tokens.
 REQUEST_BYTES = {name: 5 * 128 * spec_of(name).token_bytes for name in MODELS}
-ELASTIC_BYTES = 12 << 20  # for both together, beside what is guaranteed
+ELASTIC_BYTES = 12 << 20  # for both together, in addition to the guaranteed
 
 
 def weights_bytes(name: str) -> int:
@@ -67,14 +67,14 @@ def test_memory_comes_with_requests_and_goes_with_the_cache(pair: Pair) -> None:
 
 
 def test_an_idle_server_sleeps(pair: Pair) -> None:
-    """Its loop waits for what comes, from clients or from other engines."""
+    """Waits in its loop for messages from clients or other engines."""
     pair.flush()
     engine = pair.servers[LLAMA].engine()
     until(lambda: cpu_s(engine, 2.0) < 0.2)
 
 
 def cpu_s(process: psutil.Process, over_s: float) -> float:
-    """CPU seconds that it takes in so many."""
+    """Returns the CPU seconds that the process takes in `over_s`."""
     before = process.cpu_times()
     time.sleep(over_s)
     after = process.cpu_times()
@@ -156,7 +156,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
 
 
 def test_a_server_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
-    """The last of the module: it ends a server."""
+    """Ends a server: the last test of the module."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, LLAMA, QWEN3))
     sharing.leaves_nothing(pair, QWEN3)

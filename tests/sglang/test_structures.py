@@ -73,7 +73,7 @@ TAGGED = {"type": "tag", "begin": "<call>", "content": CALL, "end": "</call>"}
 
 @pytest.mark.parametrize("tagged", [False, True])
 def test_strings_of_bounded_length_are_json(tagged: bool) -> None:
-    """XGrammar by itself lets control characters stand in them, and no escapes."""
+    """Strings of XGrammar itself allow control characters and no escapes."""
     tokenizer, ends = vocabulary.load(path_of(LLAMA))
     compiler, _ = vocabulary.compiler(tokenizer, len(tokenizer), ends)
     if tagged:
@@ -97,7 +97,7 @@ def test_strings_of_bounded_length_are_json(tagged: bool) -> None:
 
 
 def test_strings_of_longer_bounds_hold_nothing_that_is_escaped() -> None:
-    """XGrammar would try every token for each mask."""
+    """Masks of XGrammar itself would take a trial of every token."""
     tokenizer, ends = vocabulary.load(path_of(LLAMA))
     compiler, _ = vocabulary.compiler(tokenizer, len(tokenizer), ends)
     compiled = compiler.compile_json_schema('{"type": "string", "minLength": 2, "maxLength": 1000}')
@@ -113,8 +113,8 @@ def test_strings_of_longer_bounds_hold_nothing_that_is_escaped() -> None:
 
 
 def test_outputs_match_their_grammars(served: DeviceUnderTest) -> None:
-    """Beside an ordinary one, whose tokens stay the same; each grammar several times, from the
-    cache, too."""
+    """Runs with a request without a grammar, whose tokens stay the same; runs each grammar several
+    times, from the cache, too."""
     asked = prompts(LLAMA, 4, (5, 60), seed=9)
     made = [
         request(f"{kind}-{n}", LLAMA, prompt, 200, grammar=grammar, seed=n, **SAMPLED)
@@ -134,7 +134,7 @@ def test_outputs_match_their_grammars(served: DeviceUnderTest) -> None:
 
 
 def test_white_space_in_json_ends(served: DeviceUnderTest) -> None:
-    """However much the model likes it: small ones write nothing else."""
+    """Ends however likely the model makes white space: small models write nothing else."""
     tokenizer = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json"))
     ids = range(tokenizer.get_vocab_size())
     blank = {i: 100.0 for i in ids if tokenizer.decode([i]) and not tokenizer.decode([i]).strip()}
@@ -149,7 +149,7 @@ def test_white_space_in_json_ends(served: DeviceUnderTest) -> None:
     served.send(Submit(made))
     for stream in served.finish(*(i.id for i in made)):
         text = text_of(stream)
-        # Not at once: the model may begin with one token for `{"`, which is no blank.
+        # Not at once: the model may begin with one token for `{"`, which is not a blank.
         assert re.search(r"\s{2}", text), text
         assert max(map(len, re.findall(r"\s+", text))) <= WHITESPACE_MAX, text
 
@@ -197,7 +197,7 @@ def test_biases_and_least_tokens(served: DeviceUnderTest) -> None:
 
 
 def test_a_seeds_tokens_do_not_depend_on_the_others(served: DeviceUnderTest) -> None:
-    """Not on whether one of them has a top_p, top_k or min_p either."""
+    """Holds if one of the others has a top_p, top_k or min_p, too."""
     [prompt] = prompts(LLAMA, 1, (20, 20), seed=6)
     sampled: dict[str, Any] = {"temperature": 1.0, "seed": 11}
     alone = request("alone", LLAMA, prompt, 16, **sampled)
@@ -212,8 +212,8 @@ def test_a_seeds_tokens_do_not_depend_on_the_others(served: DeviceUnderTest) -> 
 
 
 def test_log_probabilities_are_the_models(served: DeviceUnderTest) -> None:
-    """Of the output and of the prompt, whole and in chunks of 64 tokens, batched with requests that
-    want none; a prompt that is cached already is computed again."""
+    """Covers output and prompt, whole and in chunks of 64 tokens, batched with requests without
+    log-probabilities; computes a cached prompt again."""
     asked = prompts(LLAMA, 3, (30, 200), seed=8)
     wanted = {"logprobs": 3, "prompt_logprobs": True}
     for turn in ("first", "cached"):
@@ -249,7 +249,7 @@ def check_logprobs(prompt: list[int], stream: Stream) -> None:
 def test_a_grammar_that_takes_too_long_to_match_ends_its_request_alone(
     served: DeviceUnderTest, name: str
 ) -> None:
-    """Another request of the same grammar goes on elsewhere, and others do not notice."""
+    """Moves another request of the same grammar to another process; others are not affected."""
     [prompt] = prompts(LLAMA, 1, (20, 20), seed=3)
     letter = Tokenizer.from_file(str(path_of(LLAMA) / "tokenizer.json")).token_to_id("a")
     slow: dict[str, Any] = {"grammar": SLOW[name], "logit_bias": {letter: 100.0}}

@@ -75,6 +75,6 @@ def test_a_trial_that_takes_too_much_cpu_time_ends_its_process() -> None:
 
 @pytest.mark.long
 def test_most_of_200_ambiguous_grammars_are_refused() -> None:
-    """The others are ended by the engine where it comes to that."""
+    """Grammars that pass are ended by the engine if a match takes too long."""
     refused = sum(bool(grammar_error(asked(random_slow(seed)))) for seed in range(200))
     assert refused > 180

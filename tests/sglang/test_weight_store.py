@@ -55,7 +55,7 @@ def cores(config: ClusterConfig) -> Iterator[Any]:
 
 
 def turn(core: Any, spec: ModelSpec) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Activate and deactivate; the fingerprint, and every parameter's bytes."""
+    """Activates and deactivates; returns the fingerprint and a copy of every parameter."""
     fingerprint = core.activate(ActivateEngine(spec)).fingerprint
     model = core._active.scheduler.tp_worker.model_runner.model
     tensors = {name: tensor.clone() for name, tensor in model.named_parameters()}
@@ -123,7 +123,7 @@ def test_a_damaged_copy_is_replaced(core: Any, config: ClusterConfig, damage: An
 def test_a_copy_that_breaks_while_it_is_loaded_is_replaced(
     core: Any, config: ClusterConfig, damage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the entry was found whole, before its bytes are copied."""
+    """Damages the copy after its check, before its bytes are copied."""
     from prism.engines.model_weights import ModelWeights
 
     first, _ = turn(core, spec_of(LLAMA))
@@ -142,7 +142,7 @@ def test_a_copy_that_breaks_while_it_is_loaded_is_replaced(
 def test_a_prefetched_model_comes_up_without_its_disk(
     config: ClusterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Another process was hinted; then the activation touches only the headers of the files."""
+    """Prefetches in another process; then the activation reads only the headers of the files."""
     import torch
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
@@ -165,13 +165,13 @@ def test_a_prefetched_model_comes_up_without_its_disk(
         assert resident_share(path / "model.safetensors") < 0.5
         assert fingerprint == expected
         assert all(torch.equal(tensors[n], loaded[n]) for n in loaded)
-        # The engine's own form is there now, and the files' form is not kept beside it.
+        # The engine's own form is there now, and the files' form is not kept.
         assert counters(core).made_entries == 1
         assert len(list((tmp_path / "store" / "entries").iterdir())) == 1
 
 
 def forget_pages(path: Path) -> None:
-    """Out of the page cache; a file system that keeps them (tmpfs) proves nothing here."""
+    """Drops the file from the page cache; skips if the file system keeps it (tmpfs)."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -180,7 +180,7 @@ def forget_pages(path: Path) -> None:
 
 
 def resident_share(path: Path) -> float:
-    """How much of a file is in the page cache (mincore)."""
+    """Returns the fraction of a file in the page cache (mincore)."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
         count = -(-len(pages) // mmap.PAGESIZE)
         seen, first = (ctypes.c_ubyte * count)(), ctypes.c_char.from_buffer(pages)
@@ -246,7 +246,7 @@ def test_a_store_without_room_stops_no_model(core: Any, config: ClusterConfig) -
 
 
 def test_a_load_rate_is_kept(core: Any, config: ClusterConfig) -> None:
-    """At 20 MB/s the copy cannot take less time than its bytes need."""
+    """Takes at least as long as the bytes need at 20 MB/s."""
     turn(core, spec_of(LLAMA))
     core.close()
     engine = msgspec.structs.replace(config.engine, load_bytes_per_s=20_000_000)

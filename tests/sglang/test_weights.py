@@ -1,4 +1,4 @@
-"""Where a model's weights are: in pages of the ledger, once, and gone when the model goes."""
+"""Placement of a model's weights: in pages of the ledger, once, freed with the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAPACITY_BYTES = 256 << 20
 
 @pytest.fixture(scope="module")
 def core() -> Iterator[Any]:
-    """An engine in this process, so that its model can be looked at."""
+    """Yields an engine in this process, so that tests can inspect its model."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's own, of its imports
         from prism.engines.sglang import create, preload
@@ -106,7 +106,7 @@ def test_a_parameter_outside_of_the_pages_fails_the_self_check(
 
 
 def test_weights_larger_than_the_specification_said_need_room_too(core: Any) -> None:
-    """The reservation goes by the specification, the layout by the model itself."""
+    """Reserves by the specification; the layout follows the model itself."""
     true = spec_of(LLAMA)
     told = msgspec.structs.replace(true, weight_bytes=1)
     lacking = 4 * PAGE_BYTES
@@ -123,7 +123,7 @@ def test_weights_larger_than_the_specification_said_need_room_too(core: Any) -> 
 
 
 def test_a_checkpoint_that_lacks_a_matrix_is_refused(core: Any, tmp_path: Path) -> None:
-    """SGLang's Qwen3-MoE does not heed tie_word_embeddings and would answer with token 0."""
+    """Models of SGLang's Qwen3-MoE ignore tie_word_embeddings and would answer with token 0."""
     from safetensors.torch import load_file, save_file
 
     path = tmp_path / "model"

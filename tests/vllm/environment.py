@@ -23,7 +23,7 @@ UNUSABLE = ("torchaudio", "torchcodec", "torchvision")
 
 @lru_cache(maxsize=1)
 def vllm_python() -> Path:
-    """The interpreter that has vLLM and the adapter."""
+    """Returns the interpreter that has vLLM and the adapter; installs it if necessary."""
     requirements = ROOT / "requirements" / "vllm.txt"
     made = VENV / "requirements.txt"
     if not made.exists() or made.read_text() != requirements.read_text():
@@ -42,7 +42,7 @@ def vllm_python() -> Path:
 
 
 def variables() -> dict[str, str]:
-    """For vLLM's processes: nothing of the running interpreter's, no traffic but on loopback."""
+    """Returns variables for vLLM's processes: none of the running interpreter's, loopback only."""
     others = ("PYTHON", "KVCACHED_", "VLLM_", "SGLANG_")
     return {k: v for k, v in os.environ.items() if not k.startswith(others)} | {
         "DO_NOT_TRACK": "1",

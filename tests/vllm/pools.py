@@ -1,9 +1,9 @@
-"""A long random run of our block pool beside vLLM's own. Run by vLLM's interpreter.
+"""Compares our block pool with vLLM's in a long random run. Run by vLLM's interpreter.
 
     python pools.py SEED
 
 While there is room for all that both count on they answer alike: the same prefixes are found. Then
-others ask for memory in between, and the books must add up.
+other clients ask for memory in between, and the accounts must add up.
 """
 
 from __future__ import annotations

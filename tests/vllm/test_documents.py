@@ -1,4 +1,4 @@
-"""The shell examples of the adapters' pages are run, on ports and a device of their own.
+"""Runs the shell examples of the adapters' pages, on separate ports and a separate device.
 
 Run by scripts/test --long: vLLM's environment takes minutes to install.
 """
@@ -39,7 +39,7 @@ PYTHON = 'exec {python} -W ignore "$@"\n'
 
 
 def example(page: str) -> str:
-    """The page's first shell program."""
+    """Returns the page's first shell program."""
     found = re.search(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert found is not None, page
     return found[1]
@@ -59,7 +59,7 @@ def shown(text: str) -> set[str]:
 
 
 def commands(page: str) -> dict[str, str]:
-    """Of these names, what they do."""
+    """Returns scripts that replace the commands of the page, by name."""
     vllm, sglang = vllm_python(), Path(sys.executable)
     if "adapters" not in page:
         return {"python": PYTHON.format(python=vllm if "vllm" in page else sglang)}
@@ -83,7 +83,7 @@ def test_the_example_brings_up_two_servers_that_share_the_device(tmp_path: Path,
     code, ports = example(document), [str(free_port()) for _ in range(2)]
     for port, documented in zip(ports, ("30001", "30002"), strict=True):
         code = code.replace(documented, port)
-    # SmolLM2 takes minutes to load on a small machine: a tiny model stands in for it.
+    # SmolLM2 takes minutes to load on a small machine: a tiny model replaces it.
     for model, names in ((LLAMA, ("tiny-llama", "MODEL_A")), (QWEN3, ("smollm2-135m", "MODEL_B"))):
         for name in (f".cache/models/{names[0]}", names[1]):
             code = code.replace(name, str(path_of(model)))

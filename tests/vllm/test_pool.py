@@ -1,6 +1,6 @@
-"""vLLM in the pool of prism-serve, beside SGLang: one cluster, one device, a model of each.
+"""vLLM and SGLang in the pool of prism-serve: one cluster, one device, a model of each.
 
-What an engine must do by itself is in `tests/engines`.
+`tests/engines` checks what an engine must do by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS = 120
 
 
 def config(models: tuple[str, str], python: str) -> dict[str, Any]:
-    """The first one is SGLang's, the second one vLLM's."""
+    """Returns the YAML of a cluster: the first model on SGLang, the second on vLLM."""
     ours, theirs = models
     return cluster_yaml(
         [model_yaml(ours), model_yaml(theirs, adapter="vllm")],
@@ -76,7 +76,7 @@ def test_both_answer_at_once_as_transformers_do(
 
 
 def test_each_is_evicted_and_comes_up_again(cluster: Cluster, tiny_models: tuple[str, str]) -> None:
-    """In the engine that it had: no process ends."""
+    """Activates in the same engine again: no process ends."""
     jobs = jobs_of(*tiny_models, count=2)
     assert not judge(jobs, complete_all(cluster, jobs))
     engines = [report(cluster, model)["engine_id"] for model in tiny_models]
@@ -89,7 +89,7 @@ def test_each_is_evicted_and_comes_up_again(cluster: Cluster, tiny_models: tuple
 
 
 async def killed_in_flight(cluster: Cluster, model: str) -> list[Answer]:
-    """8 streams, of which some have begun when their engine dies."""
+    """Kills the engine while 8 requests are in flight, some of which have begun."""
     async with async_client(cluster) as client:
         jobs = [asyncio.create_task(complete(client, *job)) for job in jobs_of(model)]
         while (cluster.model_report(model) or {}).get("running", 0) < 4:

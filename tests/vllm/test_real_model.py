@@ -53,6 +53,6 @@ def test_a_burst_takes_an_idle_servers_prefixes_which_come_back(pair: Pair) -> N
 
 
 def test_an_engine_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
-    """The last of the module: it ends an engine."""
+    """Ends an engine: the last test of the module."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, ONE, OTHER))

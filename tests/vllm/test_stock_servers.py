@@ -118,7 +118,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
 
 
 def revive(pair: Pair) -> None:
-    """A killed server of LLAMA starts again."""
+    """Starts the killed server of LLAMA again."""
     pair.servers[LLAMA].end()
     server = VllmServer(LLAMA, Path(tempfile.mkdtemp(prefix="prism-")), **pair.said())
     pair.servers[LLAMA] = server
@@ -127,7 +127,7 @@ def revive(pair: Pair) -> None:
 
 
 def test_an_engine_that_is_killed_in_mid_load_leaves_its_memory_to_the_other(pair: Pair) -> None:
-    """From here on tests end servers."""
+    """Ends a server, like the tests after this one."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, LLAMA, QWEN3))
     sharing.leaves_nothing(pair, QWEN3)
@@ -145,7 +145,7 @@ def test_an_engine_whose_server_is_killed_leaves_nothing(pair: Pair) -> None:
 
 
 def test_without_the_variable_vllm_is_as_it_was(tmp_path: Path) -> None:
-    """Its scheduler and its KV are in two processes, as ours are not."""
+    """Runs scheduler and KV in two processes: with the adapter they are in one."""
     server = VllmServer(LLAMA, tmp_path, "--kv-cache-memory-bytes", str(16 << 20))
     try:
         server.await_ready()
