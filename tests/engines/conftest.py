@@ -45,7 +45,7 @@ def device(subject: Subject) -> Iterator[DeviceUnderTest]:
 
 @pytest.fixture
 def engine(device: DeviceUnderTest) -> Iterator[str]:
-    """A fresh engine; ended after the test unless the test did."""
+    """Yields a fresh engine; ends it after the test unless the test did."""
     engine_id = f"e{next(_numbers)}"
     device.fork(engine_id)
     yield engine_id

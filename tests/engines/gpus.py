@@ -47,7 +47,7 @@ class Node:
         return [ledger.usage().reserved_bytes for ledger in self.ledgers]
 
     def lent(self) -> list[int]:
-        """What engines hold for loads on each GPU."""
+        """Returns the bytes that engines hold for loads on each GPU."""
         return [
             sum(c.committed_bytes for c in ledger.usage().clients if c.name.endswith(".links"))
             for ledger in self.ledgers

@@ -49,7 +49,7 @@ T = TypeVar("T")
 def request(
     request_id: str, model: str, prompt_ids: list[int], max_tokens: int = 16, **sampling: Any
 ) -> Request:
-    """A greedy request that no end-of-sequence token stops."""
+    """Makes a greedy request that no end-of-sequence token stops."""
     settings = {"temperature": 0.0, "ignore_eos": True} | sampling
     return Request(
         id=request_id,
@@ -132,7 +132,7 @@ class ForkServerProcess:
         self.process.stdin.close()
 
     def read(self, timeout_s: float = 60.0) -> FromForkServer | None:
-        """The next line, decoded; None at the end of the output."""
+        """Returns the next message; None at the end of the output."""
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._lines:
             left_s = deadline_s - time.monotonic()
@@ -150,7 +150,7 @@ class ForkServerProcess:
         return message
 
     def close(self) -> None:
-        """End it hard if the test has not ended it."""
+        """Closes the input and waits; kills the process and raises if it does not end."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             self.process.stdin.close()
         try:
@@ -205,12 +205,12 @@ class DeviceUnderTest:
         return hello
 
     def client_usage(self, engine_id: str = "e0") -> kvcached.ClientUsage | None:
-        """The engine's record in the ledger."""
+        """Returns the engine's record in the ledger."""
         found = [c for c in self.memory.usage().clients if c.name == engine_id]
         return found[0] if found else None
 
     def end(self, engine_id: str = "e0") -> None:
-        """Shut an engine down and check that it leaves nothing in the ledger."""
+        """Shuts an engine down and checks that no record of it remains in the ledger."""
         self.send(Shutdown(), engine_id)
         assert self.exited(engine_id).status == 0, self._logs()
         assert self.client_usage(engine_id) is None
@@ -228,7 +228,7 @@ class DeviceUnderTest:
         return answer
 
     def trim(self, engine_id: str = "e0", target_bytes: int | None = None) -> kvcached.ShrinkAnswer:
-        """Have the engine give memory back, as any process of the machine can."""
+        """Makes the engine give memory back, as any process of the machine can."""
         (answer,) = self.memory.shrink(engine_id, target_bytes, wait_s=60.0)
         assert answer.outcome == "answered", self._logs()
         return answer
@@ -236,7 +236,7 @@ class DeviceUnderTest:
     def wait_for(
         self, kind: type[T] | tuple[type[T], ...], engine_id: str = "e0", timeout_s: float = 60.0
     ) -> T:
-        """The next message of this kind from this engine; the others are kept or recorded."""
+        """Returns the next message of this kind from this engine; keeps or records the others."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             for i, (sender, message) in enumerate(self._inbox):
@@ -246,23 +246,23 @@ class DeviceUnderTest:
             self._receive(deadline_s, str(kind))
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Receive until `condition` holds."""
+        """Receives messages until `condition` holds."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             self._receive(deadline_s, "condition")
 
     def finish(self, *request_ids: str, timeout_s: float = 120.0) -> list[Stream]:
-        """Wait until these requests ended."""
+        """Waits until these requests ended; returns their streams."""
         self.wait_until(lambda: all(self.stream(i).ended for i in request_ids), timeout_s)
         return [self.stream(i) for i in request_ids]
 
     def finish_one(self, open_ids: set[str], timeout_s: float = 240.0) -> None:
-        """Wait until any of these ended, and remove those that have."""
+        """Waits until any of these requests ended; removes all that have."""
         self.wait_until(lambda: any(self.stream(i).ended for i in open_ids), timeout_s)
         open_ids -= {i for i in open_ids if self.stream(i).ended}
 
     def fresh_status(self, engine_id: str = "e0") -> EngineStatus:
-        """The next status from now on."""
+        """Waits for the engine's next status."""
         count = len(self.statuses)
         self.wait_until(
             lambda: any(s.engine_id == engine_id for s in self.statuses[count:]), timeout_s=20.0
@@ -272,7 +272,7 @@ class DeviceUnderTest:
     def settled_status(
         self, condition: Callable[[EngineStatus], object], engine_id: str = "e0"
     ) -> EngineStatus:
-        """The first status from now on that satisfies `condition`."""
+        """Waits for a status that satisfies `condition`."""
         while not condition(status := self.fresh_status(engine_id)):
             pass
         return status

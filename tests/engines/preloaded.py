@@ -1,9 +1,8 @@
 """Fork servers of SGLang that are forked from one process which has imported it.
 
-The imports take 10 s of a CPU, and dozens of tests want a fork server of their own. Each is a
-process of its own all the same: it gets its descriptors, its environment and its arguments as a
-command would, and runs the fork server's own `main`. The command itself is started by the tests
-of whole clusters.
+The imports take 10 s of a CPU, and dozens of tests want a separate fork server. Each is a separate
+process: it gets its descriptors, environment and arguments as a command would, and runs the fork
+server's own `main`. The tests of whole clusters start the command itself.
 
 `python -m tests.engines.preloaded CONTROL_FD` is the process that imports.
 """
@@ -104,7 +103,7 @@ def main(control: socket.socket) -> None:
         ready = select.select([control, wake], [], [])[0]
         if wake in ready:
             wake.recv(4096)
-            tell_ended(statuses)
+            report_ended(statuses)
         if control in ready:
             order, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 4)
             if not order:
@@ -140,7 +139,7 @@ def be_fork_server(arguments: list[str], env: dict[str, str], fds: list[int]) ->
         os._exit(status)
 
 
-def tell_ended(statuses: dict[int, int]) -> None:
+def report_ended(statuses: dict[int, int]) -> None:
     for pid, fd in list(statuses.items()):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

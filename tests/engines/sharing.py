@@ -1,4 +1,4 @@
-"""What two stock servers on one device must do, whichever engines they are of."""
+"""Behaviour of two stock servers on one device, of any engines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pair:
             raise
 
     def said(self, **others: str) -> dict[str, str]:
-        """The variables of every server, without their prefix."""
+        """Returns the variables of every server, without their prefix."""
         said = {"DEVICE": self.name, "CAPACITY": str(self.capacity_bytes), "PAGE": str(PAGE)}
         return said | {"NAMESPACE": self.namespace} | others
 
@@ -71,18 +71,18 @@ class Pair:
         until(lambda: all(self.of(m).committed_bytes <= size for m, size in floors))
 
     def fill_with_prefixes(self, model: str) -> None:
-        """Until the model's prefix cache has nearly all that the two can share."""
+        """Fills the model's prefix cache until little of the shared memory is free."""
         seed = 100
         while self.device.usage().free_bytes > 2 * self.floors_bytes[model]:
             self.servers[model].answers(prompts(model, 4, (400, 450), seed), 2)
             seed += 1
 
     def half_bytes(self) -> int:
-        """The KV of one of them, were the device split."""
+        """Returns the KV of one server if the device were split in half."""
         return (self.capacity_bytes - sum(self.of(m).static_bytes for m in self.servers)) // 2
 
     def resident_bytes(self) -> int:
-        """What both have of the device, as the OS or the GPU's driver counts it."""
+        """Returns the bytes of both on the device, as the OS or the GPU's driver counts them."""
         if self.name != "host:0":
             memory = self.device.driver_memory()
             assert memory is not None
@@ -105,7 +105,7 @@ class Peaks:
     """The largest that was seen, in bytes."""
 
     resident_bytes = 0
-    """Of pages, as the OS or the driver counts them, and beside KV."""
+    """Pages as the OS or the driver counts them, including those that are not KV."""
     promised_bytes = 0
     samples = 0
 
@@ -132,21 +132,21 @@ def sampled(pair: Pair) -> Iterator[Peaks]:
 
 
 def check_peaks(pair: Pair, peaks: Peaks) -> None:
-    """More was used than either's half, and never more than there is."""
+    """Checks that use exceeded one half and never exceeded the capacity."""
     assert peaks.samples > 10
     assert pair.half_bytes() < peaks.resident_bytes <= pair.capacity_bytes
     assert peaks.promised_bytes <= pair.capacity_bytes
 
 
 def right(model: str, asked: list[list[int]], answers: list[list[int]]) -> None:
-    """What transformers answer, up to rounding."""
+    """Checks that the answers are transformers' answers, up to rounding."""
     assert len(asked) == len(answers)
     for prompt, answer in zip(asked, answers, strict=True):
         assert largest_gap(model, prompt, answer) <= TIE
 
 
 def both_answer(pair: Pair, count: int, tokens: int) -> None:
-    """So many requests at each server, all at the same time."""
+    """Sends `count` requests to each server, all at the same time."""
     asked = {model: prompts(model, count, (20, 120), seed=2) for model in pair.servers}
     with ThreadPoolExecutor(len(asked)) as pool:
         jobs = {m: pool.submit(pair.servers[m].answers, asked[m], tokens) for m in asked}
@@ -157,8 +157,11 @@ def both_answer(pair: Pair, count: int, tokens: int) -> None:
 
 
 def burst(pair: Pair, idle: str, busy: str) -> None:
-    """`busy` takes more than its half, out of `idle`'s cached prefixes, which come again later.
-    REQUIRES: `idle` has filled the device with prefixes."""
+    """Grows `busy` over its half with memory of `idle`'s cached prefixes, then asks for those
+    again.
+
+    REQUIRES: `idle` has filled the device with prefixes.
+    """
     held, asked = pair.of(idle), prompts(busy, 12, (200, 230), seed=5)
     with sampled(pair) as peaks:
         # So long that all run at one time.
@@ -175,7 +178,8 @@ def burst(pair: Pair, idle: str, busy: str) -> None:
 
 
 def limit(pair: Pair, model: str, limit_bytes: int) -> None:
-    """A limit from outside shrinks an idle server, which serves on within it, and without it."""
+    """Limits an idle server from outside: it shrinks, and serves within the limit and without
+    it."""
     pair.flush()
     pair.fill_with_prefixes(model)
     pair.device.set_limit(pair.names[model], limit_bytes)
@@ -189,7 +193,7 @@ def limit(pair: Pair, model: str, limit_bytes: int) -> None:
 
 
 def overload(pair: Pair, lengths: tuple[int, int], tokens: int) -> None:
-    """Both are asked for more than there is room for, at the same time."""
+    """Sends both servers more than there is room for, at the same time."""
     asked = {model: prompts(model, 16, lengths, seed=7) for model in pair.servers}
     with sampled(pair) as peaks, ThreadPoolExecutor(2) as pool:
         jobs = {m: pool.submit(pair.servers[m].answers, asked[m], tokens) for m in pair.servers}
@@ -199,9 +203,11 @@ def overload(pair: Pair, lengths: tuple[int, int], tokens: int) -> None:
 
 
 def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
-    """`victim`'s engine is killed while it has more than its half and the other one wants more.
-    Says after how many seconds there is room, and after how many that one has more than was left to
-    it: its model's steps take it."""
+    """Kills `victim`'s engine while it has more than its half and `other` needs more.
+
+    Returns after how many seconds there is room, and after how many `other` has more than was left
+    to it: its model's steps take that time.
+    """
     half = pair.half_bytes()
     with ThreadPoolExecutor(24) as pool:
         doomed = [
@@ -226,7 +232,7 @@ def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
 
 
 def leaves_nothing(pair: Pair, other: str) -> None:
-    """Of the pair `other` alone is left, and what it has is all that is taken."""
+    """Checks that `other` is the only client left, and its memory the only memory in use."""
     until(lambda: pair.clients() == [pair.names[other]])
     usage = pair.of(other)
     reserved_bytes = usage.static_bytes + max(usage.reserved_bytes, usage.min_bytes)
@@ -234,7 +240,7 @@ def leaves_nothing(pair: Pair, other: str) -> None:
 
 
 def cannot_come_up(pair: Pair, server: Server, message: str) -> None:
-    """A third server says why, and the two serve on."""
+    """Checks that a third server ends with `message` in its log, and that both still answer."""
     try:
         until(server.ended, 600)
     finally:
@@ -246,7 +252,7 @@ def cannot_come_up(pair: Pair, server: Server, message: str) -> None:
 
 
 def cancel(server: Server, path: str, body: dict[str, object], count: int) -> None:
-    """So many requests, each gone as soon as its first token is there."""
+    """Sends `count` requests and disconnects each one after its first token."""
 
     def ask_and_leave() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

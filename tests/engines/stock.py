@@ -25,7 +25,7 @@ CONTEXT = 512
 
 
 class Server(ABC):
-    """On the device that the variables say; without any, on none."""
+    """Server on the device that the variables name; without variables, on none."""
 
     def __init__(self, model: str, folder: Path, *arguments: str, **said: str) -> None:
         self.model = model
@@ -47,11 +47,11 @@ class Server(ABC):
 
     @abstractmethod
     def command(self, environment: dict[str, str]) -> list[str]:
-        """What starts it; more variables go into `environment`."""
+        """Returns the command that starts the server; adds variables to `environment`."""
 
     @abstractmethod
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
-        """So many greedy tokens after the prompt."""
+        """Returns `tokens` greedy tokens after the prompt."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -59,7 +59,7 @@ class Server(ABC):
 
     @abstractmethod
     def engine(self) -> psutil.Process:
-        """The process that has the model and its KV."""
+        """Returns the process that has the model and its KV."""
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class Server(ABC):
             return answer.read()
 
     def answers(self, asked: list[list[int]], tokens: int) -> list[list[int]]:
-        """All at once."""
+        """Returns the outputs of prompts that are sent at the same time."""
         with ThreadPoolExecutor(len(asked)) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, tokens), asked))
 

@@ -27,7 +27,7 @@ MODELS = Path(__file__).parent.parent.parent / ".cache" / "models"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a ModelSpec says about the model's memory."""
+    """Fields of a ModelSpec that describe the model's memory."""
 
     architecture: str
     num_layers: int
@@ -95,8 +95,11 @@ class Subject:
         ]
 
     def learn(self, device: DeviceUnderTest, engine_id: str, requests: Sequence[Request]) -> None:
-        """Make `expected` know these outputs. The fake's are known; an engine with a model
-        computes them on a quiet device, a few at a time: they have far more room than they need."""
+        """Computes the outputs of these requests, for `expected`.
+
+        The fake's outputs are known. An engine with a model computes them on a quiet device, a few
+        at a time: they have far more room than they need.
+        """
         unknown = [item for item in requests if self.adapter != "fake" and not self.knows(item)]
         for start in range(0, len(unknown), QUIET):
             few = unknown[start : start + QUIET]
@@ -112,7 +115,7 @@ class Subject:
         return len(known) >= item.sampling.max_tokens
 
     def expected(self, item: Request) -> list[int]:
-        """The whole output of a request that nothing stops early."""
+        """Returns the whole output of a request that nothing stops early."""
         count = item.sampling.max_tokens
         if self.adapter == "fake":
             return expected_tokens(item.prompt_ids, count)
@@ -120,7 +123,8 @@ class Subject:
 
 
 def fake_subject() -> Subject:
-    """A step takes 2 ms; the device holds about 1,700 tokens of `a` beside its weights."""
+    """Returns the fake: a step takes 2 ms; the device holds weights and about 1,700 tokens of
+    `a`."""
     return Subject(
         adapter="fake",
         models=(
@@ -133,7 +137,8 @@ def fake_subject() -> Subject:
 
 
 def prepared(name: str) -> Path:
-    """The directory of a tiny model, made once in the checkout's cache, in a process of its own."""
+    """Makes a tiny model once in the checkout's cache, in a separate process; returns its
+    directory."""
     command = [sys.executable, "-m", "prism.cli.models", "prepare", name, "--dir", str(MODELS)]
     subprocess.run(command, check=True, timeout=300)
     return MODELS / name
@@ -161,7 +166,7 @@ def sglang_subject() -> Subject:
 
 
 def vllm_subject() -> Subject:
-    """The same models, with KV laid out as the configuration has vLLM's."""
+    """Returns the same models, with KV laid out as the configuration does for vLLM."""
     from tests.vllm.environment import variables, vllm_python
 
     stock = sglang_subject()

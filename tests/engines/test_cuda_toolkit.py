@@ -77,7 +77,7 @@ def test_condas_lib_is_named_to_the_linker(tmp_path: Path) -> None:
 
 
 def test_it_runs_by_its_path_alone(tmp_path: Path) -> None:
-    """scripts/install runs it so, before anything is installed."""
+    """Runs this way in scripts/install, before anything is installed."""
     command = [sys.executable, "-I", "-S", cuda_toolkit.__file__]
     made = toolkit(tmp_path / "made")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What every engine must do with the device's memory: take it late, give it back, never exceed."""
+"""Memory rules for every engine: take it late, give it back, never exceed the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _ids = (f"m{i}" for i in itertools.count())
 
 
 def long_requests(subject: Subject, model: ModelSpec, count: int, seed: int) -> list[Request]:
-    """Each ends at two thirds of the context: together more than the device can hold."""
+    """Makes requests that end at two thirds of the context: together more than the device can
+    hold."""
     tokens = model.context_length // 3
     prompts = subject.prompts(count, seed, (tokens, tokens))
     return [request(next(_ids), model.name, p, tokens) for p in prompts]
@@ -39,7 +40,7 @@ def serve(device: DeviceUnderTest, engine: str, requests: list[Request]) -> list
 
 
 def trim_all(device: DeviceUnderTest, engine: str) -> None:
-    """Also waits until the engine says so: statuses of before are on their way for a while."""
+    """Trims the engine; waits until its status agrees, since earlier statuses may still arrive."""
     device.trim(engine)
     usage = device.client_usage(engine)
     assert usage is not None
@@ -52,7 +53,8 @@ def peak_mapped_bytes(device: DeviceUnderTest, engine: str, since: int) -> int:
 
 
 def free_bytes_while(device: DeviceUnderTest, request_ids: list[str]) -> Iterator[int]:
-    """What the ledger has left each time one of these requests ends, and that nobody exceeds it."""
+    """Yields the ledger's free bytes after each of these requests; checks that use never exceeds
+    it."""
     open_ids = set(request_ids)
     while open_ids:
         device.finish_one(open_ids)
@@ -106,7 +108,7 @@ def test_a_cached_prefix_is_reused(device: DeviceUnderTest, engine: str, subject
 def test_no_room_says_how_many_bytes_are_missing(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
-    """Exactly that many bytes more are enough, and a failed activation leaves nothing behind."""
+    """Activates once exactly that many more bytes are free; a failed activation keeps no memory."""
     model = subject.models[0]
     page_bytes = subject.page_bytes
     with device.memory.client("hog") as hog:
@@ -189,8 +191,8 @@ def test_two_engines_at_the_limit_of_the_device_finish_everything(
 def test_an_engine_waits_for_room_without_spinning(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
-    """All memory but the reserve is taken: requests queue up, run one after another, and all end.
-    Then memory comes free while they wait, which nobody announces."""
+    """Takes all memory but the reserve: requests queue up, run one after another, and all end. Then
+    memory is freed without a notice while they wait."""
     model = subject.models[0]
     reserve_bytes = device.activate(model, engine).reserve_bytes
     requests = long_requests(subject, model, count=4, seed=6)
@@ -210,7 +212,7 @@ def test_an_engine_waits_for_room_without_spinning(
 def test_an_idle_engine_hardly_computes(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
-    """CPU time against wall time, so that a loaded machine does not matter."""
+    """Compares CPU time with wall time, so that a loaded machine does not matter."""
     psutil = pytest.importorskip("psutil")
     device.activate(subject.models[0], engine)
     process = psutil.Process(device.pids[engine])

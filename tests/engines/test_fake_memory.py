@@ -1,4 +1,4 @@
-"""The fake's prefix cache and batching beside a model of them, for thousands of random steps."""
+"""The fake's prefix cache and batching against a model of them, for thousands of random steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_prefix_cache_keeps_what_it_promises(sequences: list[list[int]], seed: i
 
 @pytest.fixture
 def core(tmp_path: Path, namespace: str) -> Iterator[FakeCore]:
-    """Room for the weights, the reserve and little more, so that sequences retract each other."""
+    """Yields room for the weights, the reserve and little more, so that sequences are retracted."""
     subject = fake_subject()
     subject.capacity_bytes = (2 << 20) + (5 << 18)
     config = subject.config(tmp_path, namespace)
@@ -87,7 +87,7 @@ def core(tmp_path: Path, namespace: str) -> Iterator[FakeCore]:
 
 
 class Log:
-    """What came out, and what must have."""
+    """Outputs so far, whose chunks must be contiguous and without failures."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ sys.exit(forkserver.main(sys.argv[1:]))
 
 @contextmanager
 def fork_server(program: Sequence[str]) -> Iterator[DeviceUnderTest]:
-    """Of two host devices."""
+    """Yields a fork server of two host devices."""
     subject = fake_subject()
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")

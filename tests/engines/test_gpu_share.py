@@ -1,4 +1,4 @@
-"""What an engine process leases of a GPU for itself, with a driver whose answers are scripted."""
+"""An engine process's lease on a GPU for itself, with a driver whose answers are scripted."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ OTHER = 4711
 
 
 def test_the_drivers_figure_of_this_process_is_leased(gpu: ScriptedDevice) -> None:
-    """Whatever others allocate meanwhile."""
+    """Leases that figure, whatever other processes allocate meanwhile."""
     share = opened(gpu, said(9 * GIB, (OTHER, 7)), said(5 * GIB, (OTHER, 9), (ME, 530 * MIB - 5)))
     assert share.context_bytes == leased(gpu) == 530 * MIB
     assert not gpu.clients[0][1]
@@ -129,8 +129,8 @@ def test_in_a_container_the_only_process_that_came_is_this_one(gpu: ScriptedDevi
     [
         (9 * GIB - 520 * MIB, 0, 520 * MIB),
         (9 * GIB - 920 * MIB, 400 * MIB, 520 * MIB),  # the ledger saw another engine map that
-        (5 * GIB, 0, 512 * MIB),  # somebody took more than a context can be
-        (9 * GIB, 0, 512 * MIB),  # somebody freed as much
+        (5 * GIB, 0, 512 * MIB),  # others took more than a context can be
+        (9 * GIB, 0, 512 * MIB),  # others freed as much
     ],
 )
 def test_without_processes_what_the_device_lost_counts_if_it_can_be_a_context(
@@ -183,7 +183,7 @@ def test_a_context_that_is_larger_than_the_room_left_leaves_nothing_behind(
 
 
 def test_static_is_context_graphs_and_torchs_cap(gpu: ScriptedDevice) -> None:
-    """The code that is not loaded yet is kept free for it."""
+    """Keeps the static share free for code that is not loaded yet."""
     share = opened(gpu, said(9 * GIB), said(8 * GIB, (ME, 530 * MIB)))
     assert share.model_bytes() == 2048 * MIB - 530 * MIB
     assert share.torch_cap_bytes == 2048 * MIB - (512 + 256 + 192) * MIB
@@ -231,7 +231,7 @@ def test_an_activation_that_failed_is_no_first_model(gpu: ScriptedDevice) -> Non
 def test_what_stays_is_leased_as_far_as_there_is_room(
     gpu: ScriptedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And whole when there is room again."""
+    """Leases the whole when there is room again."""
     monkeypatch.setattr(gpu_share, "ROOM_S", 0.05)
     share = opened(gpu, said(9 * GIB), *(said(9 * GIB, (ME, s * MIB)) for s in (530, 1100)))
     holder = gpu.ledger.client("holder")
@@ -244,7 +244,7 @@ def test_what_stays_is_leased_as_far_as_there_is_room(
 
 
 def test_code_that_stays_is_leased_and_what_was_not_planned_is_not(gpu: ScriptedDevice) -> None:
-    """After a small first model."""
+    """Grows the lease after a small first model, up to the plan."""
     held = (530, 700, 1100, 540)
     answers = [said(9 * GIB, (ME, size * MIB)) for size in held]
     share = opened(gpu, said(9 * GIB), *answers)
@@ -275,7 +275,7 @@ def test_pages_of_kv_are_no_context(gpu: ScriptedDevice) -> None:
 
 
 def test_the_report_tells_torch_graphs_and_lease_apart(gpu: ScriptedDevice) -> None:
-    """With weights of 1 GiB in the ledger and on the device, which are not outside of it."""
+    """Excludes weights of 1 GiB that are both in the ledger and on the device."""
     share = opened(
         gpu, said(9 * GIB), said(9 * GIB, (ME, 530 * MIB)), said(9 * GIB, (ME, 2654 * MIB))
     )
@@ -310,7 +310,7 @@ def test_the_driver_is_asked_now_and_then_only(gpu: ScriptedDevice) -> None:
 
 
 def serving(gpu: ScriptedDevice, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuShare, OutsideMemory]:
-    """A model is served, and what was said of its engine before. Each report asks the driver."""
+    """Yields a served model and the engine's report from before. Each report asks the driver."""
     monkeypatch.setattr(gpu_share, "READ_INTERVAL_S", 0.0)
     share = opened(gpu, said(9 * GIB), said(9 * GIB, (ME, 530 * MIB)))
     before = share.report()

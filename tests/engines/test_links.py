@@ -47,7 +47,7 @@ def node(model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def slow_node(model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A load takes six seconds."""
+    """Yields a node on which a load takes six seconds."""
     folder = tmp_path_factory.mktemp("slow")
     with opened(model, folder, load_bytes_per_s=1 << 20) as made:
         yield made
@@ -130,7 +130,7 @@ def test_killed_after_the_load_leaves_nothing_on_any_gpu(
 
 
 def test_store_files_that_are_cut_in_mid_load(slow_node: Node, model: ModelSpec) -> None:
-    """The activation fails by a file's name and gives everything back; the engine lives."""
+    """Fails the activation with the name of a file and gives all memory back; the engine lives."""
     store = kvcached.WeightStore.open(slow_node.engine.config.engine.weight_store)
     with store.get_checkpoint(model.path) as stored:
         paths = [Path(stored.path(name)) for name in stored.specs]
@@ -149,7 +149,7 @@ def test_store_files_that_are_cut_in_mid_load(slow_node: Node, model: ModelSpec)
 
 
 def test_gpus_that_cannot_help_are_left_out(make_node: MakeNode, model: ModelSpec) -> None:
-    """One is too small for the staging, one has no ledger: nobody serves there."""
+    """Leaves out a GPU that is too small for the staging, and one without a ledger (no agent)."""
     with make_node((32 << 20, LINK_BYTES // 2, 32 << 20, 32 << 20)) as node:
         node.ledgers.pop().destroy()
         node.engine.fork()
@@ -176,7 +176,7 @@ def test_the_own_link_is_enough(make_node: MakeNode, model: ModelSpec, case: str
 
 
 def test_a_gpu_that_fails_in_mid_load(make_node: MakeNode, model: ModelSpec) -> None:
-    """Its lanes are made with 24 calls; it is lost in the first chunks of its four lanes."""
+    """Loses a GPU in the first chunks of its four lanes, which take 24 calls to make."""
     with make_node(environment={"KVCACHED_TEST_CUDA_LOSE": "1:30"}) as node:
         node.engine.fork()
         activated = node.engine.activate(model)
@@ -189,7 +189,7 @@ def test_a_gpu_that_fails_in_mid_load(make_node: MakeNode, model: ModelSpec) -> 
 
 
 def test_ranks_load_at_once_and_share_what_no_rank_has(node: Node, model: ModelSpec) -> None:
-    """Two ranks on cuda:0 and cuda:1: each has one of the two other GPUs beside its own link."""
+    """Loads two ranks on cuda:0 and cuda:1: each has its own link and one of the two other GPUs."""
     node.engine.fork(peers=("cuda:1",))
     activated = node.engine.activate(model)
     assert sorted(activated.link_bytes) == NAMES

@@ -1,5 +1,5 @@
-"""What an engine borrows on other GPUs for its loads, in one process with two GPUs of the test
-libcuda: when it comes, and when it goes."""
+"""An engine's memory on other GPUs for its loads, in one process with two GPUs of the test libcuda:
+when it is taken, and when it is freed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture
 def pair(model: ModelSpec, tmp_path: Path) -> Iterator[tuple[EngineContext, list[kvcached.Device]]]:
-    """Two GPUs of this process, the second one with room for 24 pages."""
+    """Yields two GPUs of this process, the second one with room for 24 pages."""
     config = config_of(model, tmp_path, (32 << 20, 24 * PAGE))
     devices = [Node.ledger(config, place) for place in config.devices]
     yield EngineContext("e0", NAMES[0], config), devices

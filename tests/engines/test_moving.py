@@ -1,4 +1,4 @@
-"""Requests that go on at another engine, with their KV: the same output, and nothing twice."""
+"""Requests that resume at another engine, with their KV: the same output, no token twice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export(
 
 
 def check(subject: Subject, device: DeviceUnderTest, engine: str, items: list[Request]) -> None:
-    """Every stream is contiguous over both engines, and the model's own."""
+    """Checks that each stream is contiguous over both engines and the model's own."""
     streams = device.finish(*(item.id for item in items))
     outputs = [stream.token_ids for stream in streams]
     subject.learn(device, engine, items)
@@ -48,8 +48,8 @@ def check(subject: Subject, device: DeviceUnderTest, engine: str, items: list[Re
 def test_requests_go_on_with_their_kv(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str, way: str
 ) -> None:
-    """From device to device, without a file; or through one. With the same answers, and the first
-    engine's memory goes once it is fetched."""
+    """Moves KV from device to device without a file, or through one. Outputs are the same, and the
+    first engine's memory is freed after the fetch."""
     if not subject.moves_kv:
         pytest.skip("these engines hand over no KV")
     for name in (engine, second_engine):
@@ -85,8 +85,8 @@ def files(device: DeviceUnderTest) -> list[Path]:
 def test_requests_go_on_after_their_first_engine_is_killed(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
 ) -> None:
-    """Before its KV is fetched: it is computed again, the output is the same, and the ledger is as
-    before."""
+    """Kills it before the KV is fetched: KV is computed again, the output is the same, and the
+    ledger is as before."""
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 2, 60)
@@ -102,7 +102,7 @@ def test_requests_go_on_after_their_first_engine_is_killed(
 def test_requests_go_on_at_another_machine(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
 ) -> None:
-    """Their KV is left behind, in no file: it is computed again, and the output is the same."""
+    """Writes KV to no file: it is computed again, and the output is the same."""
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 2, 60)
@@ -116,8 +116,8 @@ def test_requests_go_on_at_another_machine(
 def test_requests_go_on_without_their_kv(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
 ) -> None:
-    """The files are damaged, or gone, or there never were any: it is computed again, and the output
-    is the same."""
+    """Damages or removes the files, or has none: KV is computed again, and the output is the
+    same."""
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 2, 60)
@@ -153,7 +153,7 @@ def test_a_request_moves_twice_and_back(
 def test_a_request_goes_on_where_it_was_handed_back(
     subject: Subject, device: DeviceUnderTest, engine: str
 ) -> None:
-    """The engine serves on: its requests made way for one that was tried alone."""
+    """Resumes in the engine that exported the requests so that another one could run alone."""
     device.activate(subject.models[0], engine)
     items = start(subject, device, engine, 2, 60)
     device.send(Submit(export(device, engine)), engine)
@@ -162,7 +162,7 @@ def test_a_request_goes_on_where_it_was_handed_back(
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_export_of_nothing(device: DeviceUnderTest, engine: str, moment: str, subject: Subject):
-    """Before a model is active, or when all requests have ended."""
+    """Exports before a model is active, and after all requests have ended."""
     if moment == "after":
         device.activate(subject.models[0], engine)
     assert export(device, engine) == []

@@ -25,7 +25,7 @@ def subject() -> Subject:
 
 @pytest.fixture(scope="module")
 def device(subject: Subject) -> Iterator[DeviceUnderTest]:
-    """Whose engines wait for one another no longer than a moment."""
+    """Yields a device whose engines wait for each other only a moment."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")
         config = msgspec.structs.replace(config, kv_offer_s=0.2, kv_fetch_s=0.2)
@@ -38,8 +38,8 @@ def device(subject: Subject) -> Iterator[DeviceUnderTest]:
 def test_requests_go_on_without_what_comes_too_late(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str, fault: str
 ) -> None:
-    """Nobody fetched it in time, or its engine answers nobody: it is computed again, the output is
-    the same, and the ledger is as before."""
+    """Fetches nothing in time, or gets no answer from the first engine: KV is computed again, the
+    output is the same, and the ledger is as before."""
     for name in (engine, second_engine):
         device.activate(subject.models[0], name)
     items = start(subject, device, engine, 2, 60)

@@ -119,7 +119,7 @@ async def test_nonsense_and_a_removed_socket_keep_nobody_from_it(keeper: Keeper)
 
 
 async def test_cuda_that_the_imports_initialised_is_not_forked_twice(short_dir: Path) -> None:
-    """The fork becomes a fork server of fresh processes, under the same pid."""
+    """Becomes a fork server of fresh processes, under the same pid."""
     keeper = Keeper(short_dir)
     await keeper.start(("-c", INITIALISING), KVCACHED_LIBCUDA=str(build_libcuda()))
     client = await keeper.fork_server()

@@ -1,4 +1,4 @@
-"""What every engine process and its fork server must do when processes end."""
+"""Behaviour of every engine process and its fork server when processes end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engines.subjects import Subject
 
 @pytest.fixture
 def own_device(subject: Subject) -> Iterator[DeviceUnderTest]:
-    """A fork server that the test may end."""
+    """Yields a fork server that the test may end."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = subject.config(Path(directory), f"t{uuid4().hex[:10]}")
         device = DeviceUnderTest(subject.adapter, config, subject.environment)
@@ -31,7 +31,7 @@ def own_device(subject: Subject) -> Iterator[DeviceUnderTest]:
 
 
 def start_long_requests(device: DeviceUnderTest, engine: str, subject: Subject) -> list[str]:
-    """Activate the first model, and return once its requests are being answered."""
+    """Activates the first model, and returns once its requests are being answered."""
     model = subject.models[0]
     device.activate(model, engine)
     prompts = subject.prompts(4, seed=3)
@@ -91,7 +91,7 @@ def test_an_engine_id_can_be_used_again(
 def test_engine_logs_are_private_and_stdout_does_not_leak(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
-    """Every line of the fork server's stdout was decoded by the harness up to here."""
+    """Relies on the harness, which decodes every line of the fork server's stdout."""
     device.activate(subject.models[0], engine)
     path = Path(device.config.run_dir) / "logs" / f"{engine}.log"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -176,7 +176,7 @@ def test_engines_die_with_a_killed_fork_server(
 def test_an_engine_that_ignores_sigterm_is_killed(
     own_device: DeviceUnderTest, subject: Subject
 ) -> None:
-    """A stopped process cannot handle SIGTERM."""
+    """Stops the process, which then cannot handle SIGTERM."""
     own_device.fork("e0")
     os.kill(own_device.pids["e0"], signal.SIGSTOP)
     own_device.fork_server.end_input()

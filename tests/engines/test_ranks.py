@@ -1,4 +1,4 @@
-"""Engines of two ranks, each with its memory on a device of its own: in step, or not at all."""
+"""Engines of two ranks, each with memory on its own device: both take a step, or neither does."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_where_ranks_met_is_removed_with_a_killed_engine(
 def test_a_rank_without_room_holds_all_back_for_a_step_only(
     device: DeviceUnderTest, peer: kvcached.Device, engine: str
 ) -> None:
-    """One device is full: its rank's map fails, no rank computes the step, and requests go on
-    one after another in the guaranteed room, with the right output."""
+    """Fills one device: its rank's map fails, no rank computes the step, and requests continue one
+    after another in the guaranteed room, with the right output."""
     device.activate(MODEL, engine)
     with peer.client("thief") as thief:
         loot = thief.alloc_virtual_tensor(free := peer.usage().free_bytes // PAGE * PAGE)
@@ -147,7 +147,8 @@ def test_heads_that_do_not_divide_are_refused(device: DeviceUnderTest, engine: s
 def test_what_a_rank_is_asked_for_goes_on_all(
     device: DeviceUnderTest, peer: kvcached.Device, engine: str
 ) -> None:
-    """The cache of both ranks shrinks, whichever device is short; what is left is still found."""
+    """Shrinks the cache of both ranks, whichever device is short; the remaining prefixes are
+    found."""
     device.activate(MODEL, engine)
     prompts = [[seed, *range(10, 400)] for seed in range(3)]
     serve(device, engine, prompts, 8)
@@ -169,7 +170,7 @@ def test_what_a_rank_is_asked_for_goes_on_all(
 
 
 def killed_rank(device: DeviceUnderTest, engine: str) -> int:
-    """The process of rank 1."""
+    """Kills the process of rank 1; returns its pid."""
     folder = Path(f"/proc/{device.pids[engine]}/task/{device.pids[engine]}/children")
     [child] = folder.read_text().split()
     os.kill(int(child), signal.SIGKILL)
@@ -201,7 +202,7 @@ def test_a_dead_rank_ends_the_engine(
 
 
 def test_sampled_tokens_are_the_same_on_all_ranks() -> None:
-    """A request without a seed gets one before the ranks see it."""
+    """Requests without a seed get one before the ranks see them."""
     from prism.engines.ranks.leader import _seeded
 
     item = request("r", MODEL.name, [1, 2], 4, temperature=1.0)
@@ -214,8 +215,8 @@ def test_sampled_tokens_are_the_same_on_all_ranks() -> None:
 def test_requests_move_with_each_ranks_part(
     device: DeviceUnderTest, peer: kvcached.Device, engine: str, fault: str
 ) -> None:
-    """To an engine on the same devices: rank by rank, with nothing computed again but the last
-    block; with a part missing on one rank, all of it on all."""
+    """Moves to an engine on the same devices, rank by rank: only the last block is computed again.
+    With a part missing on one rank, all of it is computed again on all."""
     second = f"e{uuid4().hex[:6]}"
     device.fork(second, (PEER,))
     for name in (engine, second):

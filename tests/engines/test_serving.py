@@ -1,4 +1,4 @@
-"""What every engine must do with models and requests."""
+"""Behaviour of every engine with models and requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def requests_for(
 
 
 def serve(device: DeviceUnderTest, engine: str, requests: list[Request]) -> list[list[int]]:
-    """Submit all at once; the outputs, each checked to be whole."""
+    """Submits all at once; returns the outputs, each checked to be whole."""
     device.send(Submit(requests), engine)
     streams = device.finish(*(r.id for r in requests))
     assert [s.failure for s in streams] == [None] * len(streams)

@@ -1,5 +1,5 @@
-"""What every engine must do when the ledger asks it for memory: answer, idle or busy, unharmed; and
-what a model that comes up may count on."""
+"""Answers of every engine to the ledger's shrink requests, idle or busy, with correct outputs; and
+memory that a model may count on when it is activated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_outputs(device: DeviceUnderTest, subject: Subject, asked: list[Request
 
 
 def answered(device: DeviceUnderTest, engine: str) -> ClientUsage:
-    """Once the engine's answer stands in the ledger; whoever waited goes on a moment before."""
+    """Waits for the engine's answer in the ledger; a waiting client resumes a moment earlier."""
     while True:
         device.fresh_status(engine)
         usage = device.client_usage(engine)
@@ -88,7 +88,7 @@ def test_a_busy_engine_answers_and_its_requests_are_unharmed(
 def test_a_lower_limit_is_kept_at_once(
     device: DeviceUnderTest, engine: str, subject: Subject
 ) -> None:
-    """Set from outside; the idle engine evicts down to it without waiting for a request."""
+    """Limits the idle engine from outside; it evicts without waiting for a request."""
     model = subject.models[0]
     reserve_bytes = device.activate(model, engine).reserve_bytes
     asked = requests_of(subject, model, count=8, seed=23)
@@ -111,7 +111,7 @@ def test_a_lower_limit_is_kept_at_once(
 
 
 def fill_cache(device: DeviceUnderTest, engine: str, subject: Subject) -> list[Request]:
-    """Six requests of half the context each, whose KV stays in the cache of the idle engine."""
+    """Serves six requests of half the context each, whose KV stays in the idle engine's cache."""
     asked = requests_of(subject, subject.models[0], count=6, seed=31)
     subject.learn(device, engine, asked)
     device.send(Submit(asked), engine)
@@ -133,7 +133,7 @@ def committed_bytes(device: DeviceUnderTest, engine: str) -> int:
 
 @contextlib.contextmanager
 def short_by(device: DeviceUnderTest, need_bytes: int, missing_bytes: int) -> Iterator[None]:
-    """Of `need_bytes` so much is not free: somebody's static memory takes the rest."""
+    """Leaves `missing_bytes` less free than `need_bytes`: other static memory takes the rest."""
     with device.memory.client("hog") as hog:
         free_bytes = device.memory.usage().free_bytes
         assert free_bytes >= need_bytes

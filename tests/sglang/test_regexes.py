@@ -153,8 +153,8 @@ def test_classes_in_a_structural_tag(kind: str) -> None:
 
 
 def test_a_caret_in_a_class_negates_nothing() -> None:
-    """Classes with a caret are printed by XGrammar as negations, and grammars with a bounded string are
-    parsed from print."""
+    """Classes with a caret are printed by XGrammar as negations, and grammars with a bounded string
+    are parsed from print."""
     tag = {
         "type": "sequence",
         "elements": [
