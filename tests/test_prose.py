@@ -27,6 +27,7 @@ CHECKED = (
     "bench",
     "csrc",
     "deploy",
+    "docs/decisions",
     ":(glob)docs/*.md",
     "examples",
     "kvcached",
