@@ -49,7 +49,7 @@ class LinearCost:
 
 
 def parts(cost: LinearCost | None = None, kv: int = 1) -> dict[int, DegreeSetup]:
-    """At TP 1 and 2. kv: times 1 KiB a token; a quantum is 64 tokens of them."""
+    """Returns setups at TP 1 and 2. kv: times 1 KiB a token; a quantum is 64 tokens of them."""
     cost = cost or LinearCost()
     return {
         1: DegreeSetup(cost, 4, 64 * 1024 * kv, KvShape(1, 2 * kv, 128, 2, 16)),
@@ -58,7 +58,8 @@ def parts(cost: LinearCost | None = None, kv: int = 1) -> dict[int, DegreeSetup]
 
 
 def model(index: int, name: str, **changes: object) -> ModelSetup:
-    """16 MiB of weights, 1 KiB of KV per token, 64 tokens a quantum of 64 KiB."""
+    """Makes a model of 16 MiB of weights and 1 KiB of KV per token, 64 tokens a quantum of 64
+    KiB."""
     plain = ModelSetup(
         index=index,
         name=name,
@@ -76,7 +77,7 @@ def model(index: int, name: str, **changes: object) -> ModelSetup:
 
 
 def cluster(models: Sequence[ModelSetup], gpus: int = 1, **changes: object) -> ClusterSetup:
-    """GPUs of 64 MiB, two a node."""
+    """Makes a cluster of GPUs of 64 MiB, two a node."""
     devices = tuple(
         DeviceSetup(f"gpu:{i}", f"node{i // 2}", 64 * MIB, 32 * 1024, 4) for i in range(gpus)
     )

@@ -19,7 +19,7 @@ generate: {seconds: 60, rate: 4}
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of the command."""
+    """Runs the command; returns its exit code."""
     monkeypatch.setattr(sys, "argv", ["prism-sim", *arguments])
     try:
         sim.main()

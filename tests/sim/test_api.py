@@ -46,7 +46,7 @@ def results() -> Results:
 
 
 def test_the_api_is_what_it_was() -> None:
-    """A change of these breaks notebooks."""
+    """Pins names that notebooks use."""
     assert prism_sim.__all__ == ["Results", "simulate"]
     parameters = ["setup", "trace", "changes", "policy", "judge", "progress"]
     assert list(inspect.signature(simulate).parameters) == parameters
@@ -87,7 +87,7 @@ def test_tables_agree_with_the_summary(results: Results) -> None:
 
 
 def test_what_never_happened_is_null(tmp_path: Path) -> None:
-    """No model fits: nothing starts."""
+    """Runs a policy that places no model: nothing starts."""
     nowhere = Policy("nowhere", lambda view, settings: (), frozenset())
     found = simulate(SETUP, ROWS, policy=nowhere)
     assert found.config.policy == "nowhere"

@@ -25,7 +25,7 @@ def decided(records: Records, kind: str) -> list[tuple[str, str]]:
 
 
 def test_qlm_starts_with_the_models_that_ask_for_most_and_swaps_for_the_rest() -> None:
-    """One GPU: "b" waits until "a" has nothing left, then for the engine's restart."""
+    """Serves on one GPU: "b" waits until "a" has no requests, then for the engine's restart."""
     setup = cluster([model(0, "a"), model(1, "b")], policy="qlm")
     _, records = run(setup, (1.0, "a", 100, 200), (1.5, "b", 100, 5), (1.6, "b", 100, 5))
     assert not records.errors
@@ -38,7 +38,8 @@ def test_qlm_starts_with_the_models_that_ask_for_most_and_swaps_for_the_rest() -
 
 
 def test_qlm_takes_the_first_idle_gpu_whatever_it_holds() -> None:
-    """What Prism §7.5 blames: "b" is up on the second GPU, but the first one is idle."""
+    """Reproduces what Prism §7.5 criticises: "b" is up on the second GPU, but the first one is
+    idle."""
     models = [model(0, "a"), model(1, "b")]
     requests = ((1.0, "a", 100, 50), (30.0, "b", 100, 5))
     _, blind = run(cluster(models, 2, policy="qlm"), *requests)
@@ -68,7 +69,7 @@ def test_models_that_no_instance_holds_are_refused() -> None:
 
 
 def test_serverlessllm_is_told_how_long_a_start_takes() -> None:
-    """Weights are on one node each: a start elsewhere waits for the network."""
+    """Stores weights on one node per model: a start on another node waits for the network."""
     slow = ActivationSettings(weights_everywhere=False, network_bytes_s=1e6)
     setup = cluster([model(i, n) for i, n in enumerate("ab")], 4, policy="serverlessllm")
     setup = dataclasses.replace(setup, activation=slow, warm=False)

@@ -174,7 +174,7 @@ def test_the_generators_of_traces_are_those_of_trace_generate(config: Path) -> N
 
 
 def slos_e2e_s(config: Path, changes: dict[str, Any]) -> dict[str, set[float]]:
-    """End-to-end SLOs of the requests, by model."""
+    """Returns the end-to-end SLOs of the requests, by model."""
     work = load(config, changes).work
     found: dict[str, set[float]] = {name: set() for name in work.models}
     for model, e2e_s in zip(work.model, work.slo_e2e_s, strict=True):

@@ -29,8 +29,11 @@ NAMES = ("a", "b", "c", "d")
 
 @st.composite
 def setups(draw: st.DrawFn, policies: Sequence[str] = (*POLICIES, *CONTROLLED)) -> ClusterSetup:
-    """Step times are odd, so that no step ends at the very moment of an arrival or of another
-    model's step: who is asked first at such a moment depends on how steps are taken."""
+    """Draws a cluster with odd step times.
+
+    No step then ends exactly at an arrival or at the end of another model's step. The order at such
+    a moment depends on how steps are taken.
+    """
     gpus = draw(st.integers(1, 3))
     kv = draw(st.sampled_from([1, 8]))
     models = [
@@ -86,8 +89,8 @@ def traces(draw: st.DrawFn, longest: int = 600) -> list[TraceRequest]:
 
 @st.composite
 def feasible(draw: st.DrawFn) -> ClusterSetup:
-    """GPUs that hold all models at once, with any request's KV. Without the policies that give a
-    model or a request a device of its own."""
+    """Draws GPUs that hold all models at once, with any request's KV. Policies that give a model or
+    a request a separate device are left out."""
     shared = [p for p in (*POLICIES, *CONTROLLED) if p not in ("dedicated", "serverlessllm")]
     setup = draw(setups(shared))
     models = tuple(dataclasses.replace(m, weight_bytes=8 * MIB) for m in setup.models)
@@ -144,8 +147,8 @@ def assert_memory_is_given_back(world: World) -> None:
         assert device.gpu.jobs == []
 
 
-def out_of_patience() -> ClusterSetup:
-    """One GPU for four models, two requests at a time: not all are served in time."""
+def overloaded() -> ClusterSetup:
+    """Makes one GPU for four models, two requests at a time: not all are served in time."""
     models = [
         model(i, name, weight_bytes=8 * MIB, kv_floor_bytes=0) for i, name in enumerate("abc")
     ]
@@ -172,8 +175,8 @@ IN_VAIN = [
 
 
 def test_requests_in_vain_end_with_the_patience() -> None:
-    """Not with the last event before that, which is a step's end or not."""
-    for setup in (out_of_patience(), step_by_step(out_of_patience())):
+    """Requests end at the end of the patience, not at the last event before it."""
+    for setup in (overloaded(), step_by_step(overloaded())):
         world, records = simulate(setup, IN_VAIN)
         horizon_s = world.work.end_s + setup.patience_s
         assert records.errors
@@ -182,8 +185,8 @@ def test_requests_in_vain_end_with_the_patience() -> None:
 
 
 def like_alone() -> ClusterSetup:
-    """Of four models on two GPUs, those that have a GPU to themselves take just their execution
-    time: the placement search finds several placements that do equally well."""
+    """Makes four models on two GPUs. A model with a GPU to itself takes just its execution time:
+    the placement search finds several equally good placements."""
     weights = {"a": 16, "b": 40, "c": 8, "d": 8}
     models = [
         model(i, name, weight_bytes=mib * MIB, kv_floor_bytes=0, parts=parts(odd_cost(i, 0.0)))
@@ -196,7 +199,7 @@ ALONE = [request(0.0, "c", 1, 1), request(0.8722, "b", 1, 169), request(0.8923, 
 
 
 @given(setups(), traces())
-@example(out_of_patience(), IN_VAIN)
+@example(overloaded(), IN_VAIN)
 @example(like_alone(), ALONE)
 @settings(max_examples=40, deadline=None)
 def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceRequest]) -> None:
@@ -231,7 +234,7 @@ def test_the_same_input_gives_the_same_bytes(
 def test_who_finds_nobody_waiting_starts_as_from_the_queue(
     setup: ClusterSetup, trace: list[TraceRequest]
 ) -> None:
-    """A world whose queues are recorded sends everybody through them."""
+    """Compares with a world that records its queues, in which all requests pass through them."""
     _, records = simulate(setup, trace)
     queued = World(setup, work(setup, known(setup, trace)), keep_queues=True).run()
     assert records.started_s.tobytes() == queued.started_s.tobytes()

@@ -126,7 +126,7 @@ def test_the_papers_controls_serve_all(policy: str) -> None:
 
 
 def _greedy(view: DeviceStepView, state: None) -> tuple[StepChoice, None]:
-    """Prefills whoever waits, whether there is memory or not; decodes when nobody does."""
+    """Prefills waiting requests, whether there is memory or not; decodes when none waits."""
     if any(engine.busy for engine in view.engines):
         return StepChoice(()), None
     for phase in (Phase.PREFILL, Phase.DECODE):
@@ -139,8 +139,8 @@ def _greedy(view: DeviceStepView, state: None) -> tuple[StepChoice, None]:
 
 
 def test_a_prefill_that_finds_no_memory_lets_others_run() -> None:
-    """What a control reckons in tokens, the ledger grants in whole quanta: a prefill that it names
-    may find none, and must not stop the decodes that bring memory back."""
+    """Controls count tokens, and the ledger grants whole quanta. A prefill that a control names may
+    therefore find no memory; it must not stop the decodes that free memory."""
     setup = cluster([model(0, "a"), model(1, "b")])
     control = StepControl(start=lambda view: None, choose=_greedy)
     policy = dataclasses.replace(

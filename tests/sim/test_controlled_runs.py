@@ -29,7 +29,7 @@ patience: 5s
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_adbs_past_what_the_gpus_can_do(tmp_path: Path, gpus: int) -> None:
-    """One GPU retracts a hundred requests; on two, everybody decodes side by side for long."""
+    """Retracts a hundred requests on one GPU; on two, all models decode side by side for long."""
     path = tmp_path / "crowd.yaml"
     path.write_text(CROWD % gpus)
     scenario = load(path)

@@ -35,7 +35,7 @@ class Recorder(LinearCost):
 
 
 def served(*requests: TraceRequest, kv_mib: int = 47, **engine: object) -> tuple[Records, Steps]:
-    """By one model on one device, with so much KV memory."""
+    """Serves requests by one model on one device, with `kv_mib` of KV memory."""
     cost = Recorder()
     part = DegreeSetup(cost, 4, 64 * 1024, KvShape(1, 2, 128, 2, 16))
     one = model(0, "a", parts={1: part}, weight_bytes=(64 - kv_mib) * MIB)
@@ -55,7 +55,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
 
 
 def test_a_prompt_that_is_half_done_is_pending_whole_as_agents_reckon() -> None:
-    """They hear of a prompt at its first token (`agent/state/request_table.py`, `loads`)."""
+    """Agents hear of a prompt at its first token (`agent/state/request_table.py`, `loads`)."""
     setup = cluster([model(0, "a")], engine=EngineSettings(prefill_chunk_tokens=512))
     sent = request(0.0, "a", 1300, 2), request(0.06, "a", 100, 2)
     world = World(setup, work(setup, sent), keep_queues=True)
@@ -83,10 +83,10 @@ def test_others_decode_beside_a_chunk_only_where_steps_are_mixed() -> None:
 
 
 def test_the_newest_gives_way_when_memory_ends_and_is_computed_again() -> None:
-    """2,048 tokens of KV: both start, and need 2,398 at their ends."""
+    """Starts both in 2,048 tokens of KV; at their ends they need 2,398."""
     trace = request(0.0, "a", 800, 400), request(0.1, "a", 800, 400)
     records, steps = served(*trace, kv_mib=2)
-    assert records.counts["retractions"] == 1  # it comes back only when it can go on for a while
+    assert records.counts["retractions"] == 1  # it is resumed only when it can run for a while
     assert records.end_s[0] < records.end_s[1]
     again = [chunks for chunks, _ in steps[4:]]
     recomputed = sum(sum(chunks) for chunks in again)
@@ -98,8 +98,8 @@ def test_the_newest_gives_way_when_memory_ends_and_is_computed_again() -> None:
 
 
 def test_who_gave_way_waits_until_it_can_go_on_for_a_while() -> None:
-    """What the short request leaves would hold its KV again, but not the tokens that are to come:
-    it would have to give way once more."""
+    """Waits although the short request's memory would hold its KV again: the tokens to come would
+    not fit, and it would be retracted again."""
     long = request(0.0, "a", 800, 400), request(0.1, "a", 800, 400)
     records, _ = served(*long, request(0.05, "a", 10, 200), kv_mib=2, headroom_tokens=400)
     assert records.counts["retractions"] == 1
@@ -107,7 +107,7 @@ def test_who_gave_way_waits_until_it_can_go_on_for_a_while() -> None:
 
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_a_pool_of_merged_blocks_makes_steps_longer_where_models_share_it(names: str) -> None:
-    """SeaLLM §6.4, by way of a whole simulation: nobody but "a" is asked, "b" only lives there."""
+    """Runs SeaLLM §6.4 in a whole simulation: only "a" gets requests, "b" is only resident."""
     policy = dataclasses.replace(
         registry.get("seallm"),
         search=lambda problem: Placement((Unit(("gpu:0",), tuple(map(Hosted, names))),)),

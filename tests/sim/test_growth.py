@@ -13,7 +13,7 @@ from tests.sim.clusters import cluster, model, request, work
 
 
 def simulated(size: int, policy: str = "prism", output: int = 100, seconds: float = 100.0) -> World:
-    """`size` GPUs with two models and 100 requests each."""
+    """Simulates `size` GPUs with two models and 100 requests each."""
     names = [f"m{i}" for i in range(2 * size)]
     setup = cluster([model(i, name) for i, name in enumerate(names)], size, policy=policy)
     many = [
@@ -36,7 +36,7 @@ def test_events_grow_with_requests(policy: str) -> None:
 
 
 def test_events_do_not_grow_with_tokens() -> None:
-    """At so low a rate that requests do not overlap."""
+    """Runs at so low a rate that requests do not overlap."""
     short, long = (simulated(2, "static", output, 1000.0).records.events for output in (50, 400))
     assert long <= 1.1 * short
 

@@ -47,7 +47,7 @@ def test_other_levels() -> None:
 
 
 def test_an_interval_by_hand() -> None:
-    """Mean 3, standard deviation sqrt(2.5), five values."""
+    """Uses five values with mean 3 and standard deviation sqrt(2.5)."""
     mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0
     assert half == pytest.approx(2.776445 * 2.5**0.5 / 5**0.5, abs=1e-5)

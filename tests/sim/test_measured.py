@@ -31,7 +31,7 @@ def test_a_request_reaches_its_queue_later() -> None:
 
 
 def test_a_dispatch_takes_its_slot_before_its_engine_starts_it() -> None:
-    """With one slot, the second request pays for both ways."""
+    """Has one slot: the second request pays for both transfers."""
 
     def firsts_s(submit_s: float) -> list[float]:
         setup = cluster([model(0, "a", submit_s=submit_s)])
@@ -55,7 +55,7 @@ def test_others_decode_while_a_dispatch_is_on_its_way() -> None:
 
 
 def in_turns(**activation: float) -> ClusterSetup:
-    """Two models on a device with one engine."""
+    """Makes two models on a device with one engine."""
     setup = cluster(
         [model(0, "a", activation_s=0.4), model(1, "b", activation_s=0.4)],
         activation=ActivationSettings(**activation),
@@ -101,7 +101,7 @@ def test_short_prefills_count_for_the_speed_as_live() -> None:
 
 
 def test_a_measured_speed_outlives_an_eviction() -> None:
-    """As in a live agent: a model that comes back is not taken for as fast as at first."""
+    """Agents keep it as well: a model that comes back does not start from the initial estimate."""
     setup = in_turns()
     models = tuple(dataclasses.replace(m, speed_tokens_per_s=500.0) for m in setup.models)
     setup = dataclasses.replace(setup, models=models)
@@ -115,8 +115,8 @@ def test_a_measured_speed_outlives_an_eviction() -> None:
 
 
 def test_a_model_to_make_room_is_looked_for_again_as_often_as_live() -> None:
-    """Not only at the next planning of moves, 30 s later: "a" may be evicted once it has been idle
-    for a while."""
+    """Evicts "a" once it has been idle for a while, and not only at the next planning, 30 s
+    later."""
     setup = dataclasses.replace(in_turns(), interval_s=30.0)
     world = World(setup, work(setup, [request(0.0, "b"), request(5.0, "a"), request(5.5, "b")]))
     world.run()

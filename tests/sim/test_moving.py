@@ -1,4 +1,4 @@
-"""Requests that run while their model moves: they end where they are, or go on at the target."""
+"""Requests that run while their model moves: they end where they are, or resume at the target."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def moved(
     peers: tuple[str, ...] = (),
     **changes: Any,
 ) -> Records:
-    """The model goes from gpu:0 at AT_S."""
+    """Moves the model from gpu:0 at AT_S."""
     built = setup(**changes)
     policy = None
     if controlled:
@@ -88,8 +88,7 @@ def test_they_go_on_at_the_target_without_computing_anything_again(controlled: b
 
 
 def test_between_nodes_what_runs_is_computed_again_where_that_takes_less_time() -> None:
-    """As if it had come to the target with a longer prompt; its prompt is the trace's all the
-    same."""
+    """Takes as long as a longer prompt at the target; the recorded prompt is still the trace's."""
     far = moved("gpu:2", (0.5, 500, 100))
     known = 500 + 45  # by AT_S
     fresh = moved("gpu:2", (0.5, 1, 1), (AT_S, known, 100 - 45), move_running=False)
@@ -99,7 +98,7 @@ def test_between_nodes_what_runs_is_computed_again_where_that_takes_less_time() 
 
 
 def test_between_nodes_kv_is_sent_where_that_takes_less_time() -> None:
-    """Two requests stand still while all of it is on its way, and nothing is computed again."""
+    """Pauses two requests while all KV is sent; nothing is computed again."""
     requests = [(0.5, 500, 100), (0.5, 500, 100)]
     still = moved("gpu:2", *requests, move_running=False)
     records = moved("gpu:2", *requests, network_bytes_s=FAST)
@@ -110,7 +109,7 @@ def test_between_nodes_kv_is_sent_where_that_takes_less_time() -> None:
 
 
 def test_kv_of_several_ranks_does_not_go_to_another_node() -> None:
-    """As in prism-serve, where only ranks fetch from ranks."""
+    """Ranks fetch only from ranks, as in prism-serve."""
     cost = Recorder()
     both = {degree: dataclasses.replace(part, cost=cost) for degree, part in parts().items()}
     requests = [(0.5, 500, 100)]
@@ -127,7 +126,7 @@ def test_kv_of_several_ranks_does_not_go_to_another_node() -> None:
 
 @pytest.mark.parametrize("controlled", [False, True])
 def test_all_that_it_holds_goes_whatever_state_it_is_in(controlled: bool) -> None:
-    """Decoding, in the middle of its prompt's chunks, and waiting in the queue."""
+    """Moves requests that decode, are between chunks of their prompt, or wait in the queue."""
     requests = [(0.5, 500, 100), (0.97, 4000, 5), (0.99, 100, 10), (1.02, 100, 10)]
     records = moved("gpu:1", *requests, controlled=controlled)
     assert not records.errors
@@ -139,7 +138,7 @@ def test_all_that_it_holds_goes_whatever_state_it_is_in(controlled: bool) -> Non
 def evicted(
     homes: Sequence[str], move_running: bool, requests: int = 1, network_bytes_s: float = SLOW
 ) -> Records:
-    """The copy on gpu:0 goes at AT_S, with its part of the requests; `homes`: of all copies."""
+    """Evicts the copy on gpu:0 at AT_S, with its part of the requests; `homes`: of all copies."""
 
     def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
         held = {m.device for m in view.models}
@@ -155,7 +154,7 @@ def evicted(
 
 
 def test_what_runs_in_an_evicted_copy_goes_on_at_another() -> None:
-    """SeaLLM §5: ongoing requests migrate, old engines stop."""
+    """Implements SeaLLM §5: ongoing requests migrate, old engines stop."""
     homes = ("gpu:0", "gpu:1")
     still, records = (evicted(homes, moves) for moves in (False, True))
     assert (still.device[0], records.device[0]) == (0, 1)
@@ -167,7 +166,7 @@ def test_what_runs_in_an_evicted_copy_goes_on_at_another() -> None:
 
 
 def test_what_runs_in_an_evicted_copy_is_divided_among_the_others() -> None:
-    """Nine requests: three in each copy, then those of gpu:0 are one more, and two more."""
+    """Divides nine requests: three in each copy, then those of gpu:0 are one more, and two more."""
     records = evicted(("gpu:0", "gpu:1", "gpu:2"), move_running=True, requests=9)
     assert not records.errors
     assert records.counts["moved"] == 3
@@ -180,7 +179,7 @@ def test_what_runs_in_an_evicted_copy_is_divided_among_the_others() -> None:
 def test_with_its_other_copies_on_another_node(
     network_bytes_s: float, at: list[tuple[int, int]]
 ) -> None:
-    """All KV that is sent goes to one of them; what is computed again is divided."""
+    """Sends all KV to one of them; divides what is computed again."""
     homes = ("gpu:0", "gpu:2", "gpu:3")
     records = evicted(homes, move_running=True, requests=9, network_bytes_s=network_bytes_s)
     assert not records.errors
@@ -189,7 +188,7 @@ def test_with_its_other_copies_on_another_node(
 
 
 def test_the_wait_of_a_copy_is_that_of_its_oldest_request() -> None:
-    """Which is not its first, where requests of another copy came after its own."""
+    """Differs from its first request's if requests of another copy joined later."""
     built = setup()
     device = World(built, work(built, [request(0.0, "a")])).devices[0]
     resident = Resident(built.models[0], [device], 0.0, 0.0)
@@ -207,7 +206,7 @@ def test_without_another_copy_it_waits_for_one_and_is_computed_again() -> None:
 
 
 def test_who_finds_no_memory_at_the_target_is_computed_again_there() -> None:
-    """A neighbour at the target leaves 2 MiB; five requests have some 3 MiB by then."""
+    """Leaves 2 MiB at the target next to a neighbour; five requests have some 3 MiB by then."""
     cost = Recorder()
     built = setup(parts={1: dataclasses.replace(parts()[1], cost=cost)})
     big = model(1, "b", weight_bytes=30 * MIB, kv_floor_bytes=16 * MIB, pinned_device="gpu:1")
@@ -234,8 +233,8 @@ def test_the_yaml_says_whether_they_move(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_another_copy_has_a_deadline_from_then_on() -> None:
-    """As in the live queue: the next token is due within the TPOT SLO. With its first deadline it
-    would stand behind all that can be on time."""
+    """Sets the next token's deadline within the TPOT SLO, as the live queue does. With its first
+    deadline the request would queue after all that can be on time."""
     built = cluster([model(0, "a", activation_s=0.5, slo_tpot_s=0.2)], 1, warm=True)
     trace = work(built, [request(0.5, "a", 500, 100), request(1.01, "a", 100, 5)])
     world = World(built, trace)

@@ -1,4 +1,4 @@
-"""GPU types, models and step costs from files of a user, beside the YAML that names them."""
+"""GPU types, models and step costs from a user's files, next to the YAML that names them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "own_hardware"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the example, where the working directory is not."""
+    """Copies the example to a folder that is not the working directory."""
     copy = tmp_path / "own"
     shutil.copytree(EXAMPLE, copy)
     return copy

@@ -122,7 +122,7 @@ def test_without_hashes_or_without_the_option_nothing_changes(
 
 
 def test_a_step_never_hands_out_idle_prefixes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine's idle blocks would give back is its neighbour's too, but only once."""
+    """Shares the memory of an engine's idle blocks with its neighbour, but grants it only once."""
     admit, homeless = SimEngine.admit, []
 
     def noting(engine: SimEngine, requests: Iterable[SimRequest]) -> None:
@@ -162,7 +162,7 @@ def test_only_what_is_not_cached_is_computed() -> None:
 
 
 def test_blocks_give_way_to_requests_the_oldest_first() -> None:
-    """One engine with room for about 4,000 tokens."""
+    """Runs one engine with room for about 4,000 tokens."""
     setup = reusing(cluster([model(0, "a", weight_bytes=60 << 20, kv_floor_bytes=0)]))
     trace = [prompt(float(n), [10 * n, 10 * n + 1, 10 * n + 2]) for n in range(1, 5)]
     trace += [prompt(5.0, [40, 41, 42]), prompt(6.0, [10, 11, 12])]
@@ -174,7 +174,7 @@ def test_blocks_give_way_to_requests_the_oldest_first() -> None:
 
 
 def test_a_neighbour_gets_the_memory_of_idle_prefixes() -> None:
-    """Of 8 MiB beside the weights `a` keeps 6, and `b` needs 3."""
+    """Gives `a` 6 of the 8 MiB that are not weights, then `b` needs 3."""
     setup = reusing(
         cluster([model(0, "a", weight_bytes=28 << 20), model(1, "b", weight_bytes=28 << 20)])
     )
@@ -188,7 +188,7 @@ def test_a_neighbour_gets_the_memory_of_idle_prefixes() -> None:
 
 
 def test_an_activation_gets_the_memory_of_idle_prefixes() -> None:
-    """`b` comes back in the place of `c`, which is smaller: some of what `a` keeps makes way."""
+    """Replaces `c` with `b`, which is larger: some of `a`'s blocks are evicted."""
     sizes = {"a": 28, "b": 30, "c": 20}
     models = [model(i, name, weight_bytes=sizes[name] << 20) for i, name in enumerate(sizes)]
     big = {"parts": parts(kv=8), "token_bytes": 8192, "never_evict": True}
@@ -230,7 +230,7 @@ def test_hash_ids_come_through_files(tmp_path: Path) -> None:
 
 
 def test_a_real_conversation_reuses_what_its_ids_allow() -> None:
-    """With room for everything: what an unbounded set of prefixes would have."""
+    """Matches an unbounded set of prefixes, since there is room for everything."""
     path = traces_folder() / "mooncake_conversation_trace.jsonl.gz"
     if not path.is_file():
         pytest.skip(f"no {path}; set PRISM_TRACES")
@@ -247,8 +247,7 @@ def test_a_real_conversation_reuses_what_its_ids_allow() -> None:
 
 
 def test_conversations_stay_with_the_copy_that_has_their_beginning() -> None:
-    """Two that come at the same moments, now one first and now the other; the first to come finds
-    both copies idle."""
+    """Sends two at the same moments, in changing order; the first one finds both copies idle."""
     setup = cluster([model(0, "a", replicas_min=2, replicas_max=2)], 2)
     which = [0, 1, 1, 0] * 5
     trace = [prompt(100.0 + n // 2, [begins, 5], output=40) for n, begins in enumerate(which)]

@@ -16,7 +16,7 @@ HOUR_S = 3600.0
 
 
 def shared(count: int, activation_s: float, **settings: float) -> ClusterSetup:
-    """`count` models on a GPU of 64 MiB, 16 MiB each and their KV."""
+    """Makes `count` models on a GPU of 64 MiB, 16 MiB each and their KV."""
     models = [model(n, f"m{n}", activation_s=activation_s) for n in range(count)]
     slow = ActivationSettings(layout_s=0.0)
     chosen = dataclasses.replace(Settings(), **settings)  # type: ignore[arg-type]
@@ -24,14 +24,14 @@ def shared(count: int, activation_s: float, **settings: float) -> ClusterSetup:
 
 
 def run(setup: ClusterSetup, gap_s: float, until_s: float) -> Records:
-    """Each model in turn, with so much time between two requests."""
+    """Sends requests to each model in turn, `gap_s` apart."""
     names = [m.name for m in setup.models]
     trace = [request(n * gap_s, names[n % len(names)]) for n in range(int(until_s / gap_s))]
     return World(setup, work(setup, trace)).run()
 
 
 def test_activations_per_hour_are_bounded_at_the_published_threshold() -> None:
-    """A model comes up again only after it was idle for 45 s, or for a model that asks."""
+    """Activates a model again only after it was idle for 45 s, or for a model that has requests."""
     setup = shared(3, 0.7, short_fraction=0.5)
     records = run(setup, 50.0 / 3, HOUR_S)
     evicted = Counter(d.model for d in records.decisions if d.kind == "evict")
@@ -43,8 +43,8 @@ def test_activations_per_hour_are_bounded_at_the_published_threshold() -> None:
 
 
 def test_models_that_take_turns_are_there_for_as_long_as_they_come() -> None:
-    """Four models on a GPU that holds three, each asked for again at once: none is evicted before
-    it has been up for as long as it took to load."""
+    """Runs four models on a GPU that holds three, each with a new request at once: none is evicted
+    before it has been up for as long as its load took."""
     records = run(shared(4, 3.0), 1.0, 300.0)
     load_s = 3.0
     up_s: dict[str, float] = {}

@@ -20,7 +20,7 @@ def row(at_ms: float, priority: int, tokens: int = 2) -> dict[str, Any]:
 
 
 def test_those_of_higher_priority_start_first() -> None:
-    """They come while a long one runs, the highest last."""
+    """Sends them while a long request runs, the highest priority last."""
     trace = [row(0, 0, tokens=2000), row(100, -5), row(200, -1), row(300, 0), row(400, 5)]
     found = simulate(SETUP, trace=trace)
     starts = found.requests.sort("started_s")["index"].to_list()

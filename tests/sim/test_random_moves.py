@@ -1,4 +1,4 @@
-"""As `test_conservation`, with copies that move and leave at any moment, whatever policies say."""
+"""Conservation as in `test_conservation`, with copies that move and leave at any moment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def orders(draw: st.DrawFn) -> list[Order]:
 
 @st.composite
 def movable(draw: st.DrawFn) -> ClusterSetup:
-    """Three devices; links are slow, so that hand-overs take a while."""
+    """Draws a cluster of three devices with slow links, so that hand-overs take a while."""
     setup = draw(setups(("prism", "serverlessllm", "muxserve++", *CONTROLLED)))
     links = ActivationSettings(
         layout_s=draw(st.sampled_from([0.0, 0.0713])),
@@ -80,7 +80,7 @@ def moved(
 
 
 def apply(world: World, model_: int, target: int, leaves: bool, along: bool) -> None:
-    """Nothing where no copy could do that."""
+    """Applies an order at random; does nothing if no copy could do that."""
     model = world.models[model_ % len(world.models)]
     active = [r for r in model.residents if r.stage is Stage.ACTIVE and r.replaced_by is None]
     if not active:
@@ -119,7 +119,7 @@ def test_runs_and_single_steps_agree(
 
 
 def two_gpus() -> ClusterSetup:
-    """For three models, where a request takes much of the memory."""
+    """Makes two GPUs for three models, where a request takes much of the memory."""
     models = [
         model(
             index,
@@ -148,8 +148,8 @@ SENT_ON = [
 
 
 def test_a_run_ends_when_an_order_sends_requests_to_its_device() -> None:
-    """The only copy of "b" goes while its request runs. The request waits for the next copy, whose
-    device is asked then, and not first when a step, or a run of them, is over."""
+    """Evicts the only copy of "b" while its request runs. The request waits for the next copy. That
+    copy's device is asked at once, not after the current step or run of steps."""
     evicted = (0.425, 1, 0, True, True)
     runs, steps = (moved(two_gpus(), SENT_ON, [evicted], n)[1] for n in (UNBOUNDED_STEPS, 1))
     assert runs.counts["moved"] == 1
@@ -157,7 +157,7 @@ def test_a_run_ends_when_an_order_sends_requests_to_its_device() -> None:
 
 
 def test_these_orders_do_move_requests() -> None:
-    """Else the two above say nothing."""
+    """Shows that the two tests above are not vacuous."""
     seen = {"moved": 0, "migrated": 0, "evicted": 0}
 
     @given(movable(), traces(), orders())

@@ -37,7 +37,7 @@ class Searches:
 
 
 def busy(seconds: float, slo_e2e_s: float = 3.0) -> tuple[ClusterSetup, Workload]:
-    """Both models together ask for more than one GPU serves in order."""
+    """Makes two models that together need more than one GPU can serve in time."""
     setup = cluster(MODELS, 2, policy="seallm", replacement_interval_s=20.0)
     many = [request(0.25 * i, "ab"[i % 2], 200, 40) for i in range(int(seconds / 0.25))]
     found = work(setup, many)
@@ -59,7 +59,7 @@ def test_a_better_placement_is_moved_to() -> None:
 
 
 def test_a_placement_that_does_worse_is_not_moved_to() -> None:
-    """The first search finds the better one here, later ones the worse."""
+    """Finds the better placement in the first search and the worse one later."""
 
     class Worsens(Searches):
         def __call__(self, problem: Problem) -> Placement:
@@ -88,7 +88,7 @@ def test_each_search_sees_the_rates_of_its_interval() -> None:
 
 
 def test_the_interval_grows_while_estimates_hold_and_shrinks_when_they_do_not() -> None:
-    """Equation 8 by way of the whole simulation: the fixed score of the search is the estimate."""
+    """Applies equation 8 in a whole simulation: the fixed score of the search is the estimate."""
     setup, trace = busy(100.0, slo_e2e_s=1e9)
     for score, expected in ((1.0, 22.0), (0.5, 18.0)):
         target = dataclasses.replace(TOGETHER, score=score)
@@ -117,7 +117,7 @@ def test_attainment_counts_what_is_known() -> None:
 
 
 def test_an_alarm_for_the_next_search_does_not_lengthen_the_run() -> None:
-    """Else GPUs look the less busy, the longer the interval."""
+    """Keeps the GPUs' busy fraction independent of the interval."""
     setup, trace = busy(60.0)
     setup = dataclasses.replace(setup, replacement_interval_s=500.0)
     world = World(setup, trace, Searches().policy())

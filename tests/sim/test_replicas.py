@@ -27,7 +27,7 @@ def hot(most: int, gpus: int = 4) -> ClusterSetup:
 
 
 def run(setup: ClusterSetup, rate: float, busy_s: float, until_s: float) -> Records:
-    """`rate` for `busy_s`, then a request every few seconds."""
+    """Sends `rate` requests a second for `busy_s`, then one every few seconds."""
     chance = random.Random(1)
     time_s, trace = 0.0, []
     while time_s < until_s:
@@ -45,7 +45,7 @@ def most_copies(records: Records) -> int:
 
 
 def late(records: Records, since_s: float) -> float:
-    """The part of the requests from then on whose first token is late."""
+    """Returns the fraction of the requests since `since_s` whose first token is late."""
     waits = [
         records.first_s[i] - arrival_s > records.work.slo_ttft_s[i]
         for i, arrival_s in enumerate(records.work.arrival_s)
@@ -94,7 +94,7 @@ def test_a_model_that_one_device_serves_gets_no_copy() -> None:
 def test_copies_that_come_and_go_at_any_time_lose_nothing(
     arrivals: list[tuple[float, str]], orders: list[tuple[float, str, int, bool]]
 ) -> None:
-    """Whatever copies come and leave, even the last: each request ends once, with its tokens."""
+    """Ends each request once, with its tokens, even if the last copy leaves."""
     both = [model(i, name, replicas_max=3, activation_s=0.5) for i, name in enumerate("ab")]
     setup = cluster(both, 3)
     trace = [request(t, name, output=30) for t, name in arrivals]

@@ -1,4 +1,4 @@
-"""What placement searches are told of the models' rates."""
+"""Rates of the models, as placement searches get them."""
 
 from __future__ import annotations
 

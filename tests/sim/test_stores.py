@@ -36,7 +36,7 @@ def setup(models: str = "ab", **changes: object) -> ClusterSetup:
 
 
 def up(built: ClusterSetup, *orders: tuple[float, Action]) -> tuple[Records, list[float]]:
-    """How long each activation takes, when nothing but `orders` happens."""
+    """Returns how long each activation takes, when nothing but `orders` happens."""
     policy = dataclasses.replace(registry.get("prism"), plan=lambda *_: (), is_balanced=None)
     trace = [request(200.0, m.name) for m in built.models]
     world = World(built, work(built, trace), policy)
@@ -128,7 +128,7 @@ def test_a_model_larger_than_the_memory_is_never_kept() -> None:
 
 
 def test_weights_come_while_others_leave(tmp_path: Path) -> None:
-    """The live scheduler's hint: the wait for memory and the disk's time overlap."""
+    """Overlaps the wait for memory with the disk's time, by the live scheduler's hint."""
     built = setup("abcde")
     plan = [(1.0, activate(name, 0)) for name in "abc"]  # three fit, with the KV that each has
     _, taken = up(

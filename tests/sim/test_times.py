@@ -1,5 +1,5 @@
-"""How long copies take to come up and to move (Prism §5.2, §7.4), alone and in a whole simulation,
-and the times of the timeline."""
+"""Times of activations and moves (Prism §5.2, §7.4), alone and in a whole simulation, and the times
+of the timeline."""
 
 from __future__ import annotations
 

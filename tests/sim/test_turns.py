@@ -59,7 +59,7 @@ def setups(draw: st.DrawFn) -> ClusterSetup:
 def test_no_request_is_lost_and_memory_is_kept_to(
     setup: ClusterSetup, trace: list[TraceRequest]
 ) -> None:
-    """The ledger asserts at every change that nothing is overfilled."""
+    """Relies on the ledger, which asserts at every change that no device is overfilled."""
     world, records = simulate(setup, trace)
     assert not records.errors
     assert records.output_tokens.tolist() == list(world.work.output_tokens)
@@ -74,8 +74,11 @@ def test_runs_and_single_steps_agree(setup: ClusterSetup, trace: list[TraceReque
 
 
 def by_hand(trace: Sequence[TraceRequest], gpus: int = 2) -> tuple[World, list[float]]:
-    """Prefill 0.1 ms a token, decode steps of 10 ms, switches of 0.13 s; KV of 100 tokens takes
-    0.6 ms to or from the host. Of two devices one prefills, of four two."""
+    """Runs with times for a calculation by hand.
+
+    Prefill takes 0.1 ms a token, a decode step 10 ms, a switch 0.13 s. KV of 100 tokens takes 0.6
+    ms to or from the host. Of two devices one prefills, of four two.
+    """
     cost = LinearCost(context_s=0.0)
     models = [model(i, name, parts=parts(cost)) for i, name in enumerate(NAMES)]
     setup = cluster(models, gpus, policy="aegaeon", activation=ACTIVATION)
@@ -85,8 +88,8 @@ def by_hand(trace: Sequence[TraceRequest], gpus: int = 2) -> tuple[World, list[f
 
 
 def test_a_lone_request_waits_for_its_weights_on_both_devices() -> None:
-    """First token: switch 0.13 + prompt 0.01. Then its KV to the host and back, and 19 steps after
-    the other device's switch."""
+    """Gets its first token after switch 0.13 + prompt 0.01. Then its KV goes to the host and back,
+    and 19 steps follow the other device's switch."""
     copy_s = 100 * 1024 / (160 * MIB)
     world, (first_s, end_s) = by_hand([request(0.0, "a")])
     assert first_s == pytest.approx(0.14)
@@ -95,7 +98,7 @@ def test_a_lone_request_waits_for_its_weights_on_both_devices() -> None:
 
 
 def test_a_request_joins_its_models_turn_after_a_step() -> None:
-    """The second one's prompt needs no switch, and its KV comes while the first one decodes."""
+    """Needs no switch for the second prompt, whose KV arrives while the first request decodes."""
     copy_s = 100 * 1024 / (160 * MIB)
     _, (_, second_s, _, end_s) = by_hand([request(0.0, "a", 100, 200), request(1.003, "a")])
     assert second_s == pytest.approx(1.013)
@@ -106,7 +109,8 @@ def test_a_request_joins_its_models_turn_after_a_step() -> None:
 
 
 def test_a_prompt_goes_where_what_runs_ends_first() -> None:
-    """Nothing waits when b comes, but a prompt runs until 1.13 s and a switch until 0.63 s."""
+    """Has no requests waiting when b arrives, but a prompt runs until 1.13 s and a switch until
+    0.63 s."""
     alone_s = 0.5 + 0.13 + 0.01
     _, (_, busy_s, *_) = by_hand([request(0.0, "a", 10_000), request(0.5, "b")], 4)
     assert busy_s == pytest.approx(alone_s)
@@ -120,7 +124,7 @@ def test_a_prompt_goes_where_what_runs_ends_first() -> None:
 @given(traces())
 @settings(max_examples=40, deadline=None)
 def test_the_load_of_a_device_is_the_time_until_all_is_done(trace: list[TraceRequest]) -> None:
-    """Where nothing is fetched ahead: no two models fit beside each other."""
+    """Fetches nothing ahead: no two models fit on a device."""
     models = [model(i, name, weight_bytes=40 * MIB) for i, name in enumerate(NAMES)]
     setup = cluster(models, 2, policy="aegaeon", activation=ACTIVATION)
     world = World(setup, work(setup, trace))
@@ -139,7 +143,7 @@ def test_the_load_of_a_device_is_the_time_until_all_is_done(trace: list[TraceReq
 
 
 def test_a_long_prompt_that_joins_late_takes_the_memory_of_what_was_fetched_ahead() -> None:
-    """16 MiB of a's weights, 16 MiB of b's and 40 MiB of KV are more than 64 MiB."""
+    """Needs more than 64 MiB: 16 MiB of a's weights, 16 MiB of b's and 40 MiB of KV."""
     trace = [request(0.0, "a", 1000), request(0.05, "b"), request(0.15, "a", 40_000)]
     world, (_, b_s, long_s, *_) = by_hand(trace)
     assert not world.records.errors
@@ -148,9 +152,11 @@ def test_a_long_prompt_that_joins_late_takes_the_memory_of_what_was_fetched_ahea
 
 
 def test_two_models_take_turns_of_the_papers_length() -> None:
-    """Each batch is 10 times as fast as its SLO asks and a switch takes 0.13 s, so that turns are
-    0.26 / (10 x (0.5 - 0.2)) = 87 ms: 8 steps. The next model's weights come during them, in 0.1 s.
-    The first turn is the longest, since the other model comes later."""
+    """Decodes each batch 10 times as fast as its SLO, with switches of 0.13 s.
+
+    Turns are 0.26 / (10 x (0.5 - 0.2)) = 87 ms: 8 steps. The next model's weights are loaded during
+    them, in 0.1 s. The first turn is the longest, since the other model arrives later.
+    """
     world, _ = by_hand([request(0.0, "a", 100, 900), request(0.0, "b", 100, 900)])
     turns = [d for d in world.records.decisions if d.kind == "active"]
     assert [d.model for d in turns[:6]] == ["a", "b", "a", "b", "a", "b"]
@@ -186,7 +192,7 @@ def test_clusters_that_it_does_not_know_are_named() -> None:
 
 
 def test_a_run_from_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve models on four GPUs, of which each holds at most four at a time."""
+    """Runs twelve models on four GPUs, each of which holds at most four at a time."""
     config = tmp_path / "pool.yaml"
     config.write_text(CONFIG.replace("POLICY", "aegaeon"))
     assert call(monkeypatch, "run", str(config), "--out", str(tmp_path / "out")) == 0
