@@ -48,7 +48,7 @@ uint64_t cuda_page_bytes() {
   return bytes;
 }
 
-// A driver takes memory of its own at the first memset: it is none of a Vmm's.
+// The driver allocates its own memory at the first memset, which no Vmm counts.
 bool fill_once(Vmm& vmm) {
   const uint64_t page = vmm.page_bytes();
   const uint64_t address = value_of(vmm.reserve(page));

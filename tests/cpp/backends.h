@@ -34,12 +34,12 @@ uint64_t slack_bytes(const Backend& backend);
 // Returns whether the Vmm holds `bytes`, up to `slack_bytes`. Prints what it holds otherwise.
 bool holds(const Backend& backend, const Vmm& vmm, uint64_t bytes);
 
-// The library behind "cuda:0" (see cuda_driver.h), or null. backends() makes its primary context
-// current in the main thread, nothing_leaked() drops it.
+// The library that implements "cuda:0" (cuda_driver.h), or null. backends() makes its primary
+// context current in the main thread, nothing_leaked() drops it.
 void* cuda_library();
-// Whether that is the test library, with its control functions, and takes pages of kPage bytes.
+// Returns whether it is the test library, with its control functions and pages of kPage bytes.
 bool can_steer_cuda();
-// Prints and answers false if there is something that was not given back.
+// Returns false, and prints the leaks, if anything was not released.
 bool nothing_leaked();
 
 // Where this process reads memory at that address of a host device or of the test libcuda's

@@ -7,7 +7,7 @@
 #include "steps.h"
 
 #ifdef KVCACHED_STEPS
-// Nobody dies, but in the program that brings a step of its own.
+// Does nothing, except in a program that defines its own step().
 __attribute__((weak)) void kvcached::step(const char*) {}
 #endif
 

@@ -1,4 +1,4 @@
-// A ledger of its own for a test, and clients of it.
+// A separate ledger for a test, and clients of it.
 #pragma once
 
 #include <unistd.h>

@@ -18,7 +18,7 @@ inline LedgerSegment* map_directly(const std::string& path) {
   return static_cast<LedgerSegment*>(memory);
 }
 
-// Takes the lock of the ledger at `path` as an opening of this process does, for good.
+// Takes the lock of the ledger at `path` permanently, as an opening of this process does.
 inline LedgerSegment* hold_lock(const std::string& path) {
   LedgerSegment* segment = map_directly(path);
   const Opening opening =

@@ -272,7 +272,7 @@ void a_request_makes_a_descriptor_readable() {
     CHECK(value_of(f.ledger->ask({&part, 1}, view.asks, in_a_while()))[0]);
   };
   ask_it();
-  const int fd = value_of(client->fileno());  // asked before anybody looked
+  const int fd = value_of(client->fileno());  // the request came before this call
   CHECK(value_of(client->fileno()) == fd);
   for (int round = 0; round < 50; ++round) {
     CHECK(is_readable(fd, 30'000));

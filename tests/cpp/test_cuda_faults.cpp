@@ -1,5 +1,5 @@
-// vmm_cuda on a driver that fails: at any call, nothing changes and nothing is lost. Runs on the
-// test libcuda, whose used bytes and leaks are the judge.
+// vmm_cuda on a failing driver: a call that fails changes nothing and loses nothing. Runs on the
+// test libcuda and checks its used bytes and leaks.
 #include "backends.h"
 #include "check.h"
 #include "control.h"
@@ -233,7 +233,7 @@ void a_failed_scrub_keeps_the_pages() {
   CHECK(calls > 0);
 }
 
-// Neither descriptors nor handles stay behind; test_cuda_leaks() looks at the end.
+// Neither descriptors nor handles are left, which test_cuda_leaks() checks at the end.
 void a_failed_export_or_window_leaves_nothing() {
   Fixture f;
   const auto pages = value_of(f.vmm->create(3));

@@ -197,7 +197,7 @@ void a_close_that_fails_at_once_changes_nothing() {
   CHECK_OK(f.cache->free(ids));
   CHECK(f.cache->quarantined_bytes() == 4 * kPage);
   stream.complete();
-  f.vmm->fail_at(2);  // the first unmap, behind the fence
+  f.vmm->fail_at(2);  // the first unmap, after the fence
   CHECK_CODE(f.cache->close(), Code::system_call);
   CHECK_OK(f.cache->check());
   CHECK(f.cache->free_mapped_blocks() == 7 && f.charged() == 8 * kPage);

@@ -139,7 +139,7 @@ void a_death_inside_the_mutex_is_repaired() {
   CHECK(usage.clients.size() == 1);
 }
 
-// And nobody for longer than a look may take, whatever the segment says.
+// A scan delays grants no longer than a scan may take, whatever the segment says.
 void nothing_is_granted_while_somebody_looks() {
   Fixture f;
   const Member member(f.ledger);

@@ -1,4 +1,4 @@
-// Somebody is stopped while he holds the ledger's mutex.
+// A process is stopped while it holds the ledger's mutex.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -91,7 +91,7 @@ void a_lock_that_came_free_after_the_wait_names_nobody() {
   CHECK(status.message.find("it is free now: try again") != std::string::npos);
 }
 
-// Each giver is answered at once, and the next one who has the mutex counts what they gave.
+// Each call that gives memory back returns at once. The next holder of the mutex counts it.
 void memory_is_given_back_to_a_lock_that_is_held_for_long() {
   Fixture f;
   const Member member(f.ledger);
@@ -118,7 +118,7 @@ void memory_is_given_back_to_a_lock_that_is_held_for_long() {
   CHECK_CODE(f.ledger->release(member.slot, kPage), Code::internal);
 }
 
-// Whatever else it owes is no other client's, which may have its record by then.
+// The rest of its charge is not that of another client, which may have its record by then.
 void a_client_leaves_a_lock_that_is_held_for_long() {
   Fixture f;
   const int lock_fd = value_of(f.ledger->open_lock_fd());

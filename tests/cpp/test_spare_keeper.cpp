@@ -109,7 +109,7 @@ void what_others_may_need_is_not_taken() {
   CHECK(slack(4, client).fill_bytes == 56 * kPage);  // all but a sixteenth
   CHECK(slack(60, client).fill_bytes == 0 && !slack(60, client).scarce);
   CHECK(!slack(62, client).scarce && slack(63, client).scarce);  // a thirty-second
-  client.min_bytes = 6 * kPage;                                  // 2 of them cannot be anybody's
+  client.min_bytes = 6 * kPage;                                  // 2 of them are its own
   CHECK(slack(64, client).fill_bytes == 2 * kPage && !slack(64, client).scarce);
   client.limit_bytes = 5 * kPage;
   CHECK(slack(10, client).fill_bytes == kPage);
@@ -202,7 +202,7 @@ void a_ledger_that_is_locked_for_long_is_looked_at_again() {
   lock_timeout_ns = timeout_ns;
 }
 
-// Nobody needs the pages yet, and everybody who does would wait for the thread's locks meanwhile.
+// No request needs the pages yet, and one that does would wait for the thread's locks.
 void nobody_waits_ahead_of_need() {
   auto ledger = value_of(Ledger::open({fresh_ledger_path(), kCapacity, kPage}));
   auto vmm = std::make_shared<FaultVmm>(value_of(make_vmm(device_under_test, kPage)));
@@ -263,7 +263,7 @@ void a_client_that_is_dropped_under_work_has_no_thread() {
   CHECK_OK(ledger->destroy(true));
 }
 
-// An engine on either cache, a neighbour who presses, and somebody who moves every setting.
+// An engine on either cache, a neighbour that needs memory, and a thread that changes settings.
 void threads_agree() {
   Fixture f;
   auto sibling = value_of(KvCache::create(f.client, kGeometry));

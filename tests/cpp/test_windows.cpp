@@ -10,7 +10,7 @@ namespace kvcached::testing {
 
 namespace {
 
-// An owner of three pages that hold 1, 2 and 3, and somebody else with room for as many.
+// An owner of three pages that hold 1, 2 and 3, and another Vmm with room for as many.
 struct Pair {
   explicit Pair(const Backend& b) : owner(b.make()), other(b.make()), page(owner->page_bytes()) {
     CHECK_OK(owner->map_accessible(there, pages));
@@ -46,7 +46,7 @@ void a_window_shows_pages_in_the_order_given(const Backend& b) {
     CHECK_CODE(window->copy(beyond), Code::invalid_argument);
     CHECK(b.read_at(p.here) == 3);
   }
-  // Nothing changed for the owner, who sees no mapping of anybody else.
+  // Nothing changed for the owner, which sees no mapping of the other Vmm.
   CHECK(b.read_at(p.there) == 1 && b.read_at(p.there + 2 * p.page) == 3);
   CHECK_OK(p.owner->unmap(p.there, 3 * p.page));
   CHECK_OK(p.owner->release(p.pages));

@@ -1,4 +1,4 @@
-// A client with a ledger of its own for tests of weights, and files to load.
+// A client on a separate ledger for tests of weights, and files to load.
 #pragma once
 
 #include <unistd.h>

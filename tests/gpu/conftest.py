@@ -1,4 +1,4 @@
-"""Tests on a real GPU. Where there is none they are skipped, and say why."""
+"""Tests on a real GPU. Without one they are skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def why_no_gpu() -> str:
     """Returns "" if the real driver shows a GPU to a fresh process like this one."""
     if os.environ.get("KVCACHED_LIBCUDA"):
         return "KVCACHED_LIBCUDA names another library than the driver's own"
-    # In a process of its own: this one may have loaded the test libcuda, which has the same name.
+    # In a separate process: this one may have loaded the test libcuda, which has the same name.
     done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

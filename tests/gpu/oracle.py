@@ -1,4 +1,4 @@
-"""The driver through NVIDIA's bindings (`pip install cuda-bindings`)."""
+"""Driver through NVIDIA's bindings (`pip install cuda-bindings`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DEVICE = 0
 
 
 class Oracle:
-    """Looks at device 0 in its primary context."""
+    """Reader of device 0 in its primary context."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -18,7 +18,7 @@ class Oracle:
         self.call(driver.cuCtxPushCurrent(self.context))
 
     def call(self, outcome: tuple[Any, ...]) -> Any:
-        """The values of a call that must succeed."""
+        """Returns the values of a call that must succeed."""
         result, *values = outcome
         assert result == self.driver.CUresult.CUDA_SUCCESS, result
         return values[0] if len(values) == 1 else values
@@ -43,17 +43,17 @@ class Oracle:
         return result == self.driver.CUresult.CUDA_SUCCESS and flags == int(granted)
 
     def access(self, address: int) -> int:
-        """0 nothing mapped or no access, 1 reading, 3 reading and writing."""
+        """Returns 0 if nothing is accessible, 1 for reading, 3 for reading and writing."""
         result, flags = self.driver.cuMemGetAccess(self.location(), address)
         return int(flags) if result == self.driver.CUresult.CUDA_SUCCESS else 0
 
     def stream(self) -> int:
-        """A new stream's handle; it lives as long as the context."""
+        """Returns the handle of a new stream, which lives as long as the context."""
         flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         return int(self.call(self.driver.cuStreamCreate(int(flags))))
 
     def fill_behind(self, stream: int, address: int, value: int, size_bytes: int) -> None:
-        """Work on a stream, submitted and not waited for."""
+        """Submits a fill to a stream without waiting for it."""
         self.call(self.driver.cuMemsetD8Async(address, value, size_bytes, stream))
 
     def synchronise(self, stream: int) -> None:

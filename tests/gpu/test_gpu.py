@@ -33,7 +33,7 @@ def device(namespace: str) -> Iterator[Device]:
 
 @pytest.fixture
 def client(device: Device) -> Iterator[Client]:
-    """Without kvcached's own thread, which holds pages ready: these tests count them."""
+    """Yields a client without kvcached's thread, since pages that it holds ready would count."""
     with device.client("gpu-test", background=False) as opened:
         yield opened
 

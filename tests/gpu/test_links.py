@@ -1,6 +1,6 @@
 """Weights over the host links of all GPUs of the machine, read back through the driver.
 
-With one GPU its own link is tested alone. `-s` shows what each link brought.
+With one GPU only its own link is tested. `-s` shows the bytes of each link.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_all_links_fill_one_gpu(namespace: str, tmp_path: Path) -> None:
 
 
 def _helps(links: WeightLinks, client: Client) -> bool:
-    """GPUs without a link between them (another socket, no NVLink and no peer access) do not."""
+    """Returns False for GPUs without a link (another socket, no NVLink and no peer access)."""
     try:
         links.add(client)
     except BackendUnavailableError as error:

@@ -1,6 +1,6 @@
-"""NVIDIA's own Python bindings look at what kvcached mapped.
+"""Mappings of kvcached, read back through NVIDIA's Python bindings.
 
-They know the driver's structures from its headers; kvcached declares them itself.
+The bindings know the driver's structures from its headers; kvcached declares them itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcached import Device
 from .oracle import Oracle
 
 PAGE = 2 << 20
-DRIVERS_OWN = 2 * PAGE  # what its page tables may take in between
+DRIVERS_OWN = 2 * PAGE  # for page tables that it may allocate in between
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -28,7 +28,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture
 def mapped(oracle: Oracle) -> Iterator[Any]:
-    """The address of a tensor of 8 pages, of which pages 2 to 4 are mapped."""
+    """Yields a tensor of 8 pages, of which pages 2 to 4 are mapped."""
     namespace = f"oracle{uuid4().hex[:8]}"
     device = Device.open("cuda:0", capacity_bytes=64 * PAGE, page_bytes=PAGE, namespace=namespace)
     with device.client("seen") as client:

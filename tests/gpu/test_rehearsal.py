@@ -1,6 +1,6 @@
 """Rehearsal of the GPU tests without a GPU, on the test libcuda under the name libcuda.so.1.
 
-It shows that the tests themselves work. Those of torch use the double of its CUDA front.
+The rehearsal checks the tests themselves. Those of torch use the double of its CUDA front.
 NVIDIA's bindings check that kvcached's declarations and the test library mean the same structures.
 """
 

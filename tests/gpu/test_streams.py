@@ -1,4 +1,4 @@
-"""Quarantine, guarded holes and scrubbing on a real GPU, looked at by NVIDIA's own bindings."""
+"""Quarantine, guarded holes and scrubbing on a real GPU, read back through NVIDIA's bindings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_guarded_holes_read_as_zeros(oracle: Oracle, client: Client) -> None:
     address = tensor.view([1], "uint8").address
     oracle.fill(address, 9, 3 * PAGE)
     tensor.unmap(PAGE, PAGE)
-    # 3 on a driver that knows no read-only mapping: see docs/gpu-results.md.
+    # 3 on a driver without read-only mappings: see docs/gpu-results.md.
     assert oracle.access(address + PAGE) in (1, 3)
     assert (oracle.read(address + PAGE), oracle.read(address + 2 * PAGE)) == (0, 9)
     assert oracle.access(address + 3 * PAGE) == 0
@@ -87,7 +87,7 @@ def test_scrubbed_pages_are_zero(oracle: Oracle, client: Client) -> None:
     client.scrub_pages()
     kv = client.alloc_kvcache(LAYOUT, 1 << 14, reserved_blocks=0)
     kv.set_spare_pages(64, 64)
-    for is_used in (False, True):  # a fresh page holds anything
+    for is_used in (False, True):  # a fresh page may hold anything
         ids = kv.alloc_kv(kv.num_blocks // 2)
         assert ids is not None
         assert not is_used or oracle.read(kv.k_buffer(0).address) == 0

@@ -148,7 +148,7 @@ def test_memory_that_does_not_come_back_is_told(
 
 @pytest.mark.parametrize(("names", "free_mib"), [(True, 0), (False, 4)])
 def test_a_driver_tells_of_a_death_by_name_or_by_free_memory(names: bool, free_mib: int) -> None:
-    """A driver may name no processes in a container."""
+    """Falls back to free memory, since a driver may name no processes in a container."""
     usages = [SimpleNamespace(clients=[client(7, 12 * MIB)]), SimpleNamespace(clients=[])]
     there = SimpleNamespace(pid=7, used_bytes=9 * MIB)
     before = SimpleNamespace(processes=[there] if names else [], free_bytes=MIB)
@@ -248,7 +248,7 @@ def test_a_model_that_is_not_served_fails_the_start(
 def test_a_cluster_that_hangs_says_where(
     life: cluster.Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines do so too, although they run in separate sessions."""
+    """Engines write their stacks too, although they run in separate sessions."""
     inner = "import time\ndef an_activation(): time.sleep(60)\nan_activation()"
     program = (
         "import subprocess, sys\n"
@@ -352,7 +352,7 @@ for name in sys.argv[2].split(","):
 
 
 def test_a_bare_machine_has_all_that_the_step_imports() -> None:
-    """Packages are those of the image and the carried ones."""
+    """Considers the packages of the image and the carried ones."""
     files = (ROOT / "tests/packaging/gpu-image.txt", ROOT / "requirements/gpu-box.txt")
     pins = [line for file in files for line in file.read_text().splitlines() if "==" in line]
     allowed = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}

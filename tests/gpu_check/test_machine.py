@@ -132,7 +132,7 @@ def test_the_kernel_that_writes_kv_is_compiled_with_the_imports(
 
 
 def test_gpu_check_ends_with_a_line_for_each_step_without_a_gpu(tmp_path: Path) -> None:
-    """Steps that need no driver run, and every other line says that it is missing."""
+    """Steps that need no driver run. The line of any other step reports the missing driver."""
     steps = "facts,probe,graphs"
     options = ["--steps", steps, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     done = subprocess.run(

@@ -28,7 +28,7 @@ START_S = 30.0  # imports of SGLang, an engine and a model
 def test_a_step_is_left_out_unless_its_engine_has_time_to_start(
     *, carried: bool, quick: bool
 ) -> None:
-    """Time that the step keeps for later checks comes in addition."""
+    """Adds the time that the step keeps for later checks."""
     steps = {step.name: step for step in plan.steps(carried=carried, quick=quick)}
     short = {
         name: step.needs_s
@@ -54,7 +54,7 @@ def test_every_step_of_a_quick_run_has_a_limit_there_and_is_in_the_full_one(
 def test_what_needs_kvcached_alone_runs_while_sglang_is_unpacked() -> None:
     names = [step.name for step in plan.steps(carried=True, quick=True)]
     assert names[:5] == ["facts", "probe", "graphs", "fork", "unpack"]
-    assert names[-1] == "faults"  # which may take the GPU down
+    assert names[-1] == "faults"  # may take the GPU down
 
 
 def test_an_installed_package_of_the_same_name_hides_no_script(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_the_budget_cuts_a_step_and_skips_those_after_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: signal.Signals) -> None:
-    """No process is left: not the step, not that of the background, not the driver's client."""
+    """Leaves no process: neither steps, in the background or not, nor the driver's client."""
     arguments = command(tmp_path, "good,behind,hangs", 60, 600)
     with subprocess.Popen(**arguments, stdout=subprocess.DEVNULL) as running:
         report = tmp_path / "gpu-check.json"
@@ -274,7 +274,7 @@ def test_a_step_in_the_background_runs_beside_the_others(tmp_path: Path) -> None
 
 
 def test_a_background_step_outlives_the_end_of_another(tmp_path: Path) -> None:
-    """The runner ends every process that a step leaves, and no other."""
+    """Ends every process that a step leaves, and no other."""
     found = results_of(tmp_path, "children,good,behind_slow")
     assert found["behind_slow"]["status"] == "passed", found["behind_slow"]["reason"]
 

@@ -190,7 +190,7 @@ def served_by(
 def test_an_engine_that_fails_is_tried_without_compiling(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rounds: list[dict[str, Any]]
 ) -> None:
-    """Later steps run without torch.compile too."""
+    """Runs later steps without torch.compile too."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     file, text = str(tmp_path / "engine.json"), json.dumps({"rounds": rounds})
 
@@ -272,7 +272,7 @@ def test_a_killed_checks_store_goes_with_the_run(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs_says_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Processes that it started do so too, and all have ended."""
+    """Processes of the engine write their stacks too, and all have ended."""
     inner = "import time\ndef the_child_hangs(): time.sleep(1000)\nthe_child_hangs()"
     outer = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {inner!r}])"
     outer += (

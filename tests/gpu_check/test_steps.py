@@ -1,5 +1,5 @@
-"""Each step of scripts/gpu-check on doubles of the driver and of torch's CUDA front, and what it
-says where something is wrong."""
+"""Each step of scripts/gpu-check on doubles of the driver and of torch's CUDA front, and its
+reports of faults."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def carried() -> Path:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("visit", ["first", "second"])
 def test_a_visit_is_rehearsed(visit: str, carried: Path, tmp_path: Path) -> None:
-    """Carried wheels are unpacked and used. The results are few and small files."""
+    """Unpacks and uses carried wheels. The results are few and small files."""
     out = tmp_path / "out"
     done = subprocess.run(
         [ROOT / "scripts/gpu-day", visit, "--out", out, "--", "--doubles"],

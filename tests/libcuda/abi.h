@@ -1,5 +1,5 @@
-// The driver's types and numbers as its documentation gives them, written down a second time: the
-// library under test has declarations of its own, and a slip in one of the two shows as a refusal.
+// The driver's types and numbers as its documentation gives them. The library under test has its
+// own declarations, so that a mistake in one of the two shows as a refusal.
 #pragma once
 
 #include <cstddef>

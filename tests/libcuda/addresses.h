@@ -1,4 +1,4 @@
-// The virtual addresses of devices, and where kernels reach the memory behind them.
+// The virtual addresses of devices, and where kernels access the memory mapped there.
 //
 // One range of host addresses, never accessible to the CPU, stands for all devices' addresses. A
 // second one at a constant distance shows the same memory to the library's copies and to tests'
@@ -20,16 +20,16 @@ class DeviceAddresses {
   uint64_t distance() const { return distance_; }
   void* view(uint64_t address) const { return reinterpret_cast<void*>(address + distance_); }
 
-  // 0 if there is no room. Addresses are not used again before all others were.
+  // Returns 0 if there is not enough room. An address is reused only after all others were used.
   uint64_t reserve(uint64_t bytes, uint64_t alignment);
   void free(uint64_t address);
   bool is_reserved(uint64_t address, uint64_t bytes) const;
-  // Of the reservation that starts there; 0 if none does.
+  // Returns the bytes of the reservation that starts there; 0 if none does.
   uint64_t reserved_bytes(uint64_t address) const;
   size_t reservations() const { return reserved_.size(); }
 
-  // Each false if the OS refuses. Memory of a file, without access; fd -1: memory of its own, which
-  // the CPU may use.
+  // These return false if the OS refuses. show() maps a file without access, or for fd -1 anonymous
+  // memory, which the CPU may use.
   bool show(uint64_t address, uint64_t bytes, int fd, uint64_t offset);
   bool protect(uint64_t address, uint64_t bytes, bool writable);
   bool hide(uint64_t address, uint64_t bytes);

@@ -18,7 +18,7 @@ class CallLog {
   uint64_t count_of_thread(const char* function) const;
   void reset();
   void fail_at(uint64_t call, uint64_t times, int error);
-  // After `calls` more, all calls in contexts of the device fail for good.
+  // After `calls` more, all calls in contexts of the device fail permanently.
   void lose(int device, uint64_t calls) { until_lost_[device] = calls; }
 
  private:

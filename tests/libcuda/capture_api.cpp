@@ -70,7 +70,7 @@ EXPORT int cuStreamIsCapturing(void* stream, int* status) {
   });
 }
 
-// Without the graph and the dependencies, which nobody here asks for.
+// Does not return the graph and the dependencies, which no test needs.
 EXPORT int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph,
                                      const void** dependencies, size_t* count) {
   return served_in_context([=](Simulator& cuda) {

@@ -1,8 +1,8 @@
-// What tests ask of the library beside CUDA's own functions; found with dlsym or ctypes.
+// Functions for tests, in addition to CUDA's own; found with dlsym or ctypes.
 //
-// Counted are the calls that reserve, create, map, set access, unmap, release and free: those that
-// cost time and can fail at run time; those of streams, events and copies as well. Failing one of
-// them changes nothing in the simulator.
+// The counted calls cost time and can fail at run time: reserve, create, map, set access, unmap,
+// release, free, and those of streams, events and copies. Failing one of them changes nothing in
+// the simulator.
 #pragma once
 
 #include <cstdint>

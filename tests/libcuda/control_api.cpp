@@ -1,4 +1,4 @@
-// What tests ask of the library beside CUDA's own functions: control.h.
+// Functions for tests, in addition to CUDA's own: control.h.
 #include <unistd.h>
 
 #include <cstdio>

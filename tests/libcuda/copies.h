@@ -1,4 +1,4 @@
-// Memory that copies go between beside mapped pages: pinned host memory, plain device memory, and
+// Memory of copies in addition to mapped pages: pinned host memory and plain device memory. Also
 // which device may read which other. Called with the library's lock held.
 #pragma once
 

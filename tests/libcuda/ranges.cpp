@@ -1,4 +1,4 @@
-// Who may touch which range, and memory without mappings (cuMemAlloc).
+// Access to ranges, and memory without mappings (cuMemAlloc).
 #include <cstring>
 #include <utility>
 

@@ -29,7 +29,7 @@ struct Settings {
   uint64_t context_bytes = 0;  // CONTEXT_BYTES, per process and device; GPUs: 500 MB
   uint64_t graph_bytes = 0;    // GRAPH_BYTES: of the driver's, per instantiated graph
   uint64_t table_bytes = 0;    // TABLE_BYTES: of the driver's, for each 16 MiB with a mapping
-  bool progress = false;       // PROGRESS=1: work goes on while one asks for its end
+  bool progress = false;       // PROGRESS=1: work proceeds while a call waits for its end
   uint64_t teardown_ms = 0;    // TEARDOWN_MS: a dead process's memory is kept so long
   std::string book;            // BOOK: the file of all processes' memory (book.h)
 };

@@ -10,7 +10,7 @@ namespace test_libcuda {
 
 namespace {
 
-constexpr uint64_t kLabels = uint64_t{1} << 59;  // in a device's file, behind all memory
+constexpr uint64_t kLabels = uint64_t{1} << 59;  // in a device's file, after all memory
 
 // What an exported allocation is, at kLabels + its offset.
 struct Label {
@@ -43,7 +43,7 @@ Error Simulator::export_file(int* fd, uint64_t handle) {
   const int device_fd = devices_[static_cast<size_t>(allocation.device)].fd;
   const Label label = {.bytes = allocation.bytes, .gpu = gpu, .name = allocation.shared_name};
   const std::string path = "/proc/self/fd/" + std::to_string(device_fd);
-  *fd = open(path.c_str(), O_RDWR | O_CLOEXEC);  // with a position of its own
+  *fd = open(path.c_str(), O_RDWR | O_CLOEXEC);  // with a separate position
   const auto offset = static_cast<off_t>(allocation.offset);
   const auto label_at = static_cast<off_t>(kLabels + allocation.offset);
   if (*fd < 0 || lseek(*fd, offset, SEEK_SET) != offset ||

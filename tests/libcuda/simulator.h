@@ -102,10 +102,10 @@ class Simulator {
   Error free_address(uint64_t address, uint64_t bytes);
   Error create(uint64_t* handle, uint64_t bytes, const MemAllocationProp& prop);
   Error release(uint64_t handle);
-  // A file stands for the allocation's memory: its position says where in the device's file that
-  // is, and a label behind all memory what it is. As on CUDA an import keeps the memory's bytes
-  // taken on the device. Stricter than CUDA, its content is gone with its owner's last use, so that
-  // whoever reads too late reads zeros.
+  // A file stands for the allocation's memory. Its position is the memory's offset in the device's
+  // file, and a label after all memory describes it. As on CUDA an import keeps the memory's bytes
+  // taken on the device. Stricter than CUDA, the content is gone with its owner's last use, so that
+  // late reads return zeros.
   Error export_file(int* fd, uint64_t handle);
   Error import_file(uint64_t* handle, int fd);
   Error map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle);

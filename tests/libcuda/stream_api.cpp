@@ -59,7 +59,7 @@ EXPORT int cuStreamDestroy_v2(void* stream) {
   });
 }
 
-// Whoever waits sees the work done.
+// The work is done when this returns.
 EXPORT int cuStreamSynchronize(void* stream) {
   return test_libcuda::counted("cuStreamSynchronize", [=](Simulator& cuda) {
     const Error error = check_waitable(cuda, "cuStreamSynchronize", stream);

@@ -1,6 +1,6 @@
 // Streams that do nothing until a test says so. Work is a range of addresses that a kernel may
-// touch, from its launch until it is completed; whoever takes the memory away meanwhile broke the
-// rule that a real driver does not check.
+// touch, from its launch until it is completed. Taking the memory away meanwhile breaks a rule
+// that a real driver does not check.
 #pragma once
 
 #include <cstddef>

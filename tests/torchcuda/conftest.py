@@ -1,4 +1,4 @@
-"""Processes that have the double: rules of it run in forked ones, each in its own."""
+"""Processes that have the double. Each of its rules runs in a separate forked one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @cache
 def outcomes_of(module: str) -> Outcomes:
-    """What the rules of a module ended with, by name."""
+    """Returns the outcome of each rule of a module by name."""
     script = f"from tests.torchcuda.forked import main; main({module!r})"
     command = [sys.executable, "-c", script]
     done = subprocess.run(

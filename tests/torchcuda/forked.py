@@ -1,4 +1,4 @@
-"""Runs functions in processes of their own, forked from this one, which has only imported torch."""
+"""Runs functions in separate processes, forked from this one, which has only imported torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _be_child(function: Rule) -> None:
     try:
         function()
         status = 0
-    except BaseException:  # noqa: BLE001 (it is printed, and the status tells)
+    except BaseException:  # noqa: BLE001 (it is printed, and the status shows it)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -52,6 +52,5 @@ def _be_child(function: Rule) -> None:
 
 
 def main(module: str) -> None:
-    """Prints a JSON object: what each rule ended with (its exit status, or minus a signal) and
-    said."""
+    """Prints a JSON object: each rule's exit status (or minus a signal) and output."""
     print(json.dumps(run_all(module)))

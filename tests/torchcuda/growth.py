@@ -1,5 +1,6 @@
-"""KV that grows past what was free when the model came, in an engine under MPS, whose kernels may
-read any token of the pool: prints JSON lines, as life.py does.
+"""Grows KV past the free memory at activation, and prints JSON lines as life.py does.
+
+The engine runs under MPS, where kernels may read any token of the pool.
 
 python -m tests.torchcuda.growth RUN_DIR
 """
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from tests.sglang.models import LLAMA
 from tests.torchcuda.life import DEVICE, MIB, Life, config_of
 
-FREE_BYTES = 192 * MIB  # while somebody else has the rest
+FREE_BYTES = 192 * MIB  # while another process has the rest
 HOLD = """
 import sys, torch
 held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda:0")
@@ -49,14 +50,14 @@ def main(run_dir: str) -> None:
 
 
 def stray(life: Life) -> None:
-    """Reads the pool's last token, which nobody was given yet, as a wrong block table would."""
+    """Reads the pool's last token, which no request has yet, as a wrong block table would."""
     allocator = life.core._active.scheduler.token_to_kv_pool_allocator
     keys = allocator.get_kvcache().k_buffer[0]
     life.say("strayed", value=keys[allocator.size].abs().max().item())
 
 
 def grow(life: Life) -> None:
-    """Takes KV for more than was free, by SGLang's own allocator, and writes the last token."""
+    """Allocates more KV than was free with SGLang's allocator, and writes the last token."""
     active = life.core._active
     allocator = active.scheduler.token_to_kv_pool_allocator
     wanted = 2 * FREE_BYTES // active.order.model.token_bytes

@@ -1,4 +1,4 @@
-"""A model's life on cuda:0 of the double, in a process with its environment: prints JSON lines.
+"""Life of a model on cuda:0 of the double, in a process with its environment: prints JSON lines.
 
 python -m tests.torchcuda.life RUN_DIR [ATTENTION] [GRAPHS]
 """
@@ -51,7 +51,7 @@ def config_of(run_dir: Path, attention: str, graphs: str) -> ClusterConfig:
 
 
 class Life:
-    """One engine in this process, and what the driver and the ledger say of it."""
+    """One engine in this process, with the counts of the driver and of the ledger."""
 
     def __init__(self, config: ClusterConfig) -> None:
         import torch
@@ -64,7 +64,7 @@ class Life:
             namespace=config.namespace,
         )
         adapter.preload(DEVICE)
-        gc.freeze()  # as the fork server does: each model's end looks for garbage
+        gc.freeze()  # as the fork server does: each model's end collects garbage
         self.say("preloaded", initialised=torch.cuda.is_initialized())
         self.core: Any = adapter.create(EngineContext("e0", DEVICE, config))
         self.say("opened", **self.memory())
@@ -73,7 +73,7 @@ class Life:
         print(json.dumps({"stage": stage} | facts), flush=True)
 
     def memory(self) -> dict[str, Any]:
-        """Once kvcached's thread has mapped and unmapped what it wants to."""
+        """Returns the counts once kvcached's thread has stopped mapping and unmapping."""
         found = self._memory()
         for _ in range(100):
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Rules of devices, operators, streams and graphs; each runs in a process of its own."""
+"""Rules of devices, operators, streams and graphs; each runs in a separate process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FORKED = "Cannot re-initialize CUDA in forked subprocess"
 
 
 def driver_count() -> int:
-    """cuDeviceGetCount's answer: 3 as long as nobody called cuInit."""
+    """Returns cuDeviceGetCount's result, which is 3 before cuInit."""
     return int(libcuda().cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
 
 
 def in_child(call: object) -> int:
-    """The exit status of a forked child that makes the call."""
+    """Returns the exit status of a forked child that makes the call."""
     assert callable(call)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Rules of memory on the double; each runs in a process of its own (see forked.py)."""
+"""Rules of memory on the double; each runs in a separate process (see forked.py)."""
 
 from __future__ import annotations
 
@@ -217,8 +217,7 @@ def a_hole_of_kv_space_cannot_be_touched() -> None:
 
 @rule
 def unmapping_under_a_kernel_is_seen() -> None:
-    """kvcached waits for the streams that it was told of; a stream that it was not told of shows
-    as a violation."""
+    """Waits for the streams that kvcached knows. One that it does not know shows as a violation."""
     for told in (True, False):
         device, client, kv = opened_kv()
         stream = torch.cuda.Stream()

@@ -1,5 +1,5 @@
-"""The fork server of a GPU: it imports SGLang without initialising CUDA, and its forked engines
-have the GPU, or two of them."""
+"""Fork server of a GPU: it imports SGLang without initialising CUDA, and its forked engines use
+one GPU or two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.sglang
 
 PEER = "cuda:1"
 GPU_BYTES = 3072 * MIB
-# Others' memory on the second GPU: it has 20 % less that is free.
+# Memory of another process on the second GPU, which has 20 % less that is free.
 HOLD = """
 import sys, torch
 held = torch.empty(600 << 20, dtype=torch.uint8, device="cuda:1")
@@ -56,7 +56,7 @@ def env() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def gpu(env: dict[str, str]) -> Iterator[DeviceUnderTest]:
-    """A fork server on a node of two GPUs."""
+    """Yields a fork server on a node of two GPUs."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), "torch_native", "off")
         [first] = config.devices
@@ -100,7 +100,7 @@ def test_a_forked_engine_serves_on_the_gpu(gpu: DeviceUnderTest) -> None:
     assert gpu.memory.usage().committed_bytes == 0
     assert driver_bytes(gpu) <= idle_bytes + 2 * MIB
     gpu.end("e0")
-    until(lambda: driver_bytes(gpu) == 0)  # a process's memory goes after its end
+    until(lambda: driver_bytes(gpu) == 0)  # a process's memory is freed after its end
 
 
 def test_a_killed_engines_memory_returns(gpu: DeviceUnderTest) -> None:
@@ -114,7 +114,7 @@ def test_a_killed_engines_memory_returns(gpu: DeviceUnderTest) -> None:
 
 
 def test_two_unequal_gpus_serve_one_model(gpu: DeviceUnderTest, env: dict[str, str]) -> None:
-    """SGLang by itself refuses GPUs whose free memory differs by a tenth."""
+    """Serves although SGLang itself refuses GPUs with a tenth of difference in free memory."""
     with somebody_on_the_peer(env):
         gpu.fork("e2", peers=(PEER,))
         serve(gpu, "e2")

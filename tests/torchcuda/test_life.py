@@ -1,5 +1,6 @@
-"""A model's whole life on a GPU: SGLang's own CUDA path on the double, from build to the next
-model, with the driver's books beside the ledger's after every step."""
+"""Life of a model on a GPU: SGLang's own CUDA path on the double, from build to the next model.
+
+The driver's counts are compared with the ledger's after every step."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from tests.torchcuda.life import STATIC_BYTES
 
 pytestmark = pytest.mark.sglang
 
-SLACK_BYTES = 2 * MIB  # what SGLang keeps in torch's memory between two models
+SLACK_BYTES = 2 * MIB  # kept by SGLang in torch's memory between two models
 CONTEXT_BYTES = 64 * MIB
 
 Step = dict[str, Any]
 
 
 def live(run_dir: Path, *arguments: str, module: str = "life") -> list[Step]:
-    """What tests/torchcuda/life.py or another module tells, step by step."""
+    """Returns the steps that tests/torchcuda/life.py or another module prints."""
     env = cuda_environment(bytes=3072 * MIB, context_bytes=CONTEXT_BYTES)
     done = subprocess.run(
         [sys.executable, "-m", f"tests.torchcuda.{module}", str(run_dir), *arguments],
@@ -71,8 +72,8 @@ def test_the_second_time_weights_come_from_the_store(steps: list[Step]) -> None:
 
 
 def test_the_drivers_books_are_the_ledgers(steps: list[Step]) -> None:
-    """Everything that the driver counts is somebody's: pages of KV and weights, torch's segments,
-    and the context. The ledger has at least that much leased."""
+    """Attributes all that the driver counts to pages of KV and weights, torch's segments,
+    and the context. The ledger leases at least that much."""
     for step in [*of_stage(steps, "activated"), *of_stage(steps, "served")]:
         weights = step["static"] - STATIC_BYTES
         parts = step["committed"] + weights + step["torch"] + CONTEXT_BYTES
@@ -81,7 +82,7 @@ def test_the_drivers_books_are_the_ledgers(steps: list[Step]) -> None:
 
 
 def test_pages_stay_ready_while_an_engine_is_idle(steps: list[Step]) -> None:
-    """The next request would wait for the driver in its first step."""
+    """Spares the first step of the next request a wait for the driver."""
     assert {step["unmaps"] for step in of_stage(steps, "served")} == {0}
 
 
@@ -90,7 +91,7 @@ def test_a_deactivated_model_leaves_nothing(steps: list[Step]) -> None:
     for step in of_stage(steps, "deactivated"):
         assert step["committed"] == 0
         assert step["driver"] <= opened["driver"] + SLACK_BYTES, step
-        assert step["driver"] == step["static"], step  # the context's lease follows what is held
+        assert step["driver"] == step["static"], step  # the context's lease follows its memory
     first, *_, last = of_stage(steps, "deactivated")
     assert first["driver"] == last["driver"], "it grows with every model"
 
@@ -100,8 +101,8 @@ def test_no_page_was_taken_from_a_running_kernel(steps: list[Step]) -> None:
 
 
 def test_kv_grows_past_what_was_free_at_activation(tmp_path: Path) -> None:
-    """Somebody else had nearly all of the GPU while the model came: SGLang would cap its KV for
-    ever at what was free then."""
+    """Grows after another process had nearly all of the GPU at activation. SGLang alone would cap
+    its KV permanently at the memory that was free then."""
     steps = live(tmp_path, module="growth")
     crowded, grown, written = (of_stage(steps, name)[0] for name in ("crowded", "grown", "written"))
     assert grown["pool"] == grown["planned"]
@@ -113,7 +114,7 @@ def test_kv_grows_past_what_was_free_at_activation(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_decode_graphs_and_triton_attention_leave_nothing_either(tmp_path: Path) -> None:
-    """Graphs are captured late, in idle steps, and go with their model."""
+    """Graphs are captured late, in idle steps, and are freed with their model."""
     steps = live(tmp_path, "triton", "lazy")
     assert all(all(step["equal"]) for step in of_stage(steps, "served") if "equal" in step)
     opened = of_stage(steps, "opened")[0]

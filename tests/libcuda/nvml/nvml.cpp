@@ -1,5 +1,5 @@
 // A libnvidia-ml.so.1 for the GPUs of the test libcuda, over the same settings and the same book of
-// their memory. It is a library of its own: it neither needs nor initialises libcuda, and
+// their memory. It is a separate library: it neither needs nor initialises libcuda, and
 // CUDA_VISIBLE_DEVICES changes nothing here.
 #include "nvml.h"
 

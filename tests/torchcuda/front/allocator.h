@@ -34,7 +34,7 @@ uint64_t allocate(int device, size_t bytes);
 void release(uint64_t address);
 // The block is not given again before the stream is done with what it was asked until its release.
 void record_use(uint64_t address, uint64_t stream);
-// Whether it lies in one of the allocator's segments.
+// Returns whether the address is in one of the allocator's segments.
 bool is_allocated(uint64_t address);
 
 void empty_cache();

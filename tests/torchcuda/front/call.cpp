@@ -37,7 +37,7 @@ const std::set<std::string> kWaiting = {"aten::_local_scalar_dense",
                                         "aten::allclose",
                                         "aten::nonzero_static"};
 
-// TensorIterator and these take indices that lie on the CPU.
+// TensorIterator and these take indices that are on the CPU.
 const std::set<std::string> kHostIndices = {"aten::index", "aten::_index_put_impl_",
                                             "aten::index_put_", "aten::index_put",
                                             "aten::_unsafe_index"};
@@ -227,8 +227,8 @@ class Call {
     graph.nodes.push_back(std::move(node));
   }
 
-  // An out tensor of no elements takes the size that the kernel gives it: it is run for that, on
-  // memory of its own.
+  // An out tensor of no elements takes the size that the kernel gives it: the kernel is run for
+  // that on separate memory.
   bool is_empty_written() {
     return std::ranges::any_of(aliases_.made(),
                                [](const Alias& entry) { return entry.original.numel() == 0; });

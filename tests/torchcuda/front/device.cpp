@@ -340,7 +340,7 @@ int torchcuda_device_count() {
   return torchcuda::driver().cuDeviceGetCount(&count) == 0 ? count : 0;
 }
 void torchcuda_lazy_init() { at::globalContext().lazyInitDevice(at::kCUDA); }
-// Work that is pending until somebody waits for the current stream.
+// Work that is pending until a call waits for the current stream.
 void torchcuda_sleep() {
   const int device = torchcuda::current_device();
   static auto* scratch = new std::map<int, uint64_t>;

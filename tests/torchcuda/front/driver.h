@@ -101,8 +101,8 @@ void synchronize_device(int device);
 
 // A kernel on the device's current stream is about to run: earlier copies of that stream are made.
 void start_kernel(int device);
-// It may touch the range from now on, until the stream is synchronised; of somebody else's memory,
-// which may have holes, what is mapped.
+// The kernel may touch the range until the stream is synchronised. With `holes`, the memory is
+// that of another library, and the kernel touches only what is mapped.
 void launch(int device, uint64_t address, uint64_t bytes, bool holes);
 
 }  // namespace torchcuda

@@ -13,7 +13,7 @@ namespace torchcuda {
 // Runs any operator of the dispatcher on CUDA tensors.
 void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// The CPU generator behind one of a CUDA device.
+// The CPU generator for that of a CUDA device.
 at::Generator numbers_of(const at::Generator& generator);
 bool is_pinned_memory(const void* data);
 

@@ -125,12 +125,12 @@ def _unsupported(what: str) -> Any:
 
 
 def host_view(tensor: Any) -> Any:
-    """A CPU tensor over what kernels see of a CUDA tensor."""
+    """Returns a CPU tensor over the memory of a CUDA tensor, as kernels see it."""
     return flat_view(tensor).as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def flat_view(tensor: Any) -> Any:
-    """The items of the tensor's storage from its first one on, as kernels see them."""
+    """Returns the items of the tensor's storage from its first one on, as kernels see them."""
     import torch
 
     size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
@@ -171,7 +171,7 @@ def _range(tensor: Any) -> tuple[int, int, int]:
 
 
 def _init() -> None:
-    """What torch does once at the first call that needs CUDA."""
+    """Initialises CUDA at the first call that needs it."""
     import torch
 
     if library.torchcuda_device_count() <= 0:
@@ -215,7 +215,7 @@ def _set_stream(*, stream_id: int, device_index: int, device_type: int) -> None:
 
 
 class DeviceProperties(NamedTuple):
-    """An H100-like GPU: what torch, SGLang and Triton look at."""
+    """Properties of an H100-like GPU that torch, SGLang and Triton read."""
 
     name: str
     major: int

@@ -1,4 +1,4 @@
-"""The front's library (tests/torchcuda/front) and what all of the Python parts call in it."""
+"""The front's library (tests/torchcuda/front), and its functions that all Python parts call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checked(function: Any, *arguments: Any) -> None:
 
 
 def kernel_distance() -> int:
-    """What is added to a device address to get what kernels see."""
+    """Returns the distance from a device address to the address that kernels use."""
     return int(library.torchcuda_kernel_distance())
 
 

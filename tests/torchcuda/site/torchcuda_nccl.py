@@ -27,7 +27,7 @@ def install() -> None:
 
 
 class Options:
-    """ProcessGroupNCCL.Options: kept, not looked at."""
+    """ProcessGroupNCCL.Options, stored and not used."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -35,7 +35,7 @@ class Options:
 
 
 class Done:
-    """A collective that is over: kernels of this front are run at once."""
+    """Finished collective: kernels of this front run at once."""
 
     def wait(self, *_timeout: Any) -> bool:
         return True
@@ -64,7 +64,7 @@ def _flat(tensors: Any) -> list[Any]:
 
 
 def _collective(name: str, tensor_arguments: int) -> Any:
-    """The gloo collective of that name; its first arguments are tensors, in lists or not."""
+    """Returns the gloo collective `name`. Its first arguments are tensors or lists of tensors."""
 
     def run(self: Any, *arguments: Any, **named: Any) -> Done:
         import torchcuda_front
@@ -140,7 +140,7 @@ def _process_group(c10d: Any) -> type[Any]:
             self._name = name
 
         def _set_group_desc(self, description: str) -> None:
-            """Only looked at in logs."""
+            """Ignores the description, which only logs use."""
 
         def getBackendName(self) -> str:
             return "nccl"
@@ -154,17 +154,17 @@ def _process_group(c10d: Any) -> type[Any]:
             return self
 
         def _set_sequence_number_for_group(self) -> None:
-            """Only looked at when ranks are compared."""
+            """Ignores the call: the number matters only where ranks are compared."""
 
         def barrier(self, *_arguments: Any, **_named: Any) -> Done:
             self._gloo.barrier().wait()
             return Done()
 
         def abort(self) -> None:
-            """Nothing is under way."""
+            """Does nothing: no collective is pending."""
 
         def shutdown(self, *_arguments: Any) -> None:
-            """gloo ends with its object."""
+            """Stops the heartbeat. gloo ends with its object."""
             if self._heartbeat is not None:
                 self._heartbeat.stop()
 

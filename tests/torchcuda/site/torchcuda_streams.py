@@ -78,7 +78,7 @@ _captured: list[Any] = []
 
 
 def keep(callback: Any) -> None:
-    """For as long as the graph that is being captured."""
+    """Keeps the callback for as long as the graph that is being captured."""
     _captured.append(callback)
 
 
@@ -126,7 +126,7 @@ class GraphBase:
             raise _C.AcceleratorError(f"CUDA error: {library.torchcuda_error(error).decode()}")
 
     def instantiate(self) -> None:
-        """Done at the end of the capture."""
+        """Does nothing: the end of the capture instantiates."""
 
     def replay(self) -> None:
         if self._graph is None:
@@ -149,7 +149,7 @@ class GraphBase:
         self.reset()
 
     def enable_debug_mode(self) -> None:
-        """Nothing to keep."""
+        """Does nothing: the graph has no debug data."""
 
     def debug_dump(self, debug_path: str) -> None:
-        """Nothing to show."""
+        """Does nothing: the graph has no debug data."""

@@ -29,7 +29,7 @@ class _Known(int):
 
 
 class _Grid:
-    """Where the program is that runs now."""
+    """Position of the running program in its grid."""
 
     program: tuple[int, ...] = (0, 0, 0)
     sizes: tuple[int, ...] = (1, 1, 1)
@@ -44,11 +44,11 @@ float8e4nv, float8e5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class dtype:
-    """Only for annotations."""
+    """Type for annotations."""
 
 
 class tensor:
-    """Only for annotations."""
+    """Type for annotations."""
 
 
 class Block(torch.Tensor):
@@ -65,7 +65,7 @@ class Block(torch.Tensor):
 
 
 def _not_in_place(name: str) -> Any:
-    """In Triton `h ^= k` names another block `h`."""
+    """Returns the operator that makes a new block, as `h ^= k` does in Triton."""
     return getattr(torch.Tensor, name)
 
 
@@ -106,14 +106,14 @@ class Pointer:
 
 
 class pointer_type:
-    """What integers and pointers are cast to."""
+    """Type that integers and pointers are cast to."""
 
     def __init__(self, items: Any, *_options: Any) -> None:
         self.element_ty = items
 
 
 def _memory_at(address: int, items: torch.dtype) -> torch.Tensor:
-    """Memory at a device address that a kernel was given as a number; nobody knows its end."""
+    """Returns the memory at a device address that a kernel got as a number. Its end is unknown."""
     import torchcuda_front
 
     view = (address + torchcuda_front.kernel_distance()) & (2**64 - 1)
@@ -132,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def launch(function: Callable[..., Any], grid: Any, args: Any, named: dict[str, Any]) -> None:
-    """Runs every program of the grid now, after what its stream was given before."""
+    """Runs every program of the grid now, after the earlier work of its stream."""
     for option in ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "stream"):
         named.pop(option, None)
     bound = inspect.signature(function).bind(*args, **named)
@@ -183,7 +183,7 @@ def _argument(value: Any) -> Any:
 
 
 def call(function: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-    """A function that a kernel calls."""
+    """Calls a function for a kernel."""
     return function(*args, **named)
 
 
@@ -333,7 +333,7 @@ def device_assert(condition: Any, message: str = "") -> None:
 
 
 def debug_barrier() -> None:
-    """Programs run one after the other."""
+    """Does nothing: programs run one after the other."""
 
 
 def static_range(*bounds: Any) -> range:
