@@ -76,8 +76,8 @@ class Struck:
 
 @contextmanager
 def chaos_cluster(folder: Path, **changes: Any) -> Iterator[Cluster]:
-    """Two devices, three models, fake engines that take some time; with file systems of its own
-    where this user may mount them."""
+    """Starts two devices, three models and slow fake engines. Mounts separate file systems for the
+    cluster if this user may."""
     fake = '{"decode_step_ms": 5, "prefill_tokens_per_s": 20000}'
     for name in MODELS:
         make_model(folder / name)
@@ -146,14 +146,15 @@ class Campaign:
         return all(served.count(m.name) >= m.replicas_min for m in config.models)
 
     async def _answered_since(self, since_s: float) -> float:
-        """When each model has given a token to a request that was sent after that moment."""
+        """Waits until each model has given a token to a request that was sent after that moment."""
         async with asyncio.timeout(RECOVERED_S):
             while min(self.load.answered_s.get(model, 0.0) for model in self.models) < since_s:
                 await asyncio.sleep(0.02)
         return time.monotonic()
 
     def check(self) -> None:
-        """No stream was lost, doubled or changed; each cut is the frontend's; all is as before."""
+        """Checks that no stream was lost, doubled or changed, that each cut is the frontend's, and
+        that the cluster is as before."""
         assert not self.load.bad
         assert not self.unexplained()
         assert {name.removesuffix(" within") for name in self.load.named} <= NAMES
@@ -177,7 +178,8 @@ class Campaign:
         return [c for c in self.load.cuts if not any(s.explains(c) for s in self.journal)]
 
     def resumed(self) -> int:
-        """Whole streams that stood still and were sent again, by the frontends' logs."""
+        """Returns the number of whole streams that paused and were sent again, by the frontends'
+        logs."""
         sent_again: set[str] = set()
         for path in self.striker.logs().glob("frontend-*"):
             sent_again |= set(
@@ -202,9 +204,9 @@ class Campaign:
 
 
 @contextmanager
-def told(campaign: Campaign) -> Iterator[None]:
-    """Whatever happens, the seed and the figures are printed; if the campaign fails, the logs stay
-    beside the launcher's."""
+def reported(campaign: Campaign) -> Iterator[None]:
+    """Prints the seed and the figures in any case; if the campaign fails, keeps the logs next to
+    the launcher's."""
     try:
         yield
     except BaseException:

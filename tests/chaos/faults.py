@@ -25,7 +25,7 @@ from prism.messages.troubles import read_troubles
 from tests.serve.conftest import Cluster, alive, descendants
 
 SHM_BYTES, LOG_BYTES = 256 << 20, 64 << 20
-# Python that the launcher runs first: small file systems of its own, so that they can be filled.
+# Python that the launcher runs first: mounts small file systems, so that faults can fill them.
 OWN_FILE_SYSTEMS = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -65,7 +65,8 @@ class Fault:
 
 
 def schedule(seed: int, counts: Mapping[tuple[str, str, float], int]) -> list[Fault]:
-    """`counts`: (kind, target, length) -> how often; in random order, at random moments."""
+    """Returns faults in random order, at random moments. `counts`: (kind, target, length) ->
+    number."""
     rng = Random(seed)
     faults = [
         Fault(kind, target, rng.random(), rng.uniform(0.1, 3.0), length_s)
@@ -77,14 +78,15 @@ def schedule(seed: int, counts: Mapping[tuple[str, str, float], int]) -> list[Fa
 
 
 def setup_for(folder: Path) -> str:
-    """`setup` of `tests.serve.conftest.serving`, whose logs lie below `folder`."""
+    """Returns the `setup` of `tests.serve.conftest.serving`; the logs are stored below `folder`."""
     logs = folder / "logs"
     logs.mkdir(mode=0o700)
     return OWN_FILE_SYSTEMS.format(shm=SHM_BYTES, log=LOG_BYTES, logs=os.fsencode(logs))
 
 
 def may_mount() -> bool:
-    """Whether this user may have file systems of its own: in a container, root often may not."""
+    """Returns whether this user may mount separate file systems: in a container, root often may
+    not."""
     code = OWN_FILE_SYSTEMS.format(shm=1 << 20, log=1 << 20, logs=b"/tmp")
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -106,7 +108,7 @@ def _said_of(pid: int, file: str) -> str:
 
 
 def parts(cluster: Cluster) -> dict[int, str]:
-    """Pid -> part of every process of the cluster, orphans included."""
+    """Maps the pid of every process of the cluster, orphans included, to its part."""
     found = {cluster.process.pid: "launcher"}
     below = descendants(cluster.process.pid)
     config = f"{cluster.temporary}/"
@@ -127,7 +129,8 @@ class Striker:
         self.config: ClusterConfig = read_resolved(cluster.run_dir / "cluster.json")
 
     def strike(self, fault: Fault) -> str:
-        """What was struck, for the journal. Begins again where another fault has hold of Redis."""
+        """Applies the fault; returns its target for the journal. Retries if another fault blocks
+        Redis."""
         while True:
             try:
                 return str(getattr(self, f"_{fault.kind}")(fault))
@@ -135,7 +138,7 @@ class Striker:
                 time.sleep(0.05)
 
     def root(self) -> Path:
-        """The file systems as the cluster sees them."""
+        """Returns the root of the file systems as the cluster sees them."""
         return Path(f"/proc/{self.cluster.process.pid}/root")
 
     def _kill(self, fault: Fault) -> str:
@@ -153,7 +156,8 @@ class Striker:
         return f"pid {pid}"
 
     def _one(self, fault: Fault) -> int:
-        """A process of that part; waits while there is none, as between death and restart."""
+        """Returns a process of that part; waits while there is none, as between death and
+        restart."""
         while True:
             pids = sorted(p for p, part in parts(self.cluster).items() if part == fault.target)
             if pids:
@@ -166,7 +170,7 @@ class Striker:
         return "FLUSHALL"
 
     def _partition(self, fault: Fault) -> str:
-        """Connections to Redis drop; or Redis answers nobody; or a socket's file goes."""
+        """Drops connections to Redis, pauses Redis, or removes a socket's file."""
         if fault.target == "sockets":
             names = sorted(p.name for p in Path(self.config.run_dir).iterdir() if p.is_socket())
             name = names[int(fault.pick * len(names))]
@@ -180,7 +184,7 @@ class Striker:
         return "connections dropped"
 
     def _fill(self, fault: Fault) -> str:
-        """A file system of the cluster's own; or Redis's memory."""
+        """Fills one of the cluster's own file systems, or Redis's memory."""
         if fault.target == "redis":
             return self._fill_redis()
         folder = {"shm": self.root() / "dev/shm", "logs": self.logs()}[fault.target]
@@ -201,11 +205,11 @@ class Striker:
         return "maxmemory 1"
 
     def logs(self) -> Path:
-        """The folder of the logs."""
+        """Returns the folder of the logs."""
         return self.root() / os.path.realpath(self.cluster.run_dir / "logs").lstrip("/")
 
     def _corrupt(self, fault: Fault) -> str:
-        """Messages that are none to every socket; or entries that are no requests."""
+        """Sends malformed messages to every socket, or adds malformed entries to the queues."""
         if fault.target == "sockets":
             with zmq.Context() as context:
                 for path in self.cluster.run_dir.iterdir():
@@ -247,8 +251,8 @@ _COME_WITH_USE = ("malformed", "queue:", "left:", "begun:")
 
 
 def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
-    """What must be the same before and after, while nobody asks for anything and caches are
-    empty."""
+    """Returns values that must be the same before and after, without requests and with empty
+    caches."""
     cluster.operate("flush")
     status = cluster.operate("status", "--json")
     if status.returncode != 0:
@@ -284,5 +288,5 @@ def census(cluster: Cluster, striker: Striker) -> dict[str, object]:
 
 
 def _unnumbered(name: str) -> str:
-    """Without the number of a frontend or an engine that is another one's after its death."""
+    """Removes the number of a frontend or an engine, which changes after its death."""
     return re.sub(r"(frontend.f\d+)\.\d+", r"\1", re.sub(r"ranks-.*", "ranks", name))

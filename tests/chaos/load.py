@@ -68,8 +68,8 @@ class Asked:
 
 
 def varied(seed: int, models: Sequence[str], number: int) -> Asked:
-    """Short and long, greedy and sampled, some with a common beginning, some with a stop token,
-    some whose client goes away."""
+    """Returns a short or long request, greedy or sampled. Some share a prefix, some have a stop
+    token, and some clients disconnect."""
     rng = Random(f"{seed}/{number}")
     prompt = tuple(rng.randrange(1, _VOCABULARY) for _ in range(rng.randint(1, 24)))
     count = rng.choice((1, 20, 60, 200))
@@ -84,7 +84,7 @@ def varied(seed: int, models: Sequence[str], number: int) -> Asked:
 
 
 def brief(seed: int, models: Sequence[str], number: int) -> Asked:
-    """As little work as a request can be: to have many of them."""
+    """Returns a request of as little work as possible, for high rates."""
     rng = Random(f"{seed}/{number}")
     prompt = tuple(rng.randrange(1, _VOCABULARY) for _ in range(4))
     return Asked(models[number % len(models)], prompt, 4)
@@ -92,7 +92,8 @@ def brief(seed: int, models: Sequence[str], number: int) -> Asked:
 
 @dataclass(slots=True)
 class Stream:
-    """What the client saw. Times are monotonic; `longest_gap_s` lies between two tokens."""
+    """Tokens and times that the client received. Times are monotonic; `longest_gap_s` is the
+    longest time between two tokens."""
 
     asked: Asked
     began_s: float
@@ -131,8 +132,11 @@ class Stream:
 
 
 def verdict(stream: Stream) -> str:
-    """ "whole", "named" (ended by an error with a name), "left" (by its client), "cut" (the
-    connection broke), "lost" (no end at all) or "wrong" (tokens lost, repeated or changed)."""
+    """Returns the outcome of the stream.
+
+    "whole", "named" (ended with an error), "left" (by its client), "cut" (the connection broke),
+    "lost" (no end at all) or "wrong" (tokens lost, repeated or changed).
+    """
     tokens, reason = stream.asked.expected
     if stream.ids != tokens[: len(stream.ids)]:
         return "wrong"
@@ -149,7 +153,7 @@ def verdict(stream: Stream) -> str:
 async def ask(
     url: str, asked: Asked, on_event: Callable[[Stream], None] = lambda _: None
 ) -> Stream:
-    """One request over a connection of its own. What breaks is in the stream, not raised."""
+    """Sends one request over a separate connection. Records failures in the stream, raises none."""
     stream = Stream(asked, time.monotonic())
     try:
         async with asyncio.timeout(END_S):
@@ -181,7 +185,7 @@ async def _exchange(url: str, stream: Stream, on_event: Callable[[Stream], None]
 async def _read_events(
     reader: asyncio.StreamReader, stream: Stream, on_event: Callable[[Stream], None]
 ) -> None:
-    """Each event is a line; lines between them are of HTTP."""
+    """Reads events of one line each; skips HTTP's lines between them."""
     while line := await reader.readline():
         if not line.startswith(b"data: "):
             continue
@@ -227,7 +231,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._client()) for _ in range(self._clients)]
 
     async def stop(self) -> None:
-        """No more requests; returns when the open ones have ended."""
+        """Starts no more requests; returns when the open ones have ended."""
         self._stopped = True
         await asyncio.gather(*self._tasks)
 

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def resident_bytes(pid: int) -> int:
-    """Without what it shares: an engine maps its device's memory."""
+    """Returns resident bytes without shared ones: an engine maps its device's memory."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
@@ -38,8 +38,11 @@ class MemoryWatch:
             await asyncio.sleep(self._every_s)
 
     def growth(self) -> dict[str, tuple[float, float]]:
-        """Part and pid -> MiB per hour and its standard error, by least squares over the later
-        three quarters of its samples. Of processes with too few there is none."""
+        """Maps "part pid" to MiB per hour and its standard error.
+
+        Computes least squares over the later three quarters of the samples. Leaves out processes
+        with too few samples.
+        """
         found = {}
         for (part, pid), samples in self._samples.items():
             later = np.asarray(samples[len(samples) // 4 :], dtype=float)
@@ -50,7 +53,7 @@ class MemoryWatch:
         return found
 
     def peak_growth_bytes(self) -> dict[str, int]:
-        """Part -> the most that one process of it has grown by since its first sample."""
+        """Maps each part to the largest growth of one of its processes since the first sample."""
         grown: dict[str, int] = defaultdict(int)
         for (part, _), samples in self._samples.items():
             sizes = [size for _, size in samples]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.campaign import COPIES, DEVICE, MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import COPIES, DEVICE, MODELS, SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import Fault, may_mount, schedule
 from tests.chaos.load import Load, varied
 
@@ -26,7 +26,7 @@ KILLS = int(os.environ.get("PRISM_CHAOS_KILLS", "60"))
 STOPS = int(os.environ.get("PRISM_CHAOS_STOPS", "40"))
 PARTS = ("engine", "forkserver", "preloaded", "agent", "scheduler", "frontend", "redis")
 STOPPED = ("launcher", "rank", *PARTS)
-# Beside the others a model of two ranks, so on both devices.
+# In addition to the others a model of two ranks, so on both devices.
 WITH_RANKS: dict[str, Any] = {
     "models": [*COPIES["models"], {"name": "t", "path": "a", "tp": 2}],
     "devices": [{"name": f"host:{number}", **DEVICE, "engines": 4} for number in range(2)],
@@ -63,7 +63,7 @@ def run(
     with chaos_cluster(folder, **changes) as cluster:
         load = Load(cluster.url, clients, partial(varied, SEED, served))
         campaign = Campaign(cluster, load, served)
-        with told(campaign):
+        with reported(campaign):
             asyncio.run(campaign.run(faults))
             campaign.check()
         assert cluster.stop() == 0
@@ -78,7 +78,7 @@ def test_a_few_faults(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_work_has_moved_on_before_a_stopped_process_wakes(tmp_path: Path) -> None:
-    """It is replaced, or nobody misses it; the one that wakes leaves no trace."""
+    """Processes that stop are replaced or are not needed; they change nothing when they wake."""
     stops = [Fault("stop", part, 0.2, 1.0, 30.0) for part in STOPPED]
     changes = {"hang_timeout": "15s", **WITH_RANKS}
     campaign = run(tmp_path, stops, 12, [*MODELS, "t"], **changes)

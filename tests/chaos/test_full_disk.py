@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import redis
 
-from tests.chaos.campaign import DEVICE, MODELS, SEED, Campaign, told
+from tests.chaos.campaign import DEVICE, MODELS, SEED, Campaign, reported
 from tests.chaos.faults import Fault, Striker, parts
 from tests.chaos.load import Load, varied
 from tests.disks import small_disk
@@ -97,7 +97,7 @@ def test_a_full_disk_and_a_death_of_redis(tmp_path: Path) -> None:
         load = Load(cluster.url, 9, partial(varied, SEED, MODELS))
         campaign = Campaign(cluster, load)
         campaign.striker = FullDisk(cluster)
-        with told(campaign):
+        with reported(campaign):
             asyncio.run(campaign.run_in_turn(faults))
             assert not load.bad
             assert not campaign.unexplained()

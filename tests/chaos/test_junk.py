@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import Fault, Striker, parts
 from tests.chaos.load import Load, varied
 from tests.junk import JUNK, junk_into
@@ -48,7 +48,7 @@ class Vandal(Striker):
         return f"{len(keys)} keys"
 
     def _files(self, fault: Fault) -> str:
-        """All regular ones; then the parts that read them are started again."""
+        """Damages all regular files, then restarts the parts that read them."""
         rng, struck = Random(fault.pick), []
         for path in sorted(self.cluster.run_dir.iterdir()):
             if path.is_file() and path.name != "lock":
@@ -80,7 +80,7 @@ def run(folder: Path, rounds: int) -> None:
         load = Load(cluster.url, 9, partial(varied, SEED, MODELS))
         campaign = Campaign(cluster, load)
         campaign.striker = Vandal(cluster)
-        with told(campaign):
+        with reported(campaign):
             asyncio.run(campaign.run_in_turn(strikes(rounds)))
             assert not load.bad
             assert not load.cuts

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import parts
 from tests.chaos.load import Asked, Load, Stream, ask, brief, verdict
 from tests.chaos.memory import MIB, MemoryWatch
@@ -57,8 +57,8 @@ def twenty(seed: int, model: str, number: int) -> Asked:
 async def arrivals(
     url: str, per_s: float, seconds: float, make: Callable[[int], Asked]
 ) -> list[Stream]:
-    """An open loop: requests come whatever becomes of the earlier ones. Clients whose request is
-    open at the end go away."""
+    """Sends requests in an open loop, whatever the outcome of earlier ones. Clients whose request
+    is open at the end disconnect."""
     began_s = time.monotonic()
     tasks: list[asyncio.Task[Stream]] = []
     for number in range(int(per_s * seconds)):
@@ -72,8 +72,8 @@ async def arrivals(
 
 
 async def dawdle(url: str, begin: bytes, one_byte: bool = False) -> None:
-    """A connection that says `begin` and no more, and reads slowly or never; made again when it
-    is hung up on."""
+    """Sends only `begin` over a connection and reads slowly or never; reconnects when it is
+    closed."""
     address = urlsplit(url)
     while True:
         with suppress(OSError, asyncio.IncompleteReadError):
@@ -130,14 +130,15 @@ async def overload(campaign: Campaign, memory: MemoryWatch) -> tuple[list[Stream
 
 
 def log_bytes(campaign: Campaign) -> int:
-    """Emptied logs included: `rotate_full` keeps what they held."""
+    """Returns the size of all logs. `rotate_full` keeps the text of emptied logs, so it counts,
+    too."""
     return sum(path.stat().st_size for path in campaign.striker.logs().iterdir())
 
 
 def test_twenty_times_too_much(tmp_path: Path) -> None:
     with chaos_cluster(tmp_path, fake=SLOW, engine=ENGINE, frontend=FRONTEND) as cluster:
         campaign = Campaign(cluster, Load(cluster.url, 0, partial(brief, SEED, MODELS)))
-        with told(campaign):
+        with reported(campaign):
             check_overload(campaign)
 
 
@@ -167,17 +168,17 @@ def redis_bytes(campaign: Campaign) -> int:
 
 
 def first_token_s(streams: list[Stream]) -> list[float]:
-    """From the sending to the first token; infinite where none came."""
+    """Returns the times from sending to the first token; infinite without a first token."""
     return [s.first_s - s.began_s if s.first_s is not None else math.inf for s in streams]
 
 
 def attained(streams: list[Stream]) -> float:
-    """Percent of requests whose first token came within the SLO."""
+    """Returns the percentage of requests whose first token came within the SLO."""
     return 100 * fmean(time_s <= SLO_S for time_s in first_token_s(streams))
 
 
 async def beside_a_flood(url: str, flood_per_s: float) -> float:
-    """SLO attainment of the models b and c."""
+    """Returns the SLO attainment of the models b and c during a flood of requests for model a."""
     asked = {model: partial(twenty, SEED, model) for model in MODELS}
     quiet = [arrivals(url, QUIET_PER_S, OVERLOAD_S, asked[model]) for model in MODELS[1:]]
     flood = arrivals(url, flood_per_s, OVERLOAD_S, asked[MODELS[0]])

@@ -12,7 +12,7 @@ import pytest
 from tests.acceptance.conftest import TINY, prepare
 from tests.acceptance.harness import model_yaml
 from tests.acceptance.reference import greedy, is_greedy, prompts
-from tests.chaos.campaign import SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import schedule
 from tests.chaos.load import Asked, Load
 
@@ -46,7 +46,7 @@ def test_kills_under_load(tmp_path: Path) -> None:
     ) as cluster:
         load = Load(cluster.url, IN_FLIGHT, lambda number: asked[number % PROMPTS])
         campaign = Campaign(cluster, load, TINY)
-        with told(campaign):
+        with reported(campaign):
             asyncio.run(campaign.run(schedule(SEED, {("kill", "engine", 0.0): KILLS})))
             ties = [s for s in load.bad if is_greedy(s.asked.model, s.asked.prompt, tuple(s.ids))]
             load.bad = [stream for stream in load.bad if stream not in ties]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.campaign import COPIES, MODELS, SEED, Campaign, chaos_cluster, told
+from tests.chaos.campaign import COPIES, MODELS, SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import Fault, schedule
 from tests.chaos.load import Load, brief
 from tests.chaos.memory import MemoryWatch
@@ -60,7 +60,7 @@ def test_memory_is_flat_under_faults(tmp_path: Path) -> None:
     with chaos_cluster(tmp_path, fake="{}", **COPIES) as cluster:
         campaign = Campaign(cluster, Load(cluster.url, 24, partial(brief, SEED, MODELS)))
         memory = MemoryWatch(campaign.striker, min(5.0, SOAK_S / 100))
-        with told(campaign):
+        with reported(campaign):
             rate = asyncio.run(soak(campaign, memory))
             growth = memory.growth()
             print(f"{rate:.0f} requests/s: a million in {1e6 / rate / 3600:.1f} h; MiB per hour:")
