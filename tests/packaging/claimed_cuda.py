@@ -25,7 +25,7 @@ H200 = SimpleNamespace(
 
 
 class Driver:
-    """What Triton asks of a GPU when it is imported and when it compiles."""
+    """GPU properties that Triton reads when it is imported and when it compiles."""
 
     def get_current_target(self) -> Any:
         compiler = importlib.import_module("triton.backends.compiler")

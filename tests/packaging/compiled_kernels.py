@@ -29,7 +29,7 @@ def compile_only() -> None:
 
 
 def attend(heads: int, kv_heads: int, width: int) -> None:
-    """A prefill and a decode step with a prefix, as the Triton backend calls them."""
+    """Runs a prefill and a decode step with a prefix, as the Triton backend calls them."""
     import torch
 
     def half(*shape: int) -> torch.Tensor:

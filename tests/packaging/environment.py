@@ -22,7 +22,7 @@ class Environment:
         self.packages = path / "lib" / library / "site-packages"
 
     def install(self, wheel: Path) -> None:
-        """As `pip install --no-deps` does."""
+        """Installs a wheel as `pip install --no-deps` does."""
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install"]
         subprocess.run([*pip, "-q", "--no-deps", "--no-index", str(wheel)], check=True)
 
@@ -37,7 +37,7 @@ class Environment:
                     (self.packages / top).symlink_to(source)
 
     def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """A program of this environment, with nothing of the running one in its variables."""
+        """Runs a program of this environment, without the variables of the running one."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         return subprocess.run(
             [str(self.bin / command[0]), *command[1:]],
@@ -51,7 +51,7 @@ class Environment:
 
 
 def with_requirements(names: tuple[str, ...]) -> set[str]:
-    """These distributions and all that they need without an extra."""
+    """Returns these distributions and their requirements without extras, recursively."""
     found: set[str] = set()
     left = list(names)
     while left:

@@ -75,7 +75,7 @@ RAY_JOB = only(
 
 
 def manifests() -> dict[str, Any]:
-    """By kind."""
+    """Returns the manifests by kind."""
     return {
         each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
     }
@@ -91,7 +91,7 @@ def templates() -> list[dict[str, Any]]:
 
 
 def commands() -> list[list[str]]:
-    """Of the units and of the manifest, with their options."""
+    """Returns the commands of the units and of the manifest, with their options."""
     lines = [
         line.removeprefix("ExecStart=").removeprefix(f"{BIN}/")
         for unit in UNITS
@@ -107,7 +107,7 @@ def options(command: list[str]) -> set[str]:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd")
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
-    """With the programs at another place: systemd looks whether they are there."""
+    """Copies the programs to another place, since systemd checks that they exist."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("ray", "prism-serve"):
@@ -145,7 +145,7 @@ def test_kuberay_takes_the_manifest() -> None:
 
 
 def test_the_manifest_fits_together() -> None:
-    """Its YAML is ours, its service finds the pods that serve, and their port."""
+    """Checks that its YAML is ours, and that its service finds the serving pods and their port."""
     found = manifests()
     secret, (_, pod) = found["Secret"]["stringData"], templates()
     pods = [RayMachine("10.1.0.1", {"GPU": 0.0}), RayMachine("10.1.0.2", {"GPU": 1.0})]
@@ -175,7 +175,7 @@ for each in json.load(sys.stdin):
 
 @pytest.mark.long
 def test_kubernetes_takes_what_is_its_own() -> None:
-    """The pods of KubeRay as well."""
+    """Validates the pods of KubeRay as well."""
     found = manifests()
     pods: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": each}
@@ -195,7 +195,7 @@ def test_kubernetes_takes_what_is_its_own() -> None:
 
 @pytest.mark.long
 def test_ray_knows_its_options() -> None:
-    """Of units, and of KubeRay's `ray start`."""
+    """Checks the options in units, and of KubeRay's `ray start`."""
     shown = subprocess.run(
         [ray_bin() / "ray", "start", "--help"], capture_output=True, text=True, check=True
     )

@@ -237,7 +237,7 @@ def test_kernels_of_the_first_visit_are_kept(out: Path) -> None:
 
 @pytest.fixture
 def day(tmp_path: Path) -> Path:
-    """A checkout of scripts/gpu-day alone, whose gpu-check compiles a kernel and fails."""
+    """Makes a checkout of scripts/gpu-day alone, whose gpu-check compiles a kernel and fails."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "gpu-day", tmp_path / "scripts")
     check = tmp_path / "scripts" / "gpu-check"

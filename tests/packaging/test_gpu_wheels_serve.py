@@ -1,9 +1,9 @@
-"""The carried wheels beside the packages of the reference GPU image, and nothing else.
+"""The carried wheels with the packages of the reference GPU image, and nothing else.
 
 Run by scripts/test --long: needs Python 3.12, a package index and 8 GB of disk, or in
 PRISM_GPU_IMAGE a Python 3.12 that has `gpu-image.txt` already. Without a GPU it shows that the set
 is complete, that SGLang's CUDA path can be imported with the stand-in for its kernels, and that
-SGLang serves beside the image's torch, on its CPU platform.
+SGLang serves with the image's torch, on its CPU platform.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ with TemporaryDirectory() as folder, BundledRedis(Path(folder)):
 
 @dataclass(frozen=True)
 class Machine:
-    """A Python with the image's packages, and beside them ours."""
+    """Python with the image's packages and ours."""
 
     python: str
     sites: tuple[Path, ...]
@@ -69,7 +69,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 
 def image(folder: Path) -> str:
-    """A virtual environment with the image's packages."""
+    """Makes a virtual environment with the image's packages."""
     subprocess.run([interpreter("3.12"), "-m", "venv", str(folder)], check=True)
     made = str(folder / "bin" / "python")
     listed = ["-m", "pip", "install", "-q", "--no-deps", "-r", str(HERE / "gpu-image.txt")]
@@ -78,7 +78,7 @@ def image(folder: Path) -> str:
 
 
 def pip(python: str, *arguments: str) -> None:
-    """As on the GPU machine: from files alone."""
+    """Installs as on the GPU machine: from files alone."""
     command = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-cache-dir"]
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run([python, *command, *arguments], env=os.environ | {"PATH": path}, check=True)
@@ -101,7 +101,8 @@ def test_sglangs_cuda_path_can_be_imported(machine: Machine) -> None:
 
 
 def test_the_images_triton_compiles_the_attention_kernels(machine: Machine) -> None:
-    """For an H200, to machine code: SGLang 0.5.23 is written for Triton 3.8, the image has 3.6."""
+    """Compiles for an H200, to machine code: SGLang 0.5.23 is written for Triton 3.8, the image has
+    3.6."""
     done = machine.run(str(HERE / "compiled_kernels.py"), SGLANG_PLATFORM="prism_cuda")
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = set(done.stdout.split()) - {"compiled"}
@@ -115,7 +116,7 @@ def test_the_images_triton_compiles_the_attention_kernels(machine: Machine) -> N
 
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.QWEN3], ids=lambda model: model.name)
 def test_a_model_is_served_twice(machine: Machine, model: tiny.TinyModel, tmp_path: Path) -> None:
-    """On the CPU platform: activated, served, deactivated, and again in the same process."""
+    """Activates, serves and deactivates on the CPU platform, and again in the same process."""
     directory = tmp_path / model.name
     directory.mkdir()
     model.make(directory, lambda _: None)

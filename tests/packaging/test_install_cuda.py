@@ -33,7 +33,7 @@ def canonical(name: str) -> str:
 
 
 def locked() -> dict[str, str]:
-    """Name -> version."""
+    """Maps the names in the lock to versions."""
     versions = {}
     for line in lines_of(LOCK):
         (pin,) = line.specifier
@@ -57,7 +57,7 @@ def satisfied(needed: Requirement) -> bool:
 
 
 def test_the_lock_is_what_sglang_asks_for() -> None:
-    """Read off the installed SGLang's metadata, whose requirements the CPU installation ignores."""
+    """Reads the installed SGLang's metadata, whose requirements the CPU installation ignores."""
     assert metadata.version("sglang") == locked()["sglang"]
     asked = [Requirement(text) for text in metadata.requires("sglang") or ()]
     assert len(asked) > 60
@@ -95,7 +95,7 @@ def install(*options: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def fake_python(folder: Path, version: str) -> Path:
-    """The running Python, that gives another version when asked for it."""
+    """Makes a wrapper of the running Python that reports another version."""
     path = folder / "python"
     question = "'import sys; print(\"%d.%d\" % sys.version_info[:2])'"
     path.write_text(
@@ -115,7 +115,7 @@ def test_another_python_is_one_line(tmp_path: Path, version: str) -> None:
 
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_machine_that_has_all_is_told_so(tmp_path: Path, version: str) -> None:
-    """Without a driver too: one may install before the GPU is there, or in a container's image."""
+    """Succeeds without a driver, too: one may install before the GPU is there, or in an image."""
     python = fake_python(tmp_path, version)
     venv = tmp_path / "none"
     done = install("--cuda", "--check", "--python", str(python), "--venv", str(venv))
@@ -128,7 +128,8 @@ def test_a_machine_that_has_all_is_told_so(tmp_path: Path, version: str) -> None
 
 
 def test_a_driver_older_than_cuda_13_is_one_warning(tmp_path: Path) -> None:
-    """The library is there (the C library under its name), and nvidia-smi tells its version."""
+    """Provides the library (the C library under its name) and an nvidia-smi that reports a
+    version."""
     libc = next(Path("/").glob("lib*/x86_64-linux-gnu/libc.so.6"), None)
     if libc is None:
         pytest.skip("the C library is not where Debian keeps it")
@@ -149,7 +150,7 @@ def test_a_driver_older_than_cuda_13_is_one_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", [True, False])
 def test_nvcc_without_a_toolkit_is_one_warning(tmp_path: Path, found: bool) -> None:
-    """The nvcc is a wrapper on the PATH, whose toolkit is found or not."""
+    """Puts a wrapper named nvcc on the PATH, whose toolkit is found or not."""
     nvcc, python = tmp_path / "nvcc", tmp_path / "python"
     nvcc.write_text("#!/bin/sh\n")
     asks = '[ "$1" = prism/engines/cuda_toolkit.py ]'
@@ -186,7 +187,7 @@ def test_options_that_do_not_go_together() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("version", PYTHONS)
 def test_pip_resolves_to_the_lock(tmp_path: Path, version: str) -> None:
-    """pip itself, on the package index, for each Python that is here: nothing is installed.
+    """Resolves with pip itself, on the package index, for each available Python; installs nothing.
 
     `--no-deps` is left out, so pip would add what the lock lacks and refuse what disagrees.
     """

@@ -19,7 +19,7 @@ EPS = 1e-5
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The package, importable for one test: SGLang asks whether it is there."""
+    """Makes the package importable for one test: SGLang checks whether it is there."""
     monkeypatch.syspath_prepend(str(STANDIN))
     yield importlib.import_module("sgl_kernel")
     for name in [name for name in sys.modules if name.partition(".")[0] == "sgl_kernel"]:
@@ -67,7 +67,7 @@ def test_norms_that_add_the_residual_work_in_place(
 
 
 def test_the_sum_is_normalised_before_it_is_rounded(kernel: ModuleType) -> None:
-    """In bfloat16 256 + 1 rounds to 256; the norm must still see 257."""
+    """Rounds 256 + 1 to 256 in bfloat16; the norm must still see 257."""
     values, residual = torch.ones(1, 2).bfloat16(), torch.tensor([[256.0, 0.0]]).bfloat16()
     kernel.fused_add_rmsnorm(values, residual, torch.full((2,), 128.0).bfloat16(), 0.0)
     assert residual.tolist() == [[256.0, 1.0]]
@@ -155,7 +155,7 @@ def test_what_is_not_computed_says_so_at_the_call(kernel: ModuleType) -> None:
 
 
 def test_other_symbols_do_not_exist(kernel: ModuleType) -> None:
-    """SGLang chooses its own fallback where an import fails."""
+    """Makes SGLang choose its own fallback, since the import fails."""
     assert not hasattr(kernel, "merge_state")
     with pytest.raises(ImportError):
         importlib.import_module("sgl_kernel.scalar_type")

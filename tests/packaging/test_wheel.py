@@ -18,7 +18,7 @@ from prism.policies import registry
 
 from .environment import Environment
 
-pytestmark = pytest.mark.timeout(900)  # it compiles, perhaps beside other work
+pytestmark = pytest.mark.timeout(900)  # it compiles, perhaps during other work
 
 ROOT = Path(__file__).parent.parent.parent
 # The backends find their driver at run time: nothing of CUDA, torch or Python is linked.
@@ -28,8 +28,8 @@ CORE = ["test_device", "test_kvcache", "test_layout", "test_sharing", "test_tens
 
 
 def built(project: Path, folder: Path) -> Path:
-    """The wheel of `project`'s source distribution, which the hook makes that every build frontend
-    calls. Without the CUDA toolkit and torch in sight: their usual variables are unset."""
+    """Builds the wheel of `project`'s source distribution, through the hook that every build
+    frontend calls. Hides the CUDA toolkit and torch: their usual variables are unset."""
     backend = tomllib.loads((project / "pyproject.toml").read_text())["build-system"][
         "build-backend"
     ]
@@ -47,13 +47,13 @@ def built(project: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """kvcached's."""
+    """Builds kvcached's wheel."""
     return built(ROOT, tmp_path_factory.mktemp("kvcached"))
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prism's."""
+    """Builds Prism's wheel."""
     return built(ROOT / "prism", tmp_path_factory.mktemp("prism"))
 
 
@@ -66,7 +66,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The wheel and nothing else, not even numpy."""
+    """Makes an environment with the wheel and nothing else, not even numpy."""
     environment = Environment(tmp_path_factory.mktemp("bare"))
     environment.install(wheel)
     return environment
@@ -84,7 +84,7 @@ def test_the_wheels_hold_the_packages_and_no_more(
 
 
 def contents(wheel: Path, *packages: str) -> set[str]:
-    """All names; they are those of the files in git, and what a build adds."""
+    """Returns all names; they are those of the files in git, and what a build adds."""
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(packages)
     assert [name for name in names if name.endswith("licenses/LICENSE")]
@@ -121,7 +121,7 @@ def entry_points(wheel: Path) -> list[str]:
 
 
 def required(wheel: Path) -> list[str]:
-    """Whatever extras are asked for."""
+    """Returns the requirements that hold for any extras."""
     lines = re.findall(r"^Requires-Dist: (.*)", metadata(wheel, "METADATA"), re.MULTILINE)
     return [line for line in lines if "extra ==" not in line]
 
@@ -133,7 +133,7 @@ def metadata(wheel: Path, name: str) -> str:
 
 
 def test_the_extension_links_the_c_and_cpp_libraries_alone(bare: Environment) -> None:
-    """What PEP 600 lets a manylinux wheel expect of a system."""
+    """Needs only libraries that PEP 600 lets a manylinux wheel expect of a system."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump, of binutils, is not installed")
     (extension,) = (bare.packages / "kvcached").glob("_core*.so")
@@ -146,7 +146,7 @@ def test_the_extension_links_the_c_and_cpp_libraries_alone(bare: Environment) ->
 
 
 def test_a_bare_environment_imports_and_shares_memory(bare: Environment, tmp_path: Path) -> None:
-    """All but the arrays of ids works without numpy; neither torch nor a CUDA toolkit is there."""
+    """Runs without numpy, torch and a CUDA toolkit; only the arrays of ids need numpy."""
     code = (
         "import kvcached, sys\n"
         "device = kvcached.Device.open('host:0', capacity_bytes=1 << 20, page_bytes=1 << 16,"
@@ -171,7 +171,7 @@ def test_kvctl_without_its_extra_names_it(bare: Environment, tmp_path: Path) -> 
 def test_a_wheel_and_what_it_requires_make_its_commands(
     wheel: Path, serving: Path, studies: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A serving node needs neither of the wheels of studies."""
+    """Shows that a serving node needs none of the wheels of studies."""
     environment = Environment(tmp_path / "serving")
     install(environment, wheel, serving)
     check_commands(environment, serving, tmp_path, "prism-serve", "prism-models")
@@ -209,7 +209,7 @@ def test_kvctl_works_with_the_extra_tools_alone(wheel: Path, tmp_path: Path) -> 
 
 
 def test_kvcached_passes_its_tests_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """On a copy of the tests, beside which there is no folder `kvcached` or `prism` to import."""
+    """Runs a copy of the tests, without the folders `kvcached` and `prism` next to it."""
     environment = Environment(tmp_path / "environment")
     environment.install(wheel)
     environment.lend("numpy", "hypothesis", "pytest", "pytest-timeout", "pytest-asyncio")
@@ -229,7 +229,7 @@ def test_kvcached_passes_its_tests_from_the_wheel(wheel: Path, tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_release_works_on_every_python(tmp_path: Path) -> None:
-    """scripts/release-check, on a clone of what is committed."""
+    """Runs scripts/release-check on a clone of the last commit."""
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
     done = subprocess.run(
         ["scripts/release-check"],
