@@ -193,7 +193,7 @@ def test_agreement_counts_tokens_before_the_first_other_one() -> None:
 
 
 def test_the_interval_of_a_median_holds_it_often_enough() -> None:
-    """Over all outcomes of eight coins: the interval misses 0.5 in at most 5 % of them."""
+    """Counts over all outcomes of eight coins: the interval misses 0.5 in at most 5 % of them."""
     from pairs import median_interval
 
     misses = 0
@@ -208,7 +208,7 @@ def test_the_interval_of_a_median_holds_it_often_enough() -> None:
 
 @pytest.mark.sglang
 def test_the_benchmark_of_activation_runs() -> None:
-    """The stock engine really starts; a neighbour really decodes."""
+    """Starts the real stock engine, with a neighbour that really decodes."""
     llama, qwen = str(prepared("tiny-llama")), str(prepared("tiny-qwen3"))
     arguments = ("--model", qwen, "--neighbour", llama, "--pairs", "1", "--seconds", "1")
     said = run("activation", *arguments, "--capacity", "512MiB", "--page", "64KiB")

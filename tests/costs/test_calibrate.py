@@ -103,8 +103,8 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
 
 
 def test_a_cluster_with_the_fake_engine_is_calibrated(tmp_path: Path) -> None:
-    """The whole path on the host device: the table that comes out is one, is read back, and knows
-    that the fake engine's decode step takes 4 ms at least."""
+    """Runs the whole path on the host device. The table is valid, is read back, and has decode
+    steps of the fake engine of 4 ms at least."""
     fake = '{"prefill_tokens_per_s": 20000, "decode_step_ms": 4}'
     out = tmp_path / "costs.json"
     with TemporaryDirectory(prefix="prism-") as run, serving(tmp_path, Path(run), fake) as cluster:

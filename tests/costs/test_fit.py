@@ -83,7 +83,8 @@ def test_disturbed_steps_hardly_move_the_table() -> None:
 
 @given(seed=st.integers(0, 10_000), rows=st.integers(3, 20), columns=st.integers(1, 6))
 def test_least_squares_meets_its_conditions(seed: int, rows: int, columns: int) -> None:
-    """Where x > 0 the gradient is 0, where x = 0 it does not point inwards (Kuhn and Tucker)."""
+    """Has gradient 0 where x > 0, and a gradient that does not point inwards where x = 0 (Kuhn and
+    Tucker)."""
     rng = np.random.default_rng(seed)
     matrix, target = rng.normal(size=(rows, columns)), rng.normal(size=rows)
     found = least_squares(matrix, target)
@@ -114,7 +115,7 @@ def test_too_little_to_go_by_is_said(steps: list[MeasuredStep], says: str) -> No
 
 
 def test_what_a_request_costs_is_told_from_the_first_rise() -> None:
-    """Prompts that are all longer than any batch: the step rises between the two."""
+    """Has prompts that are all longer than any batch: the step rises between the two."""
     truth = StepTable(
         gpu="host",
         model="m",

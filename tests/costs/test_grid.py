@@ -47,7 +47,7 @@ def test_the_shipped_file_is_what_writing_its_tables_gives(tmp_path: Path) -> No
 @pytest.mark.parametrize("model", ["Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-32B", "llama-13b"])
 @pytest.mark.parametrize("gpu", ["a100-80", "h100", "h200"])
 def test_measured_steps_are_near_the_roofline(gpu: str, model: str) -> None:
-    """Two independent sources: within a factor of 2 where kernels are large."""
+    """Compares two independent sources: within a factor of 2 where kernels are large."""
     grid = cost_model(gpu, model, 2, host_s=0.0)
     bound = roofline(gpu_spec(gpu), model_shape(model), 2)
     assert cost_table(gpu, model, 2).source != bound.source

@@ -1,4 +1,4 @@
-"""Where weights come from: the own store, the fastest peer that has them, or the disk."""
+"""Sources of weights: the node's own store, the fastest peer that has them, or the disk."""
 
 from __future__ import annotations
 

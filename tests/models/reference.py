@@ -1,4 +1,4 @@
-"""Runs in a process of its own: what transformers makes of prepared models, as JSON on stdout."""
+"""Prints transformers' outputs of prepared models as JSON. Runs in a separate process."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ print("whole")
 
 @pytest.mark.parametrize("binary", ["loads", "lacks CUDA"])
 def test_an_operator_is_declared_exactly_once(tmp_path: Path, binary: str) -> None:
-    """A second definition of an operator is an error, in a real binary the end of the process."""
+    """Fails on a second definition of an operator, which would end a process with a real binary."""
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text(TORCHVISION)

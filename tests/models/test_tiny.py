@@ -24,7 +24,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare(directory: Path) -> Path:
-    """In a process of its own: torch and its warnings stay out of this one."""
+    """Prepares models in a separate process: torch and its warnings stay out of this one."""
     names = [m.name for m in TINY_MODELS]
     command = [sys.executable, "-m", "prism.cli.models", "prepare", *names, "--dir", str(directory)]
     done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)

@@ -56,7 +56,7 @@ def test_unknown_ones_are_named() -> None:
 
 
 def problem() -> Problem:
-    """Two models on 2 + 2 GPUs: small and popular, large and rarely asked."""
+    """Makes two models on 2 + 2 GPUs: small and popular, large and rarely used."""
     models = (
         ModelSpecView("large", 60 * GIB, 100, GIB, 0.1, 100, 100, tp_degrees=(1, 2)),
         ModelSpecView("small", 10 * GIB, 100, GIB, 10.0, 100, 100, tp_degrees=(1, 2)),
@@ -86,7 +86,7 @@ def test_partitions_are_equal_and_fit() -> None:
 
 
 def test_muxserve_as_listed_takes_the_first_of_equal_meshes() -> None:
-    """Under light load all gains are equal; Prism's own search goes by strain."""
+    """Has equal gains under light load; Prism's own search compares strain."""
     given = problem()
     models = tuple(replace(m, weight_bytes=10 * GIB, tp_degrees=(1,)) for m in given.models)
     light = replace(given, models=tuple(replace(m, rate_rps=0.1) for m in models))

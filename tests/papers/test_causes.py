@@ -40,7 +40,7 @@ def test_drops_by_deadline_explain_only_those_that_are_missing() -> None:
 
 
 def test_tp_degrees_explain_only_where_muxserve_is_ahead() -> None:
-    """A pair that is nearly equal decides nothing, and needs no cause."""
+    """Pairs that are nearly equal decide nothing and need no cause."""
     ahead = orders("x", {"prism": 90.0, "muxserve++": 99.0, GIVEN: 60.0}, "Figure 7")
     assert [c.verdict for c in ahead][1] == "names the cause"
     assert ahead[1].ours == "0.91x, changed 1.50x"

@@ -1,4 +1,4 @@
-"""The command: names, files, what it refuses, and that it goes on where it stopped."""
+"""The command: names, files, its errors, and that it resumes where it stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Figure 11 says of attainments with and without the scheduler."""
+"""Figure 11's text on attainments with and without the scheduler."""
 
 from __future__ import annotations
 

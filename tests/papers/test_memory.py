@@ -11,8 +11,9 @@ from lab.papers.study.trial import Trial
 
 
 def test_a_run_and_those_who_come_back_do_not_take_the_same_pages(tmp_path: Path) -> None:
-    """Two retracted requests came back in a row while a run of decode steps was in flight: the
-    first took what the run had claimed within its last quantum, the second then looked."""
+    """Resumes two retracted requests in a row during a run of decode steps. The first one took
+    memory that the run had claimed within its last quantum; then the second one checked for
+    memory."""
     lab = Lab(tmp_path, lambda what: nullcontext(lambda done, total: None))
     trace = lab.sources.styled("hyperbolic", model_names(len(E2E_MODELS)), 120.0, 0)
     cluster = prepared(lab, "eight", [(name, 1) for name in E2E_MODELS], trace)

@@ -1,4 +1,5 @@
-"""Prism's Table 1 and Figure 7: each metric at its own SLO scale, each system beside its others."""
+"""Prism's Table 1 and Figure 7: each metric at its own SLO scale, each system with its
+baselines."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def a_lab(folder: Path) -> Lab:
 
 @pytest.mark.parametrize(("style", "part"), [("hyperbolic", 1.1), ("arena-chat", 0.3)])
 def test_tpot_has_an_slo_scale_of_its_own(tmp_path: Path, style: str, part: float) -> None:
-    """§7.3: 20 and 22 on the Hyperbolic trace, 10 and 3 on Arena-Chat."""
+    """Checks §7.3: 20 and 22 on the Hyperbolic trace, 10 and 3 on Arena-Chat."""
     cluster = with_models(a_lab(tmp_path), "eight", style, EIGHT_8B)
     models = yaml.safe_load(Path(cluster.config).read_text())["models"]
     tpots_ms = [float(model["slo"]["tpot"].removesuffix("ms")) for model in models]

@@ -1,4 +1,4 @@
-"""What the studies of Prism call published is what the paper says."""
+"""Values that the studies of Prism call published, against the paper."""
 
 from __future__ import annotations
 

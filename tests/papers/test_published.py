@@ -1,4 +1,5 @@
-"""What the studies say of MuxServe's and SeaLLM's papers: their figures, and how words are read."""
+"""Values of MuxServe's and SeaLLM's papers in the studies: their figures, and how words are
+read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def line(*values: float) -> list[tuple[float, float | None]]:
 
 
 def test_muxserves_figures() -> None:
-    """§4.2 "up to 1.8x", "2.9x more requests"; §4.3 "1.38x and 1.46x"; §4.4 "1.3x", "1.7x",
+    """Checks §4.2 "up to 1.8x", "2.9x more requests"; §4.3 "1.38x and 1.46x"; §4.4 "1.3x", "1.7x",
     "another 1.2x", "by 3.6x"; the means of Figure 10's bars are §4.4's "1.43x and 1.85x"."""
     assert muxserve.PUBLISHED_SYNTHETIC == {"throughput": 1.8, "requests": 2.9}
     assert muxserve.PUBLISHED_CHAT == {"spatial": 1.38, "temporal": 1.46}
@@ -41,7 +42,8 @@ def test_muxserves_figures() -> None:
 
 
 def test_seallms_figures() -> None:
-    """§6.2 over vLLM, AlpaServe, MuxServe; "up to 51.98x faster"; §6.3 SeaLLM-F and -M, -A."""
+    """Checks §6.2 over vLLM, AlpaServe, MuxServe; "up to 51.98x faster"; §6.3 SeaLLM-F and -M,
+    -A."""
     said = {what: tuple(by_name.values()) for what, by_name in seallm.PUBLISHED.items()}
     assert said == {
         "normalised latency": (10.38, 9.52, 13.60),

@@ -1,4 +1,4 @@
-"""Where the studies' traces come from: the user's files, else generators like them."""
+"""Sources of the studies' traces: the user's files, else generators like them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """A real HTTP server that speaks OpenAI's streaming format with delays and faults on command.
 
-What a request gets depends on its model's name: "good" answers, "slow" pauses between tokens,
-"stuck" never ends, "refused" is a 503 in OpenAI's shape, "broken" ends without a finish reason,
-"short" gives one token too few, "dying" ends with an error event, "garbage" is no JSON,
-"textual" reports no token ids and a first token without text, "lines" gives Unicode's line
-separators as they are.
+The model's name selects the answer: "good" answers, "slow" pauses between tokens, "stuck" never
+ends, "refused" is a 503 in OpenAI's shape, "broken" ends without a finish reason, "short" gives one
+token too few, "dying" ends with an error event, "garbage" is not JSON, "textual" reports no token
+ids and a first token without text, "lines" gives Unicode's line separators as they are.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ScriptedServer:
         }
 
     async def status(self) -> Response:
-        """Each request so far has mapped 3 pages and unmapped 2."""
+        """Reports that each request so far has mapped 3 pages and unmapped 2."""
         if not self.with_status:
             return JSONResponse({"detail": "Not Found"}, 404)
         served = len(self.requests)
@@ -126,7 +125,7 @@ def data(event: dict[str, Any]) -> str:
 
 @contextmanager
 def running(server: ScriptedServer) -> Iterator[ScriptedServer]:
-    """Serve on a free port from a thread of its own until the block ends."""
+    """Serves on a free port from a separate thread until the block ends."""
     config = uvicorn.Config(
         server.app(), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1
     )

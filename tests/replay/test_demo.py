@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_config(directory: Path, **changes: object) -> Path:
-    """A cluster of one small device that serves tiny-llama with fake engines."""
+    """Writes a cluster of one small device that serves tiny-llama with fake engines."""
     config = {
         "devices": [{"name": "host:0", "capacity": "128MiB", "page": "64KiB", "engines": 1}],
         "models": [{"name": "tiny-llama", "path": "models/tiny-llama", "context_length": 256}],
@@ -53,7 +53,7 @@ def start_demo(directory: Path, config: Path, trace: Path) -> subprocess.Popen[s
 
 
 def wait_for_one_answer(url: str) -> None:
-    """Until the cluster has finished a request."""
+    """Waits until the cluster has finished a request."""
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         status = httpx.get(f"{url}/status", timeout=10).json()
@@ -107,7 +107,8 @@ def test_the_shipped_trace_is_what_its_program_writes() -> None:
 
 
 def replaying_demo(directory: Path, trace: Path) -> tuple[subprocess.Popen[str], str]:
-    """A demo that has one answer and waits ten minutes for the next request; what it showed."""
+    """Starts a demo that has one answer and waits ten minutes for the next request; returns it and
+    its output."""
     write_trace(trace, [a_request(0.0, "tiny-llama"), a_request(600.0, "tiny-llama")])
     (directory / "models").symlink_to(prepared("tiny-llama").parent)  # its making is shown above
     demo = start_demo(directory, write_config(directory), trace)
