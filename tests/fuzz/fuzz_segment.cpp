@@ -1,7 +1,7 @@
 // fuzz_segment SEED ROUNDS: damages the bytes of a ledger's segment, at random and field by field,
 // and makes every call on it: of a process that attaches to it then, and of one that had it open.
-// A status is right, whatever it says; a crash, a hang or a huge allocation ends the program.
-// Each round runs in a child whose seed is printed when it fails: run it alone with that seed.
+// Any status is right; a crash, a hang or a huge allocation ends the program.
+// Each round runs in a child. If it fails, its seed is printed: run it alone with that seed.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>

@@ -1,6 +1,6 @@
 // kills DEVICE: kills a process at every step of every scenario, one after the other, and checks
-// after each that the others go on and that the capacity is whole again; and that no scenario makes
-// a call to the system under the ledger's mutex. Prints the steps passed.
+// after each that the other processes continue and that the capacity is whole again. No scenario
+// may make a system call under the ledger's mutex. Prints the steps passed.
 #include <set>
 
 #include "scenarios.h"

@@ -11,7 +11,7 @@ struct Scenario {
   const char* name;
   void (*prepare)(World& world);  // before each subject, in the program's own process
   void (*act)(const World& world);
-  void (*verify)(World& world);  // after each, beside World::check_whole
+  void (*verify)(World& world);  // after each, with World::check_whole
 };
 
 std::span<const Scenario> scenarios();

@@ -29,11 +29,11 @@ class World {
   std::shared_ptr<Ledger> other;
   std::unique_ptr<Member> member;
 
-  // Bytes that nobody holds when all subjects are gone.
+  // Free bytes when all subjects are gone.
   uint64_t free_bytes() const { return kCapacity - charged_; }
 
-  // The bystander goes on, and nothing is left of anybody else: neither by the ledger's books nor
-  // by the bytes that the OS holds, and all that is free can be had.
+  // Checks that the bystander continues, and that other processes hold no memory: neither by the
+  // ledger nor by the OS. All free memory can be reserved.
   void check_whole();
 
  private:
@@ -50,7 +50,7 @@ class World {
 // Gives memory to all pages that are mapped, where the CPU can write.
 void touch(const Vmm& vmm, const Region& region);
 
-// A ledger at `path` can be opened by whoever wants to create one, has all its capacity, and goes.
+// Checks that a ledger at `path` can be created, has all its capacity, and can be removed.
 void check_starts_whole(const std::string& path);
 
 // Joins, reserves and commits in a child that ends without leaving.
