@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Without looking for garbage in what stays: that takes a third of the time."""
+    """Disables garbage collection of objects that stay: it takes a third of the time."""
     gc.disable()
     try:
         return (yield)
@@ -65,10 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[BundledRedis]:
-    """A real server on a unix socket below a directory of its own; `.url` for clients.
+    """Yields a real server on a unix socket in a separate directory; `.url` is for clients.
 
-    Tests share it: take a fresh `namespace`, and never stop or kill this one (start a
-    `BundledRedis(short_dir)` of your own for that).
+    Tests share it: take a fresh `namespace`, and never stop or kill this one (start a separate
+    `BundledRedis(short_dir)` for that).
     """
     # Imported here: a machine for the GPU tests has numpy and torch, and no Redis.
     from prism.queueing.server import BundledRedis
@@ -88,6 +88,6 @@ def namespace() -> str:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """A directory whose path leaves room for unix sockets (pytest's tmp_path may not)."""
+    """Yields a directory whose path leaves room for unix sockets (pytest's tmp_path may not)."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         yield Path(directory)

@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    """Within the block `folder` is one. Skips the test where this user may not mount."""
+    """Mounts a small disk on `folder` for the block. Skips the test if this user may not mount."""
     options = f"size={size_bytes},mode=700"
     mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:

@@ -47,7 +47,7 @@ def _huge(client: Redis, key: str, rng: Random) -> None:
 
 
 def _cut(client: Redis, key: str, rng: Random) -> None:
-    """What is there, as far as it is a string or a hash, loses its end."""
+    """Truncates a string or a hash; writes empty values to other types."""
     if client.type(key) == b"string":
         body = client.get(key)
         client.set(key, body[: rng.randrange(len(body) + 1)])
@@ -56,13 +56,13 @@ def _cut(client: Redis, key: str, rng: Random) -> None:
 
 
 def _late(client: Redis, key: str, rng: Random) -> None:
-    """A stream that takes no more entries."""
+    """Makes a stream that accepts no more entries."""
     client.delete(key)
     client.xadd(key, {"id": rng.randbytes(3)}, id=_LAST_ID)
 
 
 def _write(client: Redis, key: str, body: bytes, rng: Random) -> None:
-    """Into the values of the type that is there."""
+    """Writes `body` into the values of the existing type."""
     kind = client.type(key)
     if kind == b"hash":
         fields = client.hkeys(key)

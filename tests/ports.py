@@ -11,8 +11,11 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """On loopback, and none that the kernel gives out: engines take such ports for themselves while
-    they start, and would have taken this one before its server listens."""
+    """Returns a free port on loopback, outside of the range that the kernel gives out.
+
+    Engines take ports of that range while they start, and would take this one before its server
+    listens.
+    """
     end = int(RANGE.read_text().split()[0])
     while True:
         port = end // 2 + secrets.randbelow(end // 2)

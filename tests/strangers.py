@@ -14,7 +14,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user"
 
 
 def as_nobody(act: Callable[[], bool]) -> bool:
-    """What `act` returns in a process of another user. It may import nothing."""
+    """Returns the result of `act` in a process of another user. `act` may import nothing."""
     pid = os.fork()
     if pid == 0:
         code = UNEXPECTED

@@ -14,7 +14,7 @@ from prism.queueing import BundledRedis, RequestQueue
 
 @pytest.fixture
 def minutes_ahead() -> Iterator[None]:
-    """This machine's wall clock was so when the process began."""
+    """Runs as on a machine whose wall clock was 5 minutes ahead when the process began."""
     before_s = clock.ahead_s()
     clock._clock.offset_s = before_s + 300
     yield
@@ -48,7 +48,8 @@ def test_what_may_be_the_same_time_changes_nothing() -> None:
 
 
 def test_processes_that_talk_have_no_other_wall_clock() -> None:
-    """But for what stays on the machine: traces of activations, and when a process began."""
+    """Leaves out clocks whose values stay on the machine: traces of activations and process
+    starts."""
     package = Path(clock.__file__).parent
     folders = ("frontend", "agent", "cluster", "queueing", "messages", "policies")
     found = {

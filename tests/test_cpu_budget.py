@@ -68,7 +68,7 @@ def test_errors_of_the_call_come_through_and_the_timer_stops() -> None:
 
 
 def test_calls_share_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parser is called for each character of an answer."""
+    """Parsers are called for each character of an answer."""
     started: list[int] = []
     start = cpu_budget._Watch.start
 

@@ -68,7 +68,7 @@ FAILED = (
 
 
 async def refused(peer: zmq.Socket[bytes], endpoint: str) -> bool:
-    """Whether the handshake of `peer` fails; False: it succeeds."""
+    """Returns whether the handshake of `peer` fails."""
     with peer.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as events:
         peer.connect(endpoint)
         for _ in range(round(SOON_S / 0.05)):
@@ -95,7 +95,7 @@ async def test_a_peer_without_the_key_is_refused(sockets: Sockets, endpoint: str
 
 
 async def test_a_stranger_gets_nothing_that_is_sent(sockets: Sockets, endpoint: str) -> None:
-    """Who took an address of the cluster without its key."""
+    """Binds an address of the cluster without its key."""
     false = sockets.plain(zmq.PULL)
     false.curve_publickey, false.curve_secretkey = zmq.curve_keypair()
     false.curve_server = 1

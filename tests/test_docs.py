@@ -21,7 +21,7 @@ STATUS = re.compile(r"accepted|moved|(amended|superseded) by \[?\d{3}")
 
 
 def dated(path: Path) -> bool:
-    """A record of its day, which keeps the links of that day."""
+    """Returns whether the document is a dated record, which keeps the links of that day."""
     return path.name == "CHANGELOG.md" or path.parent.name in ("campaigns", "studies")
 
 
@@ -30,7 +30,7 @@ def documents() -> list[Path]:
 
 
 def anchors(document: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Returns the anchors of its headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
@@ -94,7 +94,7 @@ def test_every_configuration_is_read() -> None:
 
 
 def ran(document: str, having: str, **replaced: str) -> dict[str, Any]:
-    """The names that the document's program with `having` in it defines."""
+    """Runs the document's program that contains `having`; returns the names that it defines."""
     programs = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     (code,) = [program for program in programs if having in program]
     for old, new in replaced.items():

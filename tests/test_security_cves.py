@@ -1,4 +1,4 @@
-"""What `scripts/check-cves` makes of pip-audit's reports."""
+"""Results of `scripts/check-cves` for pip-audit's reports."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ UNKNOWN = {"name": "unknown", "skip_reason": "Dependency not found on PyPI"}
 def test_what_was_not_looked_up_is_never_called_safe(
     tmp_path: Path, report: list[object] | None, code: int, said: str
 ) -> None:
-    """pip-audit says "No known vulnerabilities found", with exit code 0, where no package is
-    known."""
+    """Gets "No known vulnerabilities found" and exit code 0 from pip-audit if it knows no
+    package."""
     program = tmp_path / "pip-audit"
     written = tmp_path / "report.json"
     written.write_text(json.dumps({"dependencies": report}) if report is not None else "")

@@ -23,7 +23,7 @@ GEOMETRY = {"capacity_bytes": 1 << 20, "page_bytes": 1 << 16}
 
 
 def refused(act: object) -> bool:
-    """Whether the system keeps this process from opening it."""
+    """Returns whether the system keeps this process from opening the file."""
     try:
         os.close(os.open(str(act), os.O_RDONLY))
     except PermissionError:
@@ -48,7 +48,7 @@ def test_a_ledger_is_this_users_alone_whatever_the_umask(namespace: str) -> None
 @needs_root
 @pytest.mark.parametrize("geometry", [GEOMETRY, {}], ids=["create", "attach"])
 def test_a_ledger_of_another_user_is_not_used(namespace: str, geometry: dict[str, int]) -> None:
-    """Not even by one who may: its owner could change it at any time."""
+    """Refuses it even if this process may open it: its owner could change it at any time."""
     kvcached.Device.open("host:0", namespace=namespace, **GEOMETRY).close()
     path = give_to_nobody(kvcached.segment_path("host:0", namespace))
     try:
@@ -140,7 +140,7 @@ class FullDisk(io.StringIO):
 
 
 def test_the_last_words_of_an_engine_are_no_reason_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked engine that raised between them and its end would go on as its fork server."""
+    """Errors at that point would make a forked engine continue as its fork server."""
     monkeypatch.setattr(sys, "stderr", FullDisk())
     flush_log()
 

@@ -38,7 +38,7 @@ def sockets() -> Iterator[Sockets]:
 
 
 def greeted(path: Path) -> bool:
-    """Whether who listens there speaks to this process, and does not hang up."""
+    """Returns whether the listener greets this process and does not close the connection."""
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(30)
         link.connect(str(path))
@@ -157,7 +157,7 @@ def test_a_line_without_an_end_takes_no_memory() -> None:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[RankGroup, socket.socket]]:
-    """Rank 0, and the other end of its socket."""
+    """Yields rank 0 and the other end of its socket."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours), contextlib.closing(theirs):
         yield RankGroup(0, 2, [ours]), theirs

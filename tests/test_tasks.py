@@ -10,7 +10,8 @@ from prism import tasks
 
 
 async def test_a_lost_cancellation_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `wait_for` of Python 3.11: what it waits for has ended, and nobody has been told yet."""
+    """Cancellations are lost by Python 3.11's `wait_for` if its future has ended and its task has
+    not resumed yet."""
     monkeypatch.setattr(tasks, "_RETRY_S", 0.01)
     asked = asyncio.get_running_loop().create_future()
     lost = asyncio.Event()

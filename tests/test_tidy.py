@@ -76,7 +76,7 @@ def name(path: Path) -> str:
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    """(qualified name, lines) of each function, docstring not counted."""
+    """Yields (qualified name, lines) of each function, docstring not counted."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{name(path)}:{node.lineno} {node.name}", body_lines(node)
@@ -116,7 +116,7 @@ def test_classes_are_short() -> None:
 
 
 def cpp_blocks(text: str) -> Iterator[tuple[int, int]]:
-    """(first line, lines) of every outermost function body in formatted C++."""
+    """Yields (first line, lines) of every outermost function body in formatted C++."""
     start = 0
     for number, line in enumerate(text.splitlines(), 1):
         opens = re.match(r"^(  )?\S.*\)( const| noexcept| override| final)*.* \{$", line)

@@ -101,7 +101,7 @@ async def test_a_router_names_the_sender_and_answers_it(sockets: Sockets, endpoi
 
 
 async def test_what_is_there_comes_without_waiting(sockets: Sockets, endpoint: str) -> None:
-    """And what is malformed is dropped."""
+    """Drops malformed messages."""
     inbox, sender = sockets.channel(zmq.PULL, Cancel), sockets.plain(zmq.PUSH)
     inbox.bind(endpoint)
     assert inbox.arrived() == []
@@ -162,7 +162,7 @@ async def test_a_send_never_blocks_the_loop(sockets: Sockets, endpoint: str) -> 
 
 
 async def test_what_comes_while_others_send_is_received(sockets: Sockets, endpoint: str) -> None:
-    """A send takes libzmq's word that something has come from the descriptor that is waited for."""
+    """Sends consume libzmq's notification on the descriptor that the receiver waits for."""
     router = sockets.plain(zmq.ROUTER)
     router.bind(endpoint)
     dealer = sockets.channel(zmq.DEALER, Cancel, identity=b"me")

@@ -76,7 +76,7 @@ def attacks(union: Any, random_: random.Random) -> list[list[bytes]]:
 
 
 def is_none(union: Any, frames: list[bytes]) -> bool:
-    """Whether the frames are no message of the union."""
+    """Returns whether the frames are not a message of the union."""
     try:
         (frame,) = frames
         msgspec.msgpack.decode(frame, type=union)
@@ -202,7 +202,7 @@ def _send_all(peer: zmq.Socket[bytes], messages: list[list[bytes]]) -> None:
 
 
 def _good(union: Any) -> msgspec.Struct:
-    """A message of the union that no attack is equal to."""
+    """Returns a message of the union that is different from all attacks."""
     good: list[msgspec.Struct] = [
         ActionResult(7, True, "good"),
         Cancel(["good"]),
