@@ -14,7 +14,7 @@ STORED_AS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uin
 
 
 def kernel_view(address: int) -> int:
-    """Where a kernel of this process reaches memory of the test libcuda's devices."""
+    """Returns the address that kernels of this process use for memory of the test libcuda."""
     distance = ctypes.CDLL(os.environ["KVCACHED_LIBCUDA"]).test_cuda_kernel_distance
     distance.restype = ctypes.c_uint64
     assert distance(), "no CUDA device was opened in this process"
@@ -22,9 +22,9 @@ def kernel_view(address: int) -> int:
 
 
 def as_array(source: Any) -> Any:
-    """A numpy array on the memory of a view or of a whole virtual tensor.
+    """Returns a numpy array on the memory of a view or of a whole virtual tensor.
 
-    numpy takes no tensor of a GPU; the test libcuda shows its GPU's memory at another address.
+    numpy accepts no tensor of a GPU; the test libcuda maps its GPU's memory at a second address.
     Types that numpy lacks come as unsigned integers of their size.
     """
     known = getattr(source, "dtype", "uint8") not in STORED_AS

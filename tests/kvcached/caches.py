@@ -1,4 +1,4 @@
-"""A prefix cache as kvcached sees one. Imported by worker.py as well."""
+"""Prefix cache, as an engine has one. Imported by worker.py as well."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SANITIZED = ("-DCMAKE_CXX_FLAGS=-O0 -g1",)
 
 
 def compiler() -> str:
-    """$CXX, where that names a program."""
+    """Returns the path of $CXX if that is a program, otherwise of c++ or g++."""
     names = (os.environ.get("CXX"), "c++", "g++")
     found = next(filter(None, (shutil.which(name) for name in names if name)), None)
     assert found is not None, "building kvcached takes a C++ compiler; install one"
@@ -35,7 +35,9 @@ def compiler() -> str:
 
 @cache  # one test process sees one state of the sources
 def build(tree: str, target: str, product: str, *options: str, source: Path = ROOT) -> Path:
-    """`product` of `target`, current. A tree is one set of options; several processes may ask."""
+    """Builds `target` and returns the path of `product`. Several processes may build at once.
+
+    A tree is one set of options."""
     mark = hashlib.sha256(" ".join([compiler(), *options]).encode()).hexdigest()[:8]
     folder = BUILD / f"{tree}-{mark}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ def build(tree: str, target: str, product: str, *options: str, source: Path = RO
 
 
 def is_configured(folder: Path, ninja: str) -> bool:
-    """Returns whether a tree is configured with this ninja. Another one may be gone."""
+    """Returns whether a tree is configured with this ninja. Another one may be removed."""
     cache = folder / "CMakeCache.txt"
     kept = cache.read_text() if cache.exists() else ""
     return (folder / "build.ninja").exists() and f"CMAKE_MAKE_PROGRAM:FILEPATH={ninja}\n" in kept
@@ -70,7 +72,7 @@ def build_layers(tree: str, target: str, *options: str, product: str = "") -> Pa
 
 
 def build_tests(sanitizers: str = "") -> Path:
-    """The C++ test program."""
+    """Builds the C++ test program."""
     if sanitizers:
         tree = sanitizers.replace(",", "-")
         return build_layers(tree, "tests", *SANITIZED, f"-DPRISM_SANITIZE={sanitizers}")
@@ -78,37 +80,39 @@ def build_tests(sanitizers: str = "") -> Path:
 
 
 def build_kills() -> Path:
-    """The program that kills processes at every step of csrc."""
+    """Builds the program that kills processes at every step of csrc."""
     return build_layers("steps", "kills", STEPS)
 
 
 def build_race() -> Path:
-    """The program of processes that want more than there is."""
+    """Builds the program of processes that request more than the device has."""
     return build_layers("steps", "race", STEPS)
 
 
 def build_fuzz() -> Path:
-    """The program that damages segments."""
+    """Builds the program that damages segments."""
     options = (*SANITIZED, "-DPRISM_SANITIZE=address,undefined")
     return build_layers("address-undefined", "fuzz", *options)
 
 
 def build_libcuda() -> Path:
-    """The test libcuda: CUDA's calls on host memory. This test run's processes share its devices,
-    and no others do."""
+    """Builds the test libcuda: CUDA's calls on host memory.
+
+    Only processes of this test run share its devices."""
     keep_own_book()
     return build_layers("doubles", "test_libcuda", product="libcuda.so.1")
 
 
 def build_libnvml() -> Path:
-    """NVML's calls on the devices of the test libcuda. It lies beside that."""
+    """Builds NVML's calls on the devices of the test libcuda, in the same folder."""
     keep_own_book()
     return build_layers("doubles", "test_libnvml", product="libnvidia-ml.so.1")
 
 
 def restart_libnvml() -> None:
-    """The test libnvml reads its settings as NVML is initialised, which is done once per process:
-    this makes the next use do so again."""
+    """Makes the next use of NVML initialise the test libnvml again, which then reads its settings.
+
+    Otherwise this happens once per process."""
     if nvml._loaded.cache_info().currsize:
         nvml.load()._call("nvmlShutdown")
         nvml._loaded.cache_clear()

@@ -1,4 +1,4 @@
-"""A device per test, and proof that nothing of it stays in /dev/shm."""
+"""Fixtures: a device per test, of which nothing may stay in /dev/shm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMOL = Layout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block
 
 # Two clients, on one device or on two that reach each other: a test that takes `names`.
 PAIRS = [("host:0", "host:0"), ("host:0", "host:1"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
-# For the tests that hold on every backend: pytestmark = EVERY_DEVICE
+# For tests that pass on every backend: pytestmark = EVERY_DEVICE
 EVERY_DEVICE = pytest.mark.parametrize("device_name", ["host:0", "cuda:0"])
 
 
@@ -37,7 +37,7 @@ def names(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def libcuda() -> LibCuda:
-    """The test libcuda, which is what `cuda:N` means from then on, in worker processes too."""
+    """Returns the test libcuda, which implements `cuda:N` from then on, in worker processes too."""
     path = build_libcuda()
     os.environ["KVCACHED_LIBCUDA"] = str(path)
     return LibCuda(path)

@@ -1,4 +1,4 @@
-"""CUDA's calls on the test libcuda by hand, and processes that make them."""
+"""Direct CUDA calls on the test libcuda, and processes that make them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Access(ctypes.Structure):
 
 
 class Driver:
-    """CUDA's calls on a device in its primary context, answering the driver's result."""
+    """CUDA's calls on a device in its primary context, which return the driver's result."""
 
     DEVICE = 1
 
@@ -88,7 +88,7 @@ class Driver:
         return self.cu.cuMemAddressFree(*u64(address, size))
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """Plain memory, for free_plain."""
+        """Allocates plain memory, for free_plain."""
         address = ctypes.c_uint64()
         return self.cu.cuMemAlloc_v2(ctypes.byref(address), *u64(size)), address.value
 
@@ -102,7 +102,7 @@ class Driver:
         ), fd.value
 
     def take_in(self, fd: int) -> tuple[int, int]:
-        """A handle for what another process exported."""
+        """Returns a handle for memory that another process exported."""
         handle = ctypes.c_uint64()
         result = self.cu.cuMemImportFromShareableHandle(
             ctypes.byref(handle), ctypes.c_void_p(fd), 1
@@ -126,7 +126,7 @@ class Driver:
         return self.cu.cuMemsetD8_v2(*u64(address), ctypes.c_ubyte(value), *u64(size))
 
     def view(self, address: int, size: int, *, writes: bool = False) -> int | None:
-        """Where a kernel reaches the range, or None."""
+        """Returns the address that a kernel uses for the range, or None."""
         self.cu.test_cuda_kernel_view.restype = ctypes.c_void_p
         found: int | None = self.cu.test_cuda_kernel_view(*u64(address, size), int(writes))
         return found
@@ -140,7 +140,7 @@ class Driver:
 
 @contextmanager
 def mapped(driver: Driver, size: int = UNIT) -> Iterator[tuple[int, int]]:
-    """The address and the handle of memory with access, and as much of a hole behind it."""
+    """Yields the address and handle of memory with access, followed by a hole of the same size."""
     address, handle = driver.reserve(2 * size)[1], driver.create(size)[1]
     assert driver.map(address, size, handle) == driver.set_access(address, size) == 0
     yield address, handle
@@ -150,7 +150,7 @@ def mapped(driver: Driver, size: int = UNIT) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def open_driver(libcuda: LibCuda) -> Iterator[Driver]:
-    """A driver that leaves nothing behind."""
+    """Yields a driver that leaks nothing."""
     left_before = libcuda.leaks()
     made = Driver(libcuda)
     yield made
@@ -174,7 +174,7 @@ address, context, count = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_int()
 
 
 def start_with(libcuda: LibCuda, code: str, **env: str) -> subprocess.Popen[str]:
-    """A process that uses the library by hand, with the granularity of GPUs."""
+    """Starts a process that calls the library directly, with the granularity of GPUs."""
     settings = {
         "KVCACHED_LIBCUDA": str(libcuda.path),
         "KVCACHED_TEST_CUDA_GRANULARITY": str(PAGE),

@@ -1,9 +1,9 @@
-"""Damages the segment of a device of its own and makes every call on it.
+"""Damages the segment of a separate device and makes every call on it.
 
 fuzzing.py SEED ROUNDS
 
-An error of kvcached's is right, whatever it says; anything else ends the process with a traceback.
-The mutex's state is left alone: a process waits for ten seconds where it says it is held.
+Every error of kvcached is right. Another exception ends the process with a traceback. The mutex's
+state is not damaged, since a process waits for ten seconds if the mutex seems to be held.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERESTING = [0, 1, 2, CAPACITY, CAPACITY + 1, 2**31, 2**63, 2**64 - 2, 2**64 -
 
 
 def damage(path: Path, chooser: random.Random) -> None:
-    """Some words of the header or of the first records, or bits anywhere."""
+    """Damages words of the header or of the first records, or bits anywhere."""
     content = bytearray(path.read_bytes())
     for _ in range(chooser.randint(1, 4)):
         end = chooser.choice((200, 1200, len(content)))
@@ -61,7 +61,7 @@ def kvctl(*arguments: str) -> None:
 
 
 def use(device: Device, client: Client, tensor: VirtualTensor) -> None:
-    """Calls of a process that had the device open all along."""
+    """Makes the calls of a process that opened the device before."""
     calls: list[Callable[[], object]] = [
         lambda: tensor.map(PAGE, PAGE),
         lambda: tensor.unmap(PAGE, PAGE),
@@ -89,7 +89,7 @@ def come_late(namespace: str, capacity_bytes: int | None) -> None:
 
 
 def look(namespace: str) -> None:
-    """What administrators and monitors do."""
+    """Makes the calls of administrators and monitors."""
     expect_named(lambda: segments(namespace))
     expect_named(lambda: exposition(namespace))
     kvctl("list", "--namespace", namespace, "--json")

@@ -1,4 +1,4 @@
-"""The two ends of a hand-over, for its tests."""
+"""Both ends of a hand-over, for its tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ends:
             self.devices[name].client(role, background=False)
             for name, role in zip(names, ("source", "target"), strict=True)
         ]
-        tokens = (2000, 5000)  # of other sizes, so that buffers lie at other places
+        tokens = (2000, 5000)  # different sizes, so that buffers are at different offsets
         self.source, self.target = (
             client.alloc_kvcache(layout, n) for client, n in zip(self.clients, tokens, strict=True)
         )
@@ -62,7 +62,7 @@ class Ends:
 
 
 def open_files() -> int:
-    """Those that a hand-over may leave behind: sockets, selectors, and memory of others."""
+    """Counts the files that a hand-over may leave open: sockets, selectors and others' memory."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -72,7 +72,7 @@ def open_files() -> int:
 
 
 def offered(ends: Ends, count: int = 40) -> NDArray[np.int64]:
-    """Blocks of the source, in no order, with contents."""
+    """Allocates blocks of the source, in random order, and fills them."""
     ids = ends.source.alloc_kv(count)
     assert ids is not None
     ids = np.random.default_rng(5).permutation(ids)
@@ -81,7 +81,7 @@ def offered(ends: Ends, count: int = 40) -> NDArray[np.int64]:
 
 
 def taken(ends: Ends, count: int = 40) -> NDArray[np.int64]:
-    """Blocks of the target, not where the source has them."""
+    """Allocates blocks of the target, at other places than the source's."""
     ids = ends.target.alloc_kv(count + 13)
     assert ids is not None
     ends.target.free_kv(ids[3:16])
@@ -104,7 +104,7 @@ def hear(link: socket.socket, files_max: int = 0) -> tuple[bytes, list[int]]:
 
 
 class Source:
-    """A process that offers blocks and does what it is told by lines."""
+    """Process that offers blocks and takes commands by lines."""
 
     def __init__(self, namespace: str, device: str, blocks: int, **env: str) -> None:
         self.process = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""A process at either end of a hand-over.
+"""Process at either end of a hand-over.
 
-handover_source.py serve NAMESPACE DEVICE BLOCKS: offers blocks, told by lines on stdin
-handover_source.py fetch NAMESPACE DEVICE ADDRESS BLOCKS: fetches once, and says the error
+handover_source.py serve NAMESPACE DEVICE BLOCKS: offers blocks, with commands as lines on stdin
+handover_source.py fetch NAMESPACE DEVICE ADDRESS BLOCKS: fetches once, and prints the error
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .conftest import CAPACITY, PAGE, TINY
 
 
 def content(kv: KVCache, count: int) -> NDArray[np.int64]:
-    """What `fill` writes: a number for each block, part and token."""
+    """Returns the numbers that `fill` writes: one for each block, part and token."""
     shape = (count, len(kv.layout.parts), kv.layout.block_tokens)
     return np.arange(np.prod(shape)).reshape(shape) % 2039
 
@@ -39,7 +39,7 @@ def wipe(kv: KVCache, ids: NDArray[np.int64]) -> None:
 
 
 def read(kv: KVCache, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(blocks, parts, tokens); every number of a token's part is the same."""
+    """Returns numbers by (block, part, token). All numbers of a token's part must be the same."""
     columns = []
     for view in _views(kv):
         rows = view[ids]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LibCuda:
-    """Counts driver calls, fails them, and says what the devices hold."""
+    """Control of the test libcuda: counts and fails driver calls, reports the devices' memory."""
 
     INVALID_VALUE = 1
     OUT_OF_MEMORY = 2
@@ -27,7 +27,7 @@ class LibCuda:
         return self.library.test_cuda_calls(function.encode() if function else None)
 
     def count(self) -> dict[str, int]:
-        """Counted calls by function since the last reset, those that were made."""
+        """Returns the counted calls since the last reset by function, without zeros."""
         names = ("AddressReserve", "AddressFree", "Create", "Release", "Map", "Unmap", "SetAccess")
         counted = {name: self.calls(f"cuMem{name}") for name in names}
         counted |= {name: self.calls(f"cu{name}") for name in ("EventRecord", "EventQuery")}
@@ -48,7 +48,7 @@ class LibCuda:
         return self.library.test_cuda_used_bytes(device)
 
     def violations(self) -> int:
-        """How often memory was taken away from a kernel so far."""
+        """Returns how often memory was taken away from a kernel."""
         return self.library.test_cuda_violations()
 
     def refusal(self) -> str:
@@ -59,7 +59,7 @@ class LibCuda:
 
 
 class CudaStream:
-    """A stream of the test libcuda on a device, whose kernels end when the test says so."""
+    """Stream of the test libcuda on a device. Its kernels end when the test completes them."""
 
     def __init__(self, libcuda: LibCuda, device: int = 0) -> None:
         self.cu = libcuda.library
@@ -71,19 +71,19 @@ class CudaStream:
         self.handle = made.value or 0
 
     def answer(self, call: Callable[[], int]) -> None:
-        """A call in the device's context that must succeed."""
+        """Makes a call in the device's context, which must succeed."""
         assert self.cu.cuCtxPushCurrent_v2(self.context) == 0
         result = call()
         assert self.cu.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())) == 0
         assert result == 0
 
     def submit(self, address: int = 0, size_bytes: int = 1) -> None:
-        """A kernel that may touch the range from now on."""
+        """Launches a kernel that may touch the range from now on."""
         arguments = [ctypes.c_uint64(value) for value in (self.handle, address, size_bytes)]
         self.answer(lambda: self.cu.test_cuda_launch(*arguments))
 
     def complete(self) -> None:
-        """The oldest kernel is done."""
+        """Completes the oldest kernel."""
         arguments = [ctypes.c_uint64(value) for value in (self.handle, 1)]
 
         def call() -> int:

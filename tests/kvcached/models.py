@@ -24,7 +24,7 @@ SHAPES: dict[str, KVLayout] = {
 
 
 def every_layout() -> Iterator[tuple[str, KVLayout]]:
-    """Each shape in each arrangement, and with a gap of an odd number of elements."""
+    """Yields each shape in each arrangement, and with a gap of an odd number of elements."""
     for name, shape in SHAPES.items():
         for arrangement in ARRANGEMENTS:
             layout = replace(shape, arrangement=arrangement)

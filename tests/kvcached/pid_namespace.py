@@ -1,4 +1,4 @@
-"""Process 1 of a pid namespace of its own, as a container's first process is.
+"""Process 1 of a separate pid namespace, as a container's first process is.
 
 pid_namespace.py COMMAND NAMESPACE prints "ready" and its pid outside, or "refused". It acts when a
 line comes on stdin. `hold` keeps the lock of the ledger from then on until the next line, and

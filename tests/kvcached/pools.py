@@ -1,4 +1,4 @@
-"""A process with several KV pools on one device, each a client of its own, told what to do.
+"""Process with several KV pools on one device, each with its own client, driven by a socket.
 
 Forked by the machines of test_two_processes; requests and answers are lines of JSON.
 """
@@ -27,11 +27,11 @@ BLOCKS = 32
 
 
 class Pool:
-    """One client with a KV cache; every live block carries its tag in all its tokens."""
+    """Client with a KV cache. Every live block has its tag in all its tokens."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device = device
-        # No thread: what a pool holds is to follow from what it was told alone.
+        # No thread: the memory of a pool must depend on its requests alone.
         self.client = device.client(name, background=False)
         self.kv = self.client.alloc_kvcache(LAYOUT, BLOCKS * LAYOUT.block_tokens)
         self.buffers = [as_array(view(0)) for view in (self.kv.k_buffer, self.kv.v_buffer)]
@@ -98,7 +98,7 @@ class Pool:
         self.kv.refill()
 
     def answer(self) -> bool:
-        """Whether there was a request; all that no block uses is given."""
+        """Answers a request with all memory that no block uses. Returns whether there was one."""
         return self.client.answer_requests(self.kv.shrink) is not None
 
     def trim(self) -> None:
@@ -135,7 +135,7 @@ def answer(pools: list[Pool], libcuda: LibCuda | None, request: dict[str, Any]) 
 
 
 def serve(device: Device, names: list[str], libcuda: LibCuda | None, line: socket.socket) -> None:
-    """Answers until an empty line."""
+    """Answers requests until an empty line."""
     pools = [Pool(device, name) for name in names]
     with line.makefile("rw") as stream:
         while request := stream.readline().strip():

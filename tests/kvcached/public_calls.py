@@ -37,7 +37,7 @@ from .conftest import CAPACITY, PAGE, TINY
 HYBRID = HybridLayout.sliding(TINY, [1], 64)
 KEY = WeightKey("content", "engine", "float32")
 SPECS = {"w": TensorSpec("float32", (4, 4))}
-# With right arguments these end what the others are called on.
+# With right arguments these end the objects that the others are called on.
 ENDING = {"Device.destroy", "Device.unlink", "Client.free_kvcache", "Client.free_weights"}
 ENDING |= {"Client.free_virtual_tensor"}
 WRONG: tuple[Any, ...] = (
@@ -82,7 +82,7 @@ class Call:
 
 
 def is_wrong(annotation: str, value: object) -> bool:
-    """Whether no argument of this type may be `value`."""
+    """Returns whether no argument of this type may be `value`."""
     kinds = [part.partition("[")[0].rpartition(".")[2] for part in annotation.split(" | ")]
     fitting = tuple(kind for name in kinds for kind in FITTING.get(name, ()))
     if isinstance(value, bool) or value is None:
@@ -115,7 +115,7 @@ class World:
         builder.put("w", np.zeros((4, 4), np.float32))
 
     def _right(self) -> dict[str, Any]:
-        """By parameter, or by call and parameter where that differs."""
+        """Returns right arguments by parameter, or by call and parameter where that differs."""
         room = {"capacity_bytes": CAPACITY, "page_bytes": PAGE, "device_bytes": CAPACITY}
         few = dict.fromkeys(
             ("num_blocks", "num_pages", "num_tokens", "low", "high", "models", "reserved_blocks"), 1
@@ -170,7 +170,7 @@ class World:
         }
 
     def calls(self) -> Iterator[tuple[str, Call]]:
-        """All of them by name, methods of the objects and functions of the package."""
+        """Yields all calls by name: methods of the objects and functions of the package."""
         rank = RankKV(self.kv, bool)
         full = HYBRID.groups[0]
         objects = (self.device, self.client, self.kv, self.group, self.tensor, self.store, rank)

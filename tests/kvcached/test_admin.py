@@ -1,4 +1,4 @@
-"""What an administrator changes for the clients of other processes, who do nothing for it."""
+"""Changes by an administrator for clients of other processes, without calls by those clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = EVERY_DEVICE
 
 
 class Taker:
-    """A client of another process that reserves pages when told, and says what it got."""
+    """Client in another process that reserves pages on command, and reports its pages."""
 
     def __init__(self, spawn: Spawn, name: str = "taker") -> None:
         self.process: subprocess.Popen[str] = spawn("take", name)

@@ -1,4 +1,4 @@
-"""The thread that keeps spare pages, as Python sees it; its races are tests/cpp's business."""
+"""Thread that keeps spare pages, through the Python API. tests/cpp covers its races."""
 
 from __future__ import annotations
 

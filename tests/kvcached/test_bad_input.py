@@ -1,8 +1,8 @@
-"""Bad input: a named exception that says what to change, and everything as it was.
+"""Bad input: a named exception that says what to change, and no change of state.
 
-One row for each mistake. What takes a mount, another user, a damaged file or another driver is
-elsewhere: a full shared memory, a segment without permission and one of another library version in
-test_device.py, a GPU that is not there in test_cuda.py.
+One row for each mistake. Mistakes that need a mount, another user, a damaged file or another driver
+are in other files. test_device.py has a full shared memory, a segment without permission and one of
+another library version. test_cuda.py has a missing GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDE = replace(TINY, num_kv_heads=1 << 62, head_dim=1 << 62)
 
 @dataclass
 class Room:
-    """What a mistake is made with: a live cache, a half-mapped tensor, another cache beside."""
+    """Objects for a mistake: a live cache, a half-mapped tensor, and another cache."""
 
     device: Device
     client: Client
@@ -38,7 +38,7 @@ class Room:
     other_ids: Any
 
     def open(self, name: str | None = None, **wanted: int) -> Device:
-        """Another device of the same namespace, unless it is named."""
+        """Opens `name`, or another device, in the same namespace."""
         room = {"capacity_bytes": CAPACITY, "page_bytes": PAGE, **wanted}
         return Device.open(name or "host:3", namespace=self.device.namespace, **room)
 

@@ -1,4 +1,4 @@
-"""Memory that one client needs and others can do without, between processes."""
+"""Memory that one client needs and others can spare, between processes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_it_waits_in_vain_for_a_stopped_process_and_asks_another(
         assert kv.alloc_kv(ALL_BLOCKS // 4, wait_s=0.3) is None
         assert time.monotonic() - started_s >= 0.3
         assert client.usage().name == "waiter"
-        # Once it goes on it gives, whether what it was asked for is still wanted or not.
+        # Once it resumes it gives memory, whether the request is still open or not.
         os.kill(frozen.pid, signal.SIGCONT)
         assert kv.alloc_kv(ALL_BLOCKS // 4, wait_s=WAIT_S) is not None
 
@@ -140,12 +140,12 @@ def test_a_limit_that_another_process_lowers_makes_its_client_shrink(
     assert line(target).startswith(f"gave {28 * QUANTUM}")
     assert usage_of(device, "target").reserved_bytes == 20 * QUANTUM
     device.set_limit("target", 0)
-    assert line(target).startswith(f"gave {12 * QUANTUM}")  # what requests use stays
+    assert line(target).startswith(f"gave {12 * QUANTUM}")  # memory of requests stays
     assert usage_of(device, "target").reserved_bytes == 8 * QUANTUM
 
 
 def test_what_comes_free_goes_to_those_who_wait(device: Device, spawn: Spawn) -> None:
-    """And not to whoever happens to ask at that moment, the one who gave it above all."""
+    """Denies it to other clients that ask meanwhile, such as the one that freed it."""
     with device.client("greedy", background=False) as client:
         kv = client.alloc_kvcache(TINY, 1 << 18, reserved_blocks=0)
         ids = kv.alloc_kv(ALL_BLOCKS)
@@ -263,7 +263,7 @@ def test_room_can_be_asked_for_on_behalf_of_another(device: Device, spawn: Spawn
     target = spawn("shrink", "target", 8 * SLAB_BLOCKS)
     other = spawn("shrink", "other", 8 * SLAB_BLOCKS)
     ready(target, other)
-    for _ in range(5):  # what is on its way is not asked for again
+    for _ in range(5):  # pending requests are not repeated
         device.request_room(3 * QUANTUM, for_client="other", within_s=WAIT_S)
     assert line(target).startswith(f"gave {3 * QUANTUM}")
     assert usage_of(device, "other").given_bytes == 0

@@ -1,4 +1,4 @@
-"""Numbers too large to be meant, and the kernel's limit of mappings."""
+"""Numbers that are too large to be right, and the kernel's limit of mappings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client(device: Device) -> Iterator[Client]:
 
 @EVERY_DEVICE
 def test_room_for_more_pages_than_there_are_bytes_is_none(client: Client) -> None:
-    """2^48 pages of 64 KiB are 2^64 bytes, which were taken for 0."""
+    """Covers an overflow: 2^48 pages of 64 KiB are 2^64 bytes, which were taken for 0."""
     kv = client.alloc_kvcache(TINY, 1 << 16)
     pages = (1 << 64) // PAGE
     for size in (pages - 1, pages, pages + 1, 2**63 - 1):
@@ -36,7 +36,7 @@ def test_room_for_more_pages_than_there_are_bytes_is_none(client: Client) -> Non
 
 
 def test_more_threads_than_can_be_meant_are_refused(client: Client, tmp_path: Path) -> None:
-    """Each is a stack, and on a GPU pinned memory: 2^31 of them filled the machine's."""
+    """Limits stacks, and on a GPU pinned memory: 2^31 threads filled the machine's."""
     for call in (
         lambda: client.open_weight_links(threads=2**31),
         lambda: LoadOptions(threads=2**31),
@@ -92,8 +92,8 @@ with device.client("full", background=False) as client:
 
 @pytest.mark.skipif(MOST_MAPPINGS > 1 << 21, reason="vm.max_map_count is too high to be reached")
 def test_retries_at_the_limit_of_mappings_keep_no_more(device: Device, namespace: str) -> None:
-    """A map that failed was undone where nothing had been mapped, and that failed for the same
-    reason: each retry left its pages charged."""
+    """Covers an undo that fails for the same reason as the map: it unmapped addresses without a
+    mapping, and each retry left its pages charged."""
     done = subprocess.run(
         [sys.executable, "-c", AT_THE_LIMIT, namespace],
         capture_output=True,

@@ -1,5 +1,5 @@
 """transformers' continuous batching on kvcached blocks: the tokens of plain `generate`, memory that
-comes and goes, and other clients that ask for it."""
+grows and shrinks, and requests for it by other clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client(device: Device) -> Iterator[Client]:
 
 @pytest.fixture(autouse=True)
 def _attention(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A manager that is not stopped leaves its model with another attention."""
+    """Checks that each manager was stopped: a running one changes the model's attention."""
     yield
     for name in NAMES:
         assert network(name).config._attn_implementation == "sdpa"
@@ -77,7 +77,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Manager:
-    """A manager that runs, as a server has one; its cache as the test looks at it."""
+    """Running manager, as a server has one, and its cache for the test."""
 
     def __init__(self, **others: Any) -> None:
         self.manager = network(LLAMA).init_continuous_batching(
@@ -141,7 +141,7 @@ def test_memory_comes_with_requests_and_prefixes_go_to_one_who_asks(
         assert held.committed_bytes > 2 * held.min_bytes
 
         def its_minimum_is_left() -> bool:
-            device.request_room(held.committed_bytes)  # of what it has said that it could give
+            device.request_room(held.committed_bytes)  # of its published evictable memory
             return client.usage().committed_bytes <= held.min_bytes
 
         until(its_minimum_is_left)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(900)  # most of it is compiling
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_cpp_layers(sanitizers: str, libcuda: object) -> None:
-    """In every run of all tests: a fresh clone cannot tell whether csrc changed since the last."""
+    """Runs with all tests: a fresh clone does not know whether csrc changed since the last run."""
     program = build_tests(sanitizers)
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The CUDA backend on the test libcuda: what it asks of the driver, and what if that refuses."""
+"""CUDA backend on the test libcuda: its driver calls, and their failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def open_and_use(namespace: str, capacity_bytes: int = CAPACITY, page_bytes: int = PAGE) -> str:
-    """A program that maps its whole device, and says which error it got."""
+    """Returns a program that maps its whole device and prints the error."""
     return f"""
 import kvcached
 device = kvcached.Device.open(
@@ -138,7 +138,7 @@ def test_tensors_say_which_gpu_they_are_on(client: Client) -> None:
     for wanted in ((1, 0), (2, 1)):
         with pytest.raises(BufferError, match="on that GPU"):
             view.__dlpack__(dl_device=wanted)
-    with pytest.raises((BufferError, RuntimeError)):  # numpy knows no GPU
+    with pytest.raises((BufferError, RuntimeError)):  # numpy has no GPU memory
         np.from_dlpack(view)
 
 
@@ -232,7 +232,7 @@ def test_a_full_gpu_is_no_room(device: Device, client: Client, libcuda: LibCuda)
 def test_a_gpu_that_is_full_for_a_moment_is_asked_again(
     device: Device, client: Client, libcuda: LibCuda
 ) -> None:
-    """The driver takes a while to free what a dead process held."""
+    """Covers the time that the driver needs to free a dead process's memory."""
     client.set_create_wait(60)
     for nth in range(1, 5):  # 4 creates; the pages made before the failure go back each time
         kv = client.alloc_kvcache(TINY, 1 << 12, reserved_blocks=0)
@@ -269,16 +269,16 @@ def test_a_gpu_that_stays_full_holds_up_the_first_create_alone(
     libcuda.pass_all()
     assert kv.alloc_kv(BLOCKS_PER_SLAB) is not None
     libcuda.reset()
-    libcuda.fail_at(1, error=LibCuda.OUT_OF_MEMORY)  # a little memory is no sign of much
+    libcuda.fail_at(1, error=LibCuda.OUT_OF_MEMORY)  # one success does not restore the wait
     assert kv.alloc_kv(BLOCKS_PER_SLAB) is None
     time.sleep(8 * 0.1)  # eight waits without a refusal
     libcuda.reset()
-    libcuda.fail_at(1, error=LibCuda.OUT_OF_MEMORY)  # a moment alone
+    libcuda.fail_at(1, error=LibCuda.OUT_OF_MEMORY)  # fails for a moment only
     assert kv.alloc_kv(BLOCKS_PER_SLAB) is not None
 
 
 def calls_of(libcuda: LibCuda, kv: KVCache, num_blocks: int) -> tuple[dict[str, int], ...]:
-    """Driver calls of an alloc and of the free after it."""
+    """Returns the driver calls of an alloc and of the free after it."""
     libcuda.reset()
     ids = kv.alloc_kv(num_blocks)
     alloc = libcuda.count()
@@ -289,7 +289,7 @@ def calls_of(libcuda: LibCuda, kv: KVCache, num_blocks: int) -> tuple[dict[str, 
 
 
 def test_driver_calls_of_a_page_step_per_layer(client: Client, libcuda: LibCuda) -> None:
-    """A model of 32 layers grows by 64 pages: K and V of each layer."""
+    """Grows a model of 32 layers by 64 pages: K and V of each layer."""
     kv = client.alloc_kvcache(DEEP, 1 << 16, reserved_blocks=0)
     alloc, free = calls_of(libcuda, kv, BLOCKS_PER_SLAB)
     assert alloc == {"Create": 64, "Map": 64, "SetAccess": 64}
@@ -307,7 +307,7 @@ def test_driver_calls_of_a_page_step_per_layer(client: Client, libcuda: LibCuda)
 
 
 def run_kv_cache(namespace: str, end: str) -> str:
-    """A program that allocates KV blocks and ends in its own way."""
+    """Returns a program that allocates KV blocks and then runs `end`."""
     return f"""
 import ctypes, os, kvcached
 device = kvcached.Device.open(

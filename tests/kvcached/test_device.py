@@ -1,4 +1,4 @@
-"""Opening, sharing and removing devices, and every way in which that can fail."""
+"""Opening, sharing and removing devices, and all their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of a prefix cache go: by page, the cheapest first."""
+"""Choice of blocks to evict from a prefix cache: by page, the cheapest first."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SLAB_BYTES = TINY.quantum_bytes(PAGE)
 
 @pytest.fixture
 def client(device: Device) -> Iterator[Client]:
-    """Without the thread that maps ahead on a GPU: what is held is what the test took."""
+    """Yields a client without the thread that maps ahead on a GPU: only the test takes memory."""
     with device.client("a", background=False) as opened:
         yield opened
 
 
 def cache_of(client: Client, slabs: int) -> tuple[KVCache, NDArray[np.int64]]:
-    """Whole slabs of live blocks, slab by slab."""
+    """Returns a cache and the ids of its live blocks, which fill `slabs` slabs, by slab."""
     kv = client.alloc_kvcache(TINY, 1 << 16, reserved_blocks=0)
     ids = kv.alloc_kv(slabs * SLAB_BLOCKS)
     assert ids is not None
@@ -56,7 +56,7 @@ def test_the_emptiest_slab_goes_first_then_the_oldest(client: Client) -> None:
         prefix, freed_bytes = kv.choose_evictions(ids, last_used, count * SLAB_BYTES)
         assert freed_bytes == count * SLAB_BYTES
         assert list(prefix) == expected[: len(prefix)]
-    assert len(kv.choose_evictions(ids, last_used, 1)[0]) == 1  # a byte costs a slab
+    assert len(kv.choose_evictions(ids, last_used, 1)[0]) == 1  # one byte takes a slab
 
 
 def test_a_slab_with_a_block_in_use_stays(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""What the documents show is run, and what they promise has the tests that they name."""
+"""Runs the documents' programs, and checks that the tests that they name exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_engine_loop_shares_a_device_and_answers_rightly(namespace: str) -> 
 
 
 def documented() -> list[str]:
-    """The Python programs of the page."""
+    """Returns the Python programs of the page."""
     document = (ROOT / "docs" / "kvcached.md").read_text()
     return re.findall(r"```python\n(.*?)```", document, re.DOTALL)
 

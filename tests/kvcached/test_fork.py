@@ -1,4 +1,4 @@
-"""Devices survive a fork; clients do not, and the child is told what to do."""
+"""Devices survive a fork. Clients do not, and their errors in the child say what to do."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_fork_with_a_gpu(device: Device, spawn: Spawn) -> None:
 
 @pytest.mark.parametrize("device_name", ["cuda:0"])
 def test_opening_a_gpu_device_does_not_touch_cuda(device: Device, spawn: Spawn) -> None:
-    """A fork server opens devices and forks; only clients may initialise the driver."""
+    """Allows a fork server to open devices: only clients may initialise the driver."""
     said, _ = spawn("fork_then_open").communicate(timeout=60)
     assert said.splitlines() == ["child 1"]

@@ -1,4 +1,4 @@
-"""GPUs that cannot be used, and memory that others hold: errors that say what to do."""
+"""GPUs that cannot be used, and memory of other processes: errors that say what to do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def libnvml(libcuda: LibCuda, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(namespace: str, device: str = "cuda:0", **env: str) -> str:
-    """What a fresh process is told that opens a client there."""
+    """Returns the output of a fresh process that opens a client on the device."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN, namespace, device],
         env={**os.environ, **env},
@@ -115,7 +115,7 @@ device.destroy()
 
 
 def test_forked_after_another_library_used_cuda(libcuda: LibCuda, namespace: str) -> None:
-    """torch, say: kvcached itself had made no call. It said to install the driver."""
+    """Reports the fork, not a missing driver, after calls of torch, say, and none of kvcached."""
     done = subprocess.run(
         [sys.executable, "-c", FORK, namespace], capture_output=True, text=True, check=True
     )
@@ -140,7 +140,7 @@ device.destroy()
 
 @contextmanager
 def stranger(namespace: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds 256 MiB of the GPU, on a ledger of its own."""
+    """Runs a process that holds 256 MiB of the GPU, on a separate ledger."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, namespace],
         stdin=subprocess.PIPE,
@@ -171,7 +171,7 @@ def test_memory_that_others_hold(libnvml: None, namespace: str) -> None:
         assert (drift.ledger_bytes, drift.foreign_bytes) == (0, 256 * MIB)
         assert drift.drift_bytes == 256 * MIB
         assert [process.pid for process in drift.foreign] == [other.pid]
-    device.check_capacity(wait_s=60)  # until it is gone
+    device.check_capacity(wait_s=60)  # until it is freed
     device.destroy()
 
 
@@ -294,7 +294,7 @@ except kvcached.NoRoomError as error:
 
 
 def test_the_memory_of_a_killed_process_is_waited_for(libcuda: LibCuda, namespace: str) -> None:
-    """The driver takes 2 seconds here; half of one was the default."""
+    """Covers a driver that takes 2 seconds. The default wait was half a second."""
     env = {**os.environ, "KVCACHED_TEST_CUDA_TEARDOWN_MS": "2000"}
 
     def after(wait_s: str) -> str:

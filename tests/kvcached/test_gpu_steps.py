@@ -1,4 +1,4 @@
-"""What an engine's step costs on a GPU: no call to the driver while pages are ready, and none that
+"""Cost of an engine's step on a GPU: no call to the driver while pages are ready, and none that
 breaks the capture of a graph."""
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def low_bytes(layout: KVLayout) -> int:
-    """What is kept ready: the device is too small for 128 MiB, so a 32nd of it, in whole slabs."""
+    """Returns the bytes that are kept ready: a 32nd of the device, in whole slabs.
+
+    The device is too small for 128 MiB."""
     quantum = layout.quantum_bytes(PAGE)
     return CAPACITY // 32 // quantum * quantum
 
@@ -84,7 +86,7 @@ def test_a_step_makes_no_call_to_the_driver(
             assert ids is not None
             held.append(ids)
         assert calls_of_this_thread(libcuda) == 0
-    # Far above the high watermark now: what is freed goes, and not by this thread.
+    # Far above the high watermark now: freed pages are unmapped, and not by this thread.
     libcuda.reset()
     for ids in held:
         kv.free_kv(ids)
@@ -120,11 +122,11 @@ def test_on_a_host_device_nothing_is_kept_ready(client: Client, device_name: str
 
 
 def test_what_is_kept_ready_goes_to_who_needs_it(device: Device, client: Client) -> None:
-    """And is never taken from what another one is guaranteed."""
+    """Leaves the guaranteed minimum of another client alone."""
     with device.client("other", min_bytes=CAPACITY // 2) as other:
         kv = client.alloc_kvcache(TINY, 1 << 16, reserved_blocks=0)
         eventually(lambda: is_stocked(kv))
-        rest = CAPACITY // 2  # all that the other one's minimum leaves, with what is kept ready
+        rest = CAPACITY // 2  # all but the minimum of `other`, ready pages included
         lease = other.reserve_static(rest, "the rest", wait_s=60)
         assert client.usage().reserved_bytes == 0
         with pytest.raises(NoRoomError):
@@ -139,7 +141,7 @@ def test_what_is_kept_ready_goes_to_who_needs_it(device: Device, client: Client)
 
 
 def test_pages_stay_until_the_stream_is_done(client: Client, libcuda: LibCuda) -> None:
-    """The client's thread makes the fence, behind everything that the stream was given."""
+    """Fences on the client's thread, after all earlier work of the stream."""
     stream = CudaStream(libcuda)
     kv = client.alloc_kvcache(TINY, 1 << 16, reserved_blocks=0)
     kv.set_premapped_pages(0, 0)
@@ -162,7 +164,7 @@ def test_pages_stay_until_the_stream_is_done(client: Client, libcuda: LibCuda) -
 def test_a_capture_goes_on_beside_kvcached(
     client: Client, libcuda: LibCuda, own_stream: bool
 ) -> None:
-    """In CUDA's default mode a question about an event, of any thread, would end the capture."""
+    """Avoids event queries, which end a capture in CUDA's default mode, from any thread."""
     cu, graph, work = libcuda.library, ctypes.c_void_p(), CudaStream(libcuda)
     made = ctypes.c_void_p()
     work.answer(lambda: cu.cuStreamCreate(ctypes.byref(made), NON_BLOCKING))
@@ -175,7 +177,7 @@ def test_a_capture_goes_on_beside_kvcached(
     libcuda.reset()
     kv.free_kv(ids)
     if own_stream:
-        # Nothing may be recorded into the graph: what is freed waits for its end.
+        # Nothing may be recorded into the graph: freed pages wait for the capture's end.
         with pytest.raises(PagesInUseError, match="is capturing a graph"):
             kv.trim()
         assert kv.mapped_bytes() == 8 * TINY.quantum_bytes(PAGE)

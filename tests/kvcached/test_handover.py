@@ -1,4 +1,4 @@
-"""Blocks of one client or process in another's, from device to device."""
+"""Hand-over of blocks from one client or process to another, between devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS = [
 
 @pytest.fixture
 def ends(namespace: str, names: tuple[str, str], libcuda: LibCuda) -> Iterator[Ends]:
-    assert libcuda.library.cuInit(0) == 0  # it keeps files of its own
+    assert libcuda.library.cuInit(0) == 0  # it keeps its own files open
     before, violations = open_files(), libcuda.violations()
     made = Ends(namespace, names)
     yield made
@@ -121,7 +121,7 @@ def test_after_the_deadline_the_blocks_go(ends: Ends) -> None:
 
 @pytest.mark.parametrize("names", [("cuda:0", "cuda:1")], ids="-".join)
 def test_a_driver_that_fails_fetches_nothing(ends: Ends, libcuda: LibCuda) -> None:
-    """Whichever of its calls: the target says so, both ends hold what they held, nothing leaks."""
+    """Fails each call in turn: the target reports it, both ends keep their pages, nothing leaks."""
     ids, into = offered(ends, 8), taken(ends, 8)
     held, used = ends.charged(), [libcuda.used_bytes(device) for device in (0, 1)]
     calls = libcuda_calls(ends, libcuda, ids, into)
@@ -141,7 +141,7 @@ def test_a_driver_that_fails_fetches_nothing(ends: Ends, libcuda: LibCuda) -> No
         soon(lambda: ends.source.open_offers() == 0)
         assert ends.charged() == held
         assert [libcuda.used_bytes(device) for device in (0, 1)] == used
-    assert 0 < passed < calls / 4  # what a window leaves for later: its handles, most of all
+    assert 0 < passed < calls / 4  # calls that a window leaves for later, mostly of its handles
     ends.target.fetch_kv(ends.source.offer_kv(ids).address, into)
     assert (read(ends.target, into) == content(ends.target, len(ids))).all()
 
@@ -149,7 +149,7 @@ def test_a_driver_that_fails_fetches_nothing(ends: Ends, libcuda: LibCuda) -> No
 def libcuda_calls(
     ends: Ends, libcuda: LibCuda, ids: NDArray[np.int64], into: NDArray[np.int64]
 ) -> int:
-    """Driver calls of a hand-over that works."""
+    """Returns the number of driver calls of a successful hand-over."""
     offer = ends.source.offer_kv(ids)
     libcuda.reset()
     ends.target.fetch_kv(offer.address, into)
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused(ends: Ends) -> None:
 
 
 def _hang_on(link: socket.socket) -> None:
-    """Until the other end hangs up."""
+    """Waits until the other end hangs up."""
     with contextlib.suppress(ConnectionResetError):
         while link.recv(1 << 16):
             pass
@@ -204,12 +204,12 @@ def test_nonsense_on_the_socket_ends_that_connection_alone(ends: Ends) -> None:
             say(link, wire.encode(wire.Hello(key, False, 0)))
             say(link, nonsense)
             _hang_on(link)
-    # Whoever has named an offer and hangs up gives it up; nobody named the first one.
+    # A connection that named an offer and hangs up ends that offer. None named the first one.
     soon(lambda: ends.source.open_offers() == 1)
     with connect(name) as link:
         link.send(struct.pack("<Q", wire.ASK_BYTES_MAX + 1))
         assert link.recv(1) == b""
-    assert server.malformed_total() - before == 7  # all but the pages that are not there
+    assert server.malformed_total() - before == 7  # all but the missing pages
     ends.target.fetch_kv(ends.source.offer_kv(ids).address, into)
 
 
@@ -253,7 +253,7 @@ def test_a_target_that_stands_still_is_waited_for_a_moment(
 
 
 def test_the_plan_covers_every_byte_once() -> None:
-    """Against counting byte by byte, for widths that divide a page and widths that do not."""
+    """Compares with a count of every byte, for widths that divide a page and widths that do not."""
     rng = np.random.default_rng(1)
     for slab_pages, per_slab in (((1, 2), 4), ((3,), 16), ((5, 1), 1), ((3, 2), 2)):
         source = plan.Shape(64, slab_pages, per_slab, 6)

@@ -1,4 +1,4 @@
-"""A hand-over whose other end, or whose own process, does not do its part."""
+"""Hand-overs in which the other end, or this process, does not do its part."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_offer_that_nobody_could_serve_is_none(
 
 
 def test_who_speaks_slowly_is_hung_up_on(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a byte comes: the time is that of the whole frame."""
+    """Limits the time of the whole frame, even if bytes keep coming."""
     monkeypatch.setattr(server, "FRAME_S", 0.1)
     ids, into = offered(ends), taken(ends)
     offer, sent = ends.source.offer_kv(ids), list[bytes]()
@@ -183,7 +183,7 @@ def test_pages_without_a_lease_are_not_given_out(
 def impostor(
     kv: KVCache, ids: bytes, answer: Answer, before_each: Callable[[], None] = lambda: None
 ) -> Iterator[str]:
-    """Offers as a process with such a cache would, but for its ids and its pages."""
+    """Offers as a process with such a cache does, except for its ids and pages."""
     name, shape = f"kvcached-test-{secrets.token_hex(8)}", kv._shape
     size = (shape.page_bytes, shape.slab_pages, shape.blocks_per_slab, shape.slabs)
     terms = wire.OfferTerms("", repr(kv.layout), *size)
@@ -211,7 +211,7 @@ def impostor(
 
 
 def pages_at(offset_bytes: int, length_bytes: int) -> Answer:
-    """That many zeros in a file, and all pages from there on in it."""
+    """Returns an answer with a file of `length_bytes` zeros and all pages from `offset_bytes`."""
 
     def answer(count: int) -> tuple[bytes, list[int]]:
         file = os.memfd_create("impostor")
@@ -239,7 +239,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_cannot_be_is_not_believed(ends: Ends, lie: str) -> None:
-    """Nor does it leave a descriptor behind, or end the process."""
+    """Raises, leaves no descriptor open and does not end the process."""
     ids, answer, message = LIES[lie]
     into, before = taken(ends, 8), open_files()
     refused = pytest.raises(errors.HandoverError, match=message)
@@ -257,7 +257,7 @@ def test_nothing_is_fetched_from_another_user(ends: Ends, monkeypatch: pytest.Mo
 
 
 def test_a_fetch_has_one_time_for_all(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer comes in time, all of them do not."""
+    """Times out although each single answer comes in time."""
     now_s = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
 
@@ -278,7 +278,7 @@ def test_json_without_end_is_no_message() -> None:
 
 
 def test_received_descriptors_are_this_programs_alone() -> None:
-    """No program that it starts inherits them; and those that did not fit are missed."""
+    """Prevents their inheritance by other programs. Descriptors that did not fit raise."""
     before = open_files()
     file = os.memfd_create("sent")
     here, there = socket.socketpair()

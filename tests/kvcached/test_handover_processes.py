@@ -1,4 +1,4 @@
-"""Blocks of one process in another's, whichever of the two dies."""
+"""Hand-over of blocks between processes, of which either one dies."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_from_another_process(namespace: str, names: tuple[str, str], target: KV
 def test_a_source_that_dies_is_charged_until_its_pages_are_not_read(
     namespace: str, names: tuple[str, str], target: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while a window shows its pages: its record stays until that is closed, the fetch
-    fails, and the ledger is back at its start."""
+    """Kills the source while a window shows its pages. Its record stays until the window is closed,
+    the fetch fails, and the ledger returns to its first state."""
     with Source(namespace, names[0], 400) as source:
         into = target.alloc_kv(400)
         assert into is not None
@@ -69,7 +69,7 @@ def test_a_source_that_dies_is_charged_until_its_pages_are_not_read(
 
 @pytest.mark.parametrize("names", [("host:0", "host:0")], ids="-".join)
 def test_a_target_that_dies_ends_the_offer(namespace: str, names: tuple[str, str]) -> None:
-    """Before it reads, and while it does: the source's blocks go."""
+    """Frees the source's blocks if the target dies before it reads or while it reads."""
     with Source(namespace, names[0], 40) as source:
         for moment in ("introduced", "reading"):
             address = source.line("offer 60")
@@ -94,8 +94,8 @@ def test_a_target_that_dies_ends_the_offer(namespace: str, names: tuple[str, str
 def test_gpus_that_share_nothing(
     namespace: str, libcuda: LibCuda, setting: str, offers_made: bool
 ) -> None:
-    """No link between them: they say so before, and when it is tried all the same. A driver that
-    shares no memory makes no offers."""
+    """Reports a missing link before the fetch and in it. A driver that shares no memory makes no
+    offers."""
     with Source(namespace, "cuda:0", 8, **{setting: "0"}) as source:
         assert source.line("reach cuda:1") == "False"
         answer = source.line("offer 60")

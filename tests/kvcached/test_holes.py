@@ -1,4 +1,4 @@
-"""What holes of the KV space show, and what its pages contain."""
+"""Reads of holes in the KV space, and the content of its pages."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ ARRANGED = {
 def test_a_client_that_guards_its_holes_from_the_start(
     device: Device, layout: KVLayout | HybridLayout
 ) -> None:
-    """Every block can be read for ever, handed out once or never: a kernel's indices come from
+    """Allows reads of every block at all times, allocated or not: a kernel's indices come from
     outside of it."""
     with device.client("guards", guard_holes=True) as client:
         assert client.usage().static_bytes == PAGE
@@ -141,7 +141,7 @@ def test_a_client_that_cannot_have_its_guard_page_is_not_opened(device: Device) 
 
 
 def test_padding_holds_zeros_and_nothing_else_is_promised(client: Client) -> None:
-    """Kernels read the reserved blocks as padding; fresh pages of a GPU hold anything."""
+    """Kernels read the reserved blocks as padding. Fresh pages of a GPU may hold anything."""
     kv = client.alloc_kvcache(TINY, 1 << 14, reserved_blocks=SLAB + 1)
     for part in kv.layout.parts:
         view = as_array(kv.blocks(part.layer, part.name))
@@ -176,7 +176,7 @@ def test_a_page_shows_this_clients_old_data_unless_scrubbed(client: Client) -> N
 def test_driver_calls_of_guard_and_scrub(
     client: Client, device_name: str, libcuda: LibCuda
 ) -> None:
-    """What a slab of 4 buffers, a page each, costs more: see docs/decisions/067."""
+    """Counts the additional calls of a slab of 4 buffers, a page each: see docs/decisions/067."""
     if device_name != "cuda:0":
         pytest.skip("counted on the test libcuda")
     kv = client.alloc_kvcache(TINY, 1 << 16, reserved_blocks=0)

@@ -73,7 +73,7 @@ def test_pools_have_ids_of_their_own_on_one_record(
 
 
 class Sequence:
-    """One request: writes a number into every layer of each token, checks the live ones."""
+    """Request that writes a number into every layer of each token, and checks the live ones."""
 
     def __init__(self, group: KVCacheGroup, seed: int) -> None:
         self.group, self.noise, self.num_tokens = group, np.random.default_rng(seed), 0
@@ -128,7 +128,7 @@ class Sequence:
 def test_a_window_slides_over_a_long_sequence(
     device: Device, client: Client, group: KVCacheGroup
 ) -> None:
-    """50 times the window: its pool stays within the window, the other holds everything."""
+    """Slides 50 times the window: its pool stays within the window, the other holds everything."""
     need = HYBRID.group("window").layout.need_bytes(
         HYBRID.group("window").live_tokens_max(1 << 16, step_tokens=16), PAGE
     )
@@ -186,7 +186,7 @@ def test_no_room_for_one_is_no_room_for_any(
         assert not group.can_alloc(wanted)
         assert group.alloc_kv(wanted) is None
         assert state(group, device) == before
-    # Each alone would have fitted: only their sum does not, and that costs no call.
+    # Each alone would fit. Their sum does not, which takes no driver call.
     assert libcuda.count() == {}
     assert group.can_alloc({"full": 4 * SLAB_BLOCKS, "window": 2 * SLAB_BLOCKS})
     assert group.alloc_kv({"full": 4 * SLAB_BLOCKS, "window": 2 * SLAB_BLOCKS}) is not None
@@ -235,7 +235,7 @@ def test_bad_frees_change_no_pool(device: Device, group: KVCacheGroup) -> None:
 
 
 def test_spare_pages_of_one_pool_are_the_others(client: Client, group: KVCacheGroup) -> None:
-    """What a window leaves behind is kept for reuse, and goes where it is needed."""
+    """Keeps the pages that a window frees, and gives them to the pool that needs them."""
     client.set_limit(group.mapped_bytes() + 6 * WINDOW_QUANTUM)
     pages = 6 * WINDOW_QUANTUM // PAGE
     group["window"].set_spare_pages(0, pages)

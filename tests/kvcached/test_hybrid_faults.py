@@ -1,4 +1,4 @@
-"""A driver that fails in the middle of a call on several pools leaves all of them as they were."""
+"""Driver failures in the middle of a call on several pools, which leave all of them unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def state(group: KVCacheGroup, device: Device, libcuda: LibCuda) -> tuple[object
 def test_a_failing_call_at_any_point_of_alloc(
     device: Device, client: Client, libcuda: LibCuda, error: int
 ) -> None:
-    client.set_create_wait(0.0)  # or the driver would be asked again
+    client.set_create_wait(0.0)  # otherwise the driver is asked again
     group = client.alloc_kvcache(HYBRID, 1 << 12)
     held = group.alloc_kv({"full": 3, "window": 3})
     before, failures = state(group, device, libcuda), 0

@@ -1,4 +1,4 @@
-"""The arithmetic of hybrid layouts: groups, windows, what a sequence keeps."""
+"""Arithmetic of hybrid layouts: groups, windows, and the tokens that a sequence keeps."""
 
 from __future__ import annotations
 

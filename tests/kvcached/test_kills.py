@@ -1,4 +1,4 @@
-"""A process is killed at every step of the ledger and of page creation, map, unmap and release."""
+"""Kills at every step of the ledger and of page creation, map, unmap and release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def steps_of_the_sources() -> set[str]:
-    """The name of each step("...") in csrc, and of the decorator that fails calls."""
+    """Returns the name of each step("...") in csrc and in the decorator that fails calls."""
     files = [path for path in (ROOT / "csrc").iterdir() if path.name != "steps.h"]
     files.append(ROOT / "tests" / "cpp" / "vmm_fault.cpp")
     return {name for path in files for name in re.findall(r'\bstep\("([^"]+)"\)', path.read_text())}
@@ -36,7 +36,7 @@ def test_a_death_at_any_step_leaves_the_capacity_whole(libcuda: LibCuda, device_
 
 @pytest.mark.timeout(900)
 def test_every_step_of_the_sources_is_died_at(libcuda: LibCuda) -> None:
-    """A new step that no scenario of tests/kills passes is found here."""
+    """Detects a new step that no scenario of tests/kills passes."""
     said = kills_on("host:0").stdout + kills_on("cuda:0").stdout
     passed = {line.removeprefix("step ") for line in said.splitlines() if line.startswith("step ")}
     assert passed == steps_of_the_sources()

@@ -1,4 +1,4 @@
-"""`kvctl` on real devices: in this process by typer's runner, and as a process of its own."""
+"""`kvctl` on real devices, with typer's runner in this process and as a separate process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kvctl_json(*arguments: str) -> Any:
 
 
 def refused(*arguments: str) -> str:
-    """The one line that a call which is refused ends with."""
+    """Returns the single line of a call that is refused."""
     done = subprocess.run([*KVCTL, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("kvctl: ")
@@ -65,7 +65,7 @@ def test_list_shows_what_is_used_and_what_is_stale(device: Device, namespace: st
 
 
 def test_top_names_the_holder_of_a_locked_ledger(device: Device, namespace: str) -> None:
-    device.usage()  # the last to take the lock, so that it is this process's below
+    device.usage()  # takes the lock last, so that the lock is this process's below
     segment = segment_of(namespace)
     struct.pack_into("<I", segment, LOCK_OFFSET, 1)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The arithmetic of layouts: nothing here touches a device."""
+"""Arithmetic of layouts, without a device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_interleaving_makes_one_buffer() -> None:
     assert (blocks.num_buffers, blocks.token_bytes) == (1, SMOL.token_bytes)
     # A block of 720 KiB: 4 of them fill 45 pages of 64 KiB.
     assert (blocks.slab_tokens(PAGE), blocks.slab_pages(PAGE)) == (64, [45])
-    # With a gap of 1/16 behind each token a block is 12 pages.
+    # With a gap of 1/16 after each token a block is 12 pages.
     padded = replace(blocks, padded_token_bytes=48 << 10)
     assert (padded.slab_tokens(PAGE), padded.slab_pages(PAGE)) == (16, [12])
     assert padded.quantum_bytes(PAGE) == 12 * PAGE
@@ -45,7 +45,7 @@ def test_k_and_v_of_different_width_share_the_slab() -> None:
 
 
 def test_models_that_people_serve() -> None:
-    """Bytes per token and quantum at 2 MiB, from their config files."""
+    """Bytes per token and quantum at 2 MiB, from the models' config files."""
     page = 2 << 20
     llama_8b = Layout(32, 8, 128)
     assert llama_8b.token_bytes == 128 << 10
@@ -107,7 +107,7 @@ def test_a_slab_is_the_least_that_fits_whole_pages_and_blocks(
 
 
 def touched_bytes(layout: KVLayout, blocks: int) -> list[tuple[int, np.ndarray]]:
-    """Buffer and, by block, the first byte of every element of each part."""
+    """Returns, for each part, its buffer and the first byte of every element by block."""
     element_bytes = DTYPE_BYTES[layout.dtype]
     touched = []
     for part in layout.parts:

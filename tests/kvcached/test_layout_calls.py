@@ -40,7 +40,7 @@ LAYOUTS: dict[str, KVLayout | HybridLayout] = {
 
 
 def rows() -> dict[str, list[int]]:
-    """The table: tokens and MiB of a quantum, then driver calls of a step up and a step down."""
+    """Returns the table: tokens and MiB of a quantum, then driver calls of a step up and down."""
     table = DOCUMENT.read_text().split("Driver calls of one page step")[1].split("\n\n")[1]
     lines = [re.findall(r"[^|]+", line) for line in table.splitlines()[2:]]
     return {line[0].strip(): [int(cell.replace(",", "")) for cell in line[1:]] for line in lines}
@@ -88,7 +88,7 @@ def test_every_row_is_counted() -> None:
 def test_a_longer_step_shares_the_calls_that_take_ranges(
     client: Client, libcuda: LibCuda, arrangement: str
 ) -> None:
-    """1,024 tokens are 64 pages either way; interleaved they are one run."""
+    """Takes 64 pages for 1,024 tokens either way. Interleaved, they are one run."""
     kv = client.alloc_kvcache(replace(LLAMA, arrangement=arrangement), 1 << 14, reserved_blocks=0)
     libcuda.reset()
     ids = kv.alloc_kv(64)

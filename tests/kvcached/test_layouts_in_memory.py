@@ -1,5 +1,5 @@
-"""Every layout on every device: what is written through its views is read back, and no more
-memory is resident than it says."""
+"""Every layout on every device: data written through its views is read back, and no more memory is
+resident than it reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.k
 
 @pytest.fixture
 def small_device(device_name: str, libcuda: object) -> Iterator[Device]:
-    """Pages of 4 KiB and room for 16 MiB of them."""
+    """Yields a device of 16 MiB with pages of 4 KiB."""
     namespace = f"t{uuid4().hex[:10]}"
     opened = Device.open(device_name, capacity_bytes=16 << 20, page_bytes=PAGE, namespace=namespace)
     yield opened
@@ -38,7 +38,7 @@ def client(small_device: Device) -> Iterator[Client]:
 
 
 def tensors(kv: KVCache) -> dict[tuple[int, str], Any]:
-    """Each part of each layer by blocks."""
+    """Returns each part of each layer by blocks."""
     return {
         (part.layer, part.name): as_array(kv.blocks(part.layer, part.name))
         for part in kv.layout.parts
@@ -46,7 +46,7 @@ def tensors(kv: KVCache) -> dict[tuple[int, str], Any]:
 
 
 def by_tokens(kv: KVCache) -> dict[tuple[int, str], Any]:
-    """The same by tokens, if the layout has such views."""
+    """Returns each part of each layer by tokens, if the layout has such views."""
     try:
         return {
             (part.layer, part.name): as_array(kv.buffer(part.layer, part.name))
@@ -59,7 +59,7 @@ def by_tokens(kv: KVCache) -> dict[tuple[int, str], Any]:
 
 
 class DenseStore:
-    """What a plain array for each block would hold, beside the cache."""
+    """Model of the cache: a plain array for each block."""
 
     def __init__(self, kv: KVCache, seed: int) -> None:
         self.kv, self.views, self.rows = kv, tensors(kv), by_tokens(kv)
@@ -126,7 +126,7 @@ def test_the_quantum_is_what_a_slab_makes_resident(
 
 @EVERY_LAYOUT
 def test_blocks_lie_on_mapped_pages_alone(client: Client, layout: KVLayout) -> None:
-    """Touching a block beyond them would end this process."""
+    """Ends this process if a block is outside of them."""
     kv = client.alloc_kvcache(layout, 8 * layout.slab_tokens(PAGE), reserved_blocks=0)
     slab_blocks = layout.slab_tokens(PAGE) // layout.block_tokens
     held = [kv.alloc_kv(slab_blocks) for _ in range(5)]

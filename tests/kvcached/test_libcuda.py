@@ -1,4 +1,4 @@
-"""The test libcuda itself: it must refuse what CUDA refuses, or tests on it prove nothing."""
+"""Strictness of the test libcuda: it must refuse every call that CUDA refuses."""
 
 from __future__ import annotations
 

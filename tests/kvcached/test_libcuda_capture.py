@@ -1,4 +1,4 @@
-"""Stream capture on the test libcuda: what is recorded, and what breaks whose capture."""
+"""Stream capture on the test libcuda: the recorded work, and the calls that break a capture."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Capturing:
         return status.value
 
     def mode(self, mode: int) -> int:
-        """Sets this thread's mode and answers that of before."""
+        """Sets this thread's mode and returns the previous one."""
         value = ctypes.c_int(mode)
         assert self.cu.cuThreadExchangeStreamCaptureMode(ctypes.byref(value)) == 0
         return value.value
@@ -72,7 +72,7 @@ class Capturing:
         return self.cu.cuMemsetD8Async(*u64(address), ctypes.c_ubyte(value), *u64(size), stream)
 
     def elsewhere(self, call: Callable[[], int]) -> int:
-        """The call made by another thread, in the same context."""
+        """Makes the call in another thread, in the same context."""
 
         def run() -> int:
             other = Driver.__new__(Driver)
@@ -132,7 +132,7 @@ def test_captured_work_is_done_at_the_launch_alone(capturing: Capturing, address
 
 
 def test_a_graph_follows_its_addresses(capturing: Capturing) -> None:
-    """Pages under a captured address may be exchanged; where there are none, the launch says so."""
+    """Pages under a captured address may be exchanged. The launch fails where there are none."""
     c, driver, stream = capturing, capturing.driver, capturing.stream()
     address = driver.reserve(UNIT)[1]
     pages = [driver.create(UNIT)[1] for _ in range(2)]
@@ -190,7 +190,7 @@ def test_unsafe_calls_break_a_capture_of_any_thread(call: str, capturing: Captur
 def test_modes(
     capturing: Capturing, own_mode: int, capture_mode: int, is_other_thread: bool
 ) -> None:
-    """The table in the documentation of cuThreadExchangeStreamCaptureMode."""
+    """Follows the table in the documentation of cuThreadExchangeStreamCaptureMode."""
     c, stream = capturing, capturing.stream()
     if is_other_thread:
         allowed = own_mode != GLOBAL or capture_mode != GLOBAL
@@ -291,7 +291,7 @@ def test_where_captures_begin_and_end(capturing: Capturing) -> None:
 
 
 def fork(c: Capturing, from_: ctypes.c_void_p, to: ctypes.c_void_p) -> int:
-    """The second stream waits for the first."""
+    """Makes the second stream wait for the first."""
     event = c.event()
     recorded = c.cu.cuEventRecord(event, from_)
     return recorded or c.cu.cuStreamWaitEvent(to, event, 0)
@@ -331,7 +331,7 @@ def capture(c: Capturing) -> Iterator[ctypes.c_void_p]:
 
 
 def test_memory_is_mapped_during_a_capture(capturing: Capturing) -> None:
-    """CUDA's documentation names no call of virtual memory management as unsafe."""
+    """Follows CUDA's documentation, which names no call of virtual memory management as unsafe."""
     with capture(capturing), mapped(capturing.driver) as (address, _):
         assert address
 

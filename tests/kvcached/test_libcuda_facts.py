@@ -1,4 +1,4 @@
-"""What the test libcuda says of the driver and its GPUs, by tests' wish, and when nothing."""
+"""Facts of the test libcuda on the driver and its GPUs, with settings and without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if result == 0:
         (UUIDS[3] + ",0", [3, 0]),
         ("GPU-7e57c0da-0000-4000-8000-000000000004", [3]),
         ("GPU-7e57c0da", []),  # fits all of them
-        ("1,9,2", [1]),  # the list ends at what is not there
+        ("1,9,2", [1]),  # the list ends at a device that does not exist
         ("1,-1,2", [1]),
         ("1,1", []),
         ("-1", []),
@@ -122,7 +122,7 @@ print(cu.cuDeviceGetCount(ctypes.byref(count)))
     ("before", "answers"),
     [
         ("cu.cuInit(0)", ["3", "3", "3", "3", "0"]),
-        # What imports CUDA and does not initialise it may fork; its count tells.
+        # A process that imports CUDA and does not initialise it may fork, as its count shows.
         ("assert cu.cuDeviceGetCount(ctypes.byref(count)) == 3", ["0", "0", "0", "0", "3"]),
         ("cu.cuDriverGetVersion(ctypes.byref(count))", ["0", "0", "0", "0", "3"]),
     ],

@@ -1,5 +1,5 @@
-"""Device memory of the test libcuda: out of the CPU's reach, unknown when fresh, seen by kernels
-only as far as the driver granted it."""
+"""Device memory of the test libcuda: inaccessible to the CPU, undefined when fresh, and accessible
+to kernels only as far as the driver granted it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_there_is_no_view_without_init(libcuda: LibCuda) -> None:
 
 
 def fresh(driver: Driver, size: int) -> list[bytes]:
-    """What two new allocations of each kind hold."""
+    """Returns the content of two new allocations of each kind."""
     contents = []
     for _ in range(2):
         with mapped(driver, size) as (address, _):
@@ -157,7 +157,7 @@ def test_garbage_can_be_left_out(libcuda: LibCuda) -> None:
 
 
 def test_mappings_may_take_memory_of_the_drivers(libcuda: LibCuda) -> None:
-    """The driver takes it once for each 16 MiB of addresses, until the context is destroyed."""
+    """Takes memory once for each 16 MiB of addresses, until the context is destroyed."""
     code = """
 driver, span = Driver(libcuda), 16 * MEGABYTE
 free, start = driver.free_bytes(), driver.reserve(2 * span, span)[1]

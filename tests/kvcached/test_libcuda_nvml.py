@@ -1,4 +1,4 @@
-"""The NVML double: the same GPUs and memory as the test libcuda's, asked without CUDA."""
+"""NVML double: the same GPUs and memory as the test libcuda's, without CUDA."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def processes():
 
 
 def ask(*questions: str, start: str = "assert nvml.nvmlInitWithFlags(0) == 0", **env: str) -> Any:
-    """The answers of NVML in a fresh process, which never loads libcuda."""
+    """Returns NVML's answers in a fresh process, which never loads libcuda."""
     questions_code = ", ".join(questions)
     code = f"{ASK}\n{start}\nprint(json.dumps([{questions_code}]))"
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_nothing_is_said_before_init() -> None:
 
 @pytest.mark.parametrize("visible", ["", "1", None])
 def test_what_a_gpu_is(visible: str | None) -> None:
-    """Whatever CUDA_VISIBLE_DEVICES says."""
+    """Ignores CUDA_VISIBLE_DEVICES."""
     questions = {
         "counted('nvmlDeviceGetCount_v2')": [2, 0],
         FIRST: 0,
@@ -128,7 +128,7 @@ sys.stdin.read()
 
 
 def test_processes_and_what_they_hold(libcuda: LibCuda) -> None:
-    """As the driver counts it: with the context, and for both, not only those that are visible."""
+    """Counts as the driver does: with the context, and for both GPUs, visible or not."""
     second = {"CUDA_VISIBLE_DEVICES": "1", "KVCACHED_TEST_CUDA_CONTEXT_BYTES": str(MEGABYTE)}
     process = start_with(libcuda, HOLD, **second)
     assert process.stdin is not None
@@ -165,7 +165,7 @@ print(os.wait()[1])
 
 
 def test_nvidias_bindings_take_it(tmp_path: Path) -> None:
-    """pynvml, where it is installed, has structures of its own."""
+    """Accepts the structures that pynvml defines, where it is installed."""
     pytest.importorskip("pynvml")
     (tmp_path / "libnvidia-ml.so.1").symlink_to(build_libnvml())
     code = """

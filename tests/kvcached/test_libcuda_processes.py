@@ -1,4 +1,4 @@
-"""The test libcuda's GPUs belong to all processes: who holds what, and what a dead one leaves."""
+"""GPUs of the test libcuda are shared by all processes: memory of each, also after its death."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """A process with a context on device 0 that evaluates what it is asked."""
+    """Process with a context on device 0 that evaluates the expressions that it reads."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -82,7 +82,7 @@ class Process:
             pipe.close()
 
     def end(self) -> None:
-        """As a process ends by itself, with all that it holds."""
+        """Ends the process by itself, while it holds memory."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait() == 0
@@ -116,7 +116,7 @@ def test_a_device_is_filled_by_all_its_processes(start: Start) -> None:
     assert second("driver.allocate(PAGE)")[0] == second("driver.create(PAGE)")[0] == 0
     assert first("driver.allocate(1)")[0] == LibCuda.OUT_OF_MEMORY
     assert (first.free_bytes(), second("libcuda.used_bytes()")) == (0, 2 * PAGE)
-    assert second("driver.create(PAGE, device=1)")[0] == 0  # it has memory of its own
+    assert second("driver.create(PAGE, device=1)")[0] == 0  # it has its own memory
     assert first(f"driver.release({handle})") == 0
     assert second.free_bytes() == CAPACITY - 2 * PAGE
 
@@ -132,14 +132,14 @@ def test_what_a_process_leaves_is_given_back(start: Start, ends: Callable[[Proce
 
 
 def test_a_killed_processs_memory_takes_a_while(start: Start) -> None:
-    """Never back before the time that the test has set; an hour shows that it waits at all."""
+    """Frees it only after the time that the test has set. An hour shows that there is a wait."""
     slow = {"KVCACHED_TEST_CUDA_TEARDOWN_MS": "3600000"}
     first, second = start(**slow), start(**slow)
     assert first("driver.create(PAGE)")[0] == 0
     first.kill()
     assert second.free_bytes() == CAPACITY - PAGE
     assert second(f"driver.create({CAPACITY})")[0] == LibCuda.OUT_OF_MEMORY
-    assert start().free_bytes() == CAPACITY  # for which it takes none
+    assert start().free_bytes() == CAPACITY  # no delay by its own setting
 
 
 def test_it_comes_back_after_that_while(start: Start) -> None:
@@ -187,7 +187,7 @@ def test_imported_memory_is_kept_until_its_last_user_drops_it(start: Start, tmp_
     [result, handle] = first("driver.create(PAGE, handle_types=1)")
     assert result == 0
     imported = hand_over(first, second, handle, tmp_path)
-    assert third.free_bytes() == CAPACITY - PAGE  # once, whoever holds it
+    assert third.free_bytes() == CAPACITY - PAGE  # once, whichever process holds it
     assert first(f"driver.release({handle})") == 0
     assert third.free_bytes() == CAPACITY - PAGE
     assert second(f"driver.release({imported})") == 0
@@ -201,7 +201,7 @@ def test_imported_memory_is_kept_until_its_last_user_drops_it(start: Start, tmp_
 
 
 def hand_over(giver: Process, taker: Process, handle: int, folder: Path) -> int:
-    """The taker's handle for the giver's memory."""
+    """Returns the taker's handle for the giver's memory."""
     path = str(folder / f"link-{handle}-{uuid4().hex[:8]}")
     assert taker(f"listen({path!r})") is None
     assert giver(f"give({path!r}, {handle})") is None

@@ -1,4 +1,4 @@
-"""The test libcuda's streams: memory that is taken from a kernel must show."""
+"""Streams of the test libcuda, which detect memory that is taken from a kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Page:
     handle: int
 
     def is_taken(self) -> bool:
-        """Whether its kernel would lose it by this unmap."""
+        """Returns whether an unmap takes the page from its kernel."""
         return self.driver.unmap(self.address, UNIT) == INVALID_VALUE
 
 
@@ -80,7 +80,7 @@ def test_memory_under_a_kernel_is_neither_mapped_elsewhere_nor_filled(
 
 
 def test_a_memset_is_not_waited_for(page: Page, stream: CudaStream, libcuda: LibCuda) -> None:
-    """A copy to the host waits for the default stream, and for no other one."""
+    """Waits at a copy to the host, for the default stream and no other one."""
     driver, before = page.driver, libcuda.violations()
     assert driver.fill(page.address, 1, UNIT) == 0
     assert driver.start_fill(page.address, 2, UNIT) == driver.start_fill(page.address, 3, 1) == 0

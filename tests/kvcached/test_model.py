@@ -1,4 +1,4 @@
-"""Random steps on a KV cache beside a dict that says what must be true."""
+"""Random steps on a KV cache, compared with a dict model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAPACITY = 12 * LAYOUT.quantum_bytes(PAGE)
 
 
 class KvMachine(RuleBasedStateMachine):
-    """Every live block carries its own tag in each buffer; a neighbour of the client presses."""
+    """Every live block has its own tag in each buffer. A neighbour of the client needs memory."""
 
     DEVICE = "host:0"
 
@@ -135,7 +135,7 @@ class KvMachine(RuleBasedStateMachine):
 
 
 class KvMachineOnCuda(KvMachine):
-    """The same on a GPU of the test libcuda."""
+    """KvMachine on a GPU of the test libcuda."""
 
     DEVICE = "cuda:0"
 

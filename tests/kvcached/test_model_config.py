@@ -1,4 +1,4 @@
-"""From a model's config.json to its layout, and `kvctl layout`."""
+"""Layouts from models' config.json, and `kvctl layout`."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_kvctl_layout_refuses_what_is_no_config(tmp_path: Path) -> None:
 
 
 def test_a_damaged_config_is_refused_by_name_or_means_something() -> None:
-    """Any value under any key that is read."""
+    """Covers any value under any key that is read."""
     sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
     keys = ("dtype", "torch_dtype", "v_head_dim", "num_key_value_heads_per_layer", "layer_types")
     keys += ("sliding_window_pattern", "qk_rope_head_dim", "text_config", "model_type")

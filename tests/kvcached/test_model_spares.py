@@ -1,4 +1,4 @@
-"""The random steps of test_model with pages mapped ahead of need."""
+"""Random steps of test_model with pages mapped ahead of need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLAB_PAGES = LAYOUT.quantum_bytes(PAGE) // PAGE
 
 
 class PremappedMachine(KvMachine):
-    """Between the watermarks nothing is unmapped; trim and a low limit take all that is spare."""
+    """KvMachine with watermarks. Between them only trim and a low limit unmap."""
 
     def __init__(self) -> None:
         self.high_slabs = 0

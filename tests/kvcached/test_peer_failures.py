@@ -1,4 +1,4 @@
-"""Failures that elastic KV memory is known for, where no other room of the tests shows them absent.
+"""Known failures of elastic KV memory that no other file of the tests covers.
 
 docs/guarantees.md lists all of them with their tests.
 """
@@ -31,7 +31,7 @@ def whole_device(client: Client) -> KVCache:
 
 @EVERY_DEVICE
 def test_room_that_was_shown_to_two_engines_is_given_to_one(device: Device, spawn: Spawn) -> None:
-    """Each is told that the whole device is free, then both take it at once, again and again."""
+    """Shows the whole device as free to both, which then take it at once, again and again."""
     engines = [spawn("grab", name, ROUNDS) for name in ("a", "b")]
     for engine in engines:
         assert engine.stdout is not None
@@ -49,7 +49,7 @@ def test_room_that_was_shown_to_two_engines_is_given_to_one(device: Device, spaw
 
 @pytest.mark.parametrize("device_name", ["cuda:0"])
 def test_after_failed_unmaps_everything_comes_back(device: Device, libcuda: LibCuda) -> None:
-    """While the driver refuses every call the pages stay charged and usable; nothing waits."""
+    """Keeps the pages charged and usable while the driver refuses every call. Nothing waits."""
     with device.client("test", background=False) as client:
         kv = whole_device(client)
         ids = kv.alloc_kv(4 * BLOCKS_PER_SLAB)
@@ -85,7 +85,7 @@ def test_two_pools_of_one_process_have_records_of_their_own(device: Device) -> N
 
 @EVERY_DEVICE
 def test_a_lowered_limit_is_seen_and_rises_again(device: Device) -> None:
-    """With nothing mapped ahead of need: every allocation asks the ledger."""
+    """Maps nothing ahead of need: every allocation asks the ledger."""
     with device.client("test", background=False) as client:
         kv = whole_device(client)
         ids = kv.alloc_kv(4 * BLOCKS_PER_SLAB)
@@ -102,7 +102,7 @@ def test_a_lowered_limit_is_seen_and_rises_again(device: Device) -> None:
 
 
 def test_checks_are_there_where_assertions_are_not(namespace: str) -> None:
-    """Python without assertions, on the extension as it is released (with NDEBUG)."""
+    """Runs Python without assertions, on the extension as it is released (with NDEBUG)."""
     code = f"""
 import numpy, kvcached
 assert False, "assertions are on"

@@ -1,4 +1,4 @@
-"""Processes of several containers share a ledger: each has process 1, and its own numbers."""
+"""Processes of several containers on one ledger: each container has process 1 and its own pids."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def waiter(device: Device, namespace: str) -> Iterator[Container]:
 def test_the_death_of_a_waiter_leaves_the_lock_to_its_namesake(
     device: Device, namespace: str, waiter: Container, holder: Container
 ) -> None:
-    """Both are thread 1, which is what a robust mutex of pthreads goes by."""
+    """Covers two processes that are thread 1, the id that a robust mutex of pthreads uses."""
     segment = segment_of(namespace)
     holder.go_on()
     assert holder.line() == "holding as 1"
     held = lock_word(segment)
     waiter.go_on()
-    while lock_word(segment) == held:  # until the waiter says that it sleeps
+    while lock_word(segment) == held:  # until the waiter sleeps
         time.sleep(0.001)
     asleep = lock_word(segment)
     waiter.kill()

@@ -1,4 +1,4 @@
-"""The exposition, read back by prometheus-client's own parser and registry."""
+"""Exposition, read back by prometheus-client's own parser and registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Samples = dict[tuple[str, str], float]
 
 
 def parse(text: str) -> Samples:
-    """Value by (metric, client), "" for metrics of the device."""
+    """Returns values by (metric, client), with "" for metrics of the device."""
     return {
         (sample.name, sample.labels.get("client", "")): sample.value
         for family in text_string_to_metric_families(text)

@@ -1,4 +1,4 @@
-"""What users may rely on: the names of the package, its exceptions, what importing it costs."""
+"""Public surface: the names of the package, its exceptions, and the cost of its import."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_no_room_keeps_its_figures_when_sent_to_another_process() -> None:
 
 
 def test_import_needs_the_standard_library_alone() -> None:
-    """Neither torch nor numpy: what makes an import slow (bench/import_time.py has the time)."""
+    """Loads neither torch nor numpy, which are slow (bench/import_time.py measures the import)."""
     loaded = run_python(
         "import sys; before = set(sys.modules); import kvcached\n"
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
@@ -126,7 +126,8 @@ def test_import_needs_the_standard_library_alone() -> None:
 
 
 def test_only_adapters_and_tools_import_the_package() -> None:
-    """It imports all other modules, so these import each other (`from kvcached import nvml`)."""
+    """Prevents cycles: the package imports all other modules, so these import each other
+    (`from kvcached import nvml`)."""
     folder = Path(kvcached.__file__).parent
     modules = {path.stem for path in folder.glob("*.py")}
     for path in folder.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Eight processes that want twice what there is, judged by the ledger and by resident bytes."""
+"""Eight processes that want twice the device, checked by the ledger and by resident bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def test_eight_processes_get_no_more_than_there_is(
     libcuda: LibCuda, device_name: str, operations: int
 ) -> None:
-    """Each look is one coherent read: the clients' charges add up to the total, and fit."""
+    """Reads coherent states: the clients' charges add up to the total, and fit."""
     command = [build_race(), device_name, str(operations), str(time.time_ns() % 10**9)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (command, done.stderr)

@@ -1,4 +1,4 @@
-"""Tensor parallel: a map that fails on one rank is seen by all, and undone on all."""
+"""Tensor parallelism: a map that fails on one rank is undone on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Group:
         self.queues: list[Queue[Any]] = [Queue(), Queue()]
 
     def swap(self, rank: int, value: object) -> Any:
-        """What the other rank passed."""
+        """Passes a value to the other rank, and returns the other's."""
         self.queues[1 - rank].put(value)
         return self.queues[rank].get(timeout=DEADLINE_S)
 
@@ -47,7 +47,7 @@ class Group:
 
 
 class Ranks:
-    """Two ranks, each with a client and a cache on a device of its own."""
+    """Two ranks, each with a client and a cache on a separate device."""
 
     def __init__(self, devices: list[Device], clients: list[Client], pool: ThreadPoolExecutor):
         self.devices, self.clients, self.pool = devices, clients, pool
@@ -56,12 +56,12 @@ class Ranks:
         self.ranks = [group.rank(kv, rank) for rank, kv in enumerate(self.caches)]
 
     def on_both(self, call: Callable[[RankKV], object]) -> list[Any]:
-        """Results of both ranks; the exception of one that raised."""
+        """Returns the results of both ranks, or the exception of a rank that raised."""
         futures = [self.pool.submit(call, rank) for rank in self.ranks]
         return [future.exception() or future.result() for future in futures]
 
     def alloc(self, blocks: int) -> list[Any] | None:
-        """The ids of each, or None if neither got any."""
+        """Returns the ids of each rank, or None if neither got any."""
         got = self.on_both(lambda rank: rank.alloc_kv(blocks))
         if all(ids is None for ids in got):
             return None
@@ -115,7 +115,7 @@ def test_all_ranks_get_their_blocks_or_none_does(ranks: Ranks) -> None:
 def test_a_rank_whose_driver_fails_raises_and_the_other_gets_none(
     ranks: Ranks, libcuda: LibCuda
 ) -> None:
-    """Whichever rank the failing call belongs to: they map at the same time."""
+    """Covers a failing call of either rank: they map at the same time."""
     assert ranks.alloc(1) is not None
     for call in (1, 2, 5):
         libcuda.fail_at(call)
@@ -131,7 +131,7 @@ def test_a_rank_whose_driver_fails_raises_and_the_other_gets_none(
 
 @PAIRS_OF_DEVICES
 def test_ranks_stay_in_step_however_their_pages_differ(ranks: Ranks) -> None:
-    """Random steps; either rank is trimmed or limited while the other is not."""
+    """Takes random steps. Either rank is trimmed or limited while the other is not."""
     chooser = random.Random(3)
     held: list[list[Any]] = []
     refused = 0
@@ -164,7 +164,7 @@ def test_a_vote_that_breaks_gives_back_what_was_taken(ranks: Ranks) -> None:
 
 
 class Processes:
-    """Two ranks that are processes, with this one as their wire: it counts their votes."""
+    """Two ranks in processes. This process passes their lines and counts their votes."""
 
     def __init__(self, namespace: str, devices: tuple[str, str]) -> None:
         script = str(Path(__file__).parent / "worker.py")
@@ -179,20 +179,20 @@ class Processes:
         ]
 
     def heard(self) -> list[Any]:
-        """The next line of each."""
+        """Returns the next line of each rank."""
         return [json.loads(rank.stdout.readline()) for rank in self.ranks if rank.stdout]
 
-    def tell(self, value: object) -> None:
+    def send(self, value: object) -> None:
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.write(json.dumps(value) + "\n")
             rank.stdin.flush()
 
     def alloc(self, blocks: int) -> tuple[list[Any], list[bool]]:
-        """What each got, and how each voted."""
-        self.tell(blocks)
+        """Returns the blocks that each rank got, and their votes."""
+        self.send(blocks)
         votes = self.heard()
-        self.tell(all(votes))
+        self.send(all(votes))
         return self.heard(), votes
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Processes:
 def test_two_processes_are_two_ranks(
     namespace: str, devices: tuple[str, str], libcuda: LibCuda
 ) -> None:
-    """The second device is mostly taken by somebody else, so that its map fails."""
+    """Fails a map on the second device, which a neighbour has mostly taken."""
     opened = [
         Device.open(name, capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace)
         for name in devices

@@ -1,4 +1,4 @@
-"""Telling ledgers in use from those that were left behind, and removing only the latter."""
+"""Detection of ledgers that no process uses, and removal of these alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_sharing import wait_for
 
 @pytest.fixture
 def left_behind(namespace: str) -> Iterator[str]:
-    """The namespace of a ledger that nobody has open."""
+    """Yields the namespace of a ledger that no process has open."""
     Device.open("host:0", capacity_bytes=CAPACITY, page_bytes=PAGE, namespace=namespace).close()
     yield namespace
     segment_path("host:0", namespace).unlink(missing_ok=True)
@@ -29,7 +29,7 @@ def segment_of(namespace: str) -> Segment:
 
 
 def collected(namespace: str, dry_run: bool = False) -> bool:
-    """Whether the namespace's segment was garbage; it is gone then, unless nothing may go."""
+    """Returns whether the namespace's segment was garbage, which is removed unless `dry_run`."""
     path = segment_path("host:0", namespace)
     existed = path.is_symlink() or path.exists()
     garbage = [segment.path for segment in collect_garbage(dry_run, namespace)]
@@ -144,7 +144,7 @@ def test_random_damage_is_listed_and_collected(left_behind: str) -> None:
         path.write_bytes(damaged[: chooser.choice((len(whole), chooser.randrange(len(whole))))])
         found = segment_of(left_behind)
         assert found.problem is None
-        assert found.stale_reason or found.clients_alive  # damage may name a process that lives
+        assert found.stale_reason or found.clients_alive  # damage may name a live process
     path.write_bytes(b"")
     assert collected(left_behind)
 

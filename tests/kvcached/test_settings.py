@@ -1,4 +1,4 @@
-"""What engines read from the environment, and what a stock engine does with it on its device."""
+"""Environment variables that engines read, and their effect in a stock engine on its device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def entry_points() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", entry_points())
 def test_an_engine_that_asks_for_nothing_pays_for_nothing(name: str) -> None:
-    """Entry points are imported in every process of every engine on the machine."""
+    """Limits the modules that every process of every engine on the machine imports."""
     module, _, function = entry_points()[name].partition(":")
     code = (
         "import sys; before = set(sys.modules)\n"
@@ -126,7 +126,7 @@ def test_an_engine_that_asks_for_nothing_pays_for_nothing(name: str) -> None:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without what other tests have put there."""
+    """Removes the variables that other tests have set."""
     for name in [name for name in os.environ if name.startswith("KVCACHED_")]:
         monkeypatch.delenv(name)
     return monkeypatch
@@ -164,7 +164,7 @@ def test_a_mistake_ends_the_engine(
     start: Callable[[], object],
     bare: pytest.MonkeyPatch,
 ) -> None:
-    """Of any other exception engines write a line into their log, and serve without kvcached."""
+    """Ends the engine. On any other exception engines log a line and serve without kvcached."""
     for name, text in value.items():
         bare.setenv(name, text)
     with pytest.raises(SystemExit, match=message):
@@ -283,7 +283,7 @@ def test_a_request_that_cannot_be_guaranteed_names_what_to_change(
 
 
 class Idle:
-    """Another engine: its prefix cache fills the device, and its loop answers."""
+    """Another engine. Its prefix cache fills the device, and its loop answers requests."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

@@ -99,7 +99,7 @@ def test_usage_adds_up(device: Device) -> None:
     assert device.usage().free_bytes == CAPACITY
 
 
-def tell(process: subprocess.Popen[str]) -> None:
+def start(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.write("go\n")
     process.stdin.flush()
@@ -110,7 +110,7 @@ def test_eight_processes_never_over_commit(device: Device, spawn: Spawn) -> None
     for racer in racers:
         wait_for(racer, "ready")
     for racer in racers:
-        tell(racer)
+        start(racer)
     with ThreadPoolExecutor(len(racers)) as waiters:
         racing = [waiters.submit(wait_for, racer, "done") for racer in racers]
         while not all(future.done() for future in racing):
@@ -119,7 +119,7 @@ def test_eight_processes_never_over_commit(device: Device, spawn: Spawn) -> None
     assert device.usage().reserved_bytes > CAPACITY * 0.9
     assert device.resident_bytes() == device.usage().committed_bytes
     for racer in racers:
-        tell(racer)
+        start(racer)
     outcomes = [racer.communicate(timeout=DEADLINE_S)[0].split() for racer in racers]
     assert all(racer.returncode == 0 for racer in racers)
     assert all(int(granted) > 0 for granted, _ in outcomes)  # its minimum, if nothing else
@@ -138,7 +138,7 @@ def test_killed_client_returns_its_pages(device: Device, device_name: str, spawn
             tensor.map(0, PAGE)
         holder.kill()
         holder.wait()
-        # Nobody reaps by hand: the reservation that lacks room does, a millisecond after the last.
+        # No call reaps explicitly: a reservation without room does, 1 ms after the last one.
         time.sleep(0.001)
         tensor.map(0, CAPACITY)
         if device_name == "host:0":

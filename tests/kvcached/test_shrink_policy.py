@@ -1,4 +1,4 @@
-"""Who is asked for how much: the default policy, on data alone."""
+"""Default shrink policy, on data alone: the clients to ask, and for how much."""
 
 from __future__ import annotations
 

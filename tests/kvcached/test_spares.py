@@ -1,4 +1,4 @@
-"""Pages kept ahead of need: what they save, and that they go back under every kind of pressure."""
+"""Pages kept ahead of need: the calls that they save, and their release under all pressures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_mapped_slabs_stay_between_the_watermarks(kv: KVCache) -> None:
     kv.free_kv(second)
     assert kv.mapped_bytes() == QUANTUM
     assert kv.free_mapped_blocks() == BLOCKS_PER_SLAB
-    kv.set_premapped_pages(0, SLAB_PAGES - 1)  # less than a slab is none
+    kv.set_premapped_pages(0, SLAB_PAGES - 1)  # less than a slab counts as none
     assert kv.mapped_bytes() == 0
     with pytest.raises(errors.InvalidArgumentError, match="watermark"):
         kv.set_premapped_pages(2, 1)

@@ -33,7 +33,7 @@ class Stream(Protocol):
 
 
 class OnHost:
-    """A HostStream, whose work touches no address in particular."""
+    """HostStream. Its work touches no address in particular."""
 
     def __init__(self) -> None:
         self.fake = HostStream()
@@ -82,12 +82,12 @@ def client(device: Device, stream: Stream) -> Iterator[Client]:
 
 @pytest.fixture
 def kv(client: Client) -> KVCache:
-    """Two slabs of blocks beside the padding's, none of them allocated."""
+    """Returns a cache with two slabs in addition to the padding's, without allocated blocks."""
     return client.alloc_kvcache(TINY, 3 * TINY.slab_tokens(PAGE))
 
 
 def use(kv: KVCache, stream: Stream, blocks: int) -> Callable[[], None]:
-    """Allocates blocks and submits work on the last page of their buffers; returns their free."""
+    """Allocates blocks and submits work on the last page of their buffers. Returns their free."""
     ids = kv.alloc_kv(blocks)
     assert ids is not None
     view = kv.v_buffer(TINY.num_layers - 1)
@@ -141,7 +141,7 @@ def test_blocks_in_quarantine_are_taken_again_without_the_driver(
     again = use(kv, stream, 2 * SLAB - 1)
     assert kv.counters() == calls
     assert kv.quarantined_bytes() == 0
-    # The first fence is no fence of the second use.
+    # The first fence does not cover the second use.
     again()
     stream.complete()
     kv.settle()

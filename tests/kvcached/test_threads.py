@@ -1,4 +1,4 @@
-"""Several caches of one process, each on a thread of its own."""
+"""Several caches of one process, each on its own thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(len(done))
 
 
 def test_first_calls_of_several_threads_do_not_wait_for_each_other(namespace: str) -> None:
-    """The first of them imports numpy, which lets go of the interpreter's lock in the middle."""
+    """Covers the first call's import of numpy, which releases the interpreter's lock meanwhile."""
     code = FIRST_CALLS.format(page=PAGE, namespace=namespace)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60

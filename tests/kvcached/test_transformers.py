@@ -1,5 +1,5 @@
-"""transformers' `generate` on kvcached blocks: the tokens of DynamicCache, memory that comes and
-goes."""
+"""transformers' `generate` on kvcached blocks: the tokens of DynamicCache, and memory that grows
+and shrinks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_conversation_goes_on_in_its_cache(client: Client) -> None:
 
 
 class Walk:
-    """The same random calls on both caches; what the model would get must be equal."""
+    """Random calls on both caches, which must return the same to the model."""
 
     def __init__(self, client: Client, seed: int) -> None:
         self.random = random.Random(seed)
@@ -194,7 +194,7 @@ def test_pages_come_with_tokens_and_go_with_the_cache(device: Device, client: Cl
     answer(LLAMA, prompts(2, 40), cache, tokens=1)
     small = cache.mapped_bytes()
     assert 0 < device.resident_bytes() <= small == layout.quantum_bytes(PAGE)
-    answer(LLAMA, prompts(2, 400), cache, tokens=1)  # goes on from the first 40
+    answer(LLAMA, prompts(2, 400), cache, tokens=1)  # continues from the first 40
     assert cache.mapped_bytes() > 2 * small
     cache.reset()
     assert device.usage().committed_bytes == 0
@@ -224,7 +224,7 @@ def test_a_cache_outlives_its_client_harmlessly(device: Device) -> None:
 
 
 def hog(device: Device, name: str, leave_bytes: int) -> Client:
-    """A client that holds all but `leave_bytes` of the device."""
+    """Returns a client that holds all but `leave_bytes` of the device."""
     client = device.client(name)
     client.reserve_static(device.usage().free_bytes - leave_bytes, "everything")
     return client

@@ -1,4 +1,4 @@
-"""The random steps of two_processes.py, on the host device and on the test libcuda at once."""
+"""Random steps of two_processes.py, on the host device and on the test libcuda at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("examples", [60, pytest.param(6_000, marks=pytest.mark.long)])
 def test_two_processes_agree_with_a_dict(libcuda: LibCuda, examples: int) -> None:
-    """20,000 steps, a million with the marker `long`."""
+    """Takes 20,000 steps, a million with the marker `long`."""
     seed = time.time_ns() % 10**9
     command = [sys.executable, "-m", "tests.kvcached.two_processes"]
     running = [

@@ -1,4 +1,4 @@
-"""Wrong arguments: every public call refuses them with an exception of kvcached's own."""
+"""Wrong arguments, which every public call refuses with an exception of kvcached."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_closed_objects_say_so(world: World) -> None:
 
 
 def test_freed_objects_say_so(world: World) -> None:
-    """A view made then would be of addresses without memory, and reading it a SIGSEGV."""
+    """Raises instead of a view of addresses without memory, where a read is a SIGSEGV."""
     views = [
         (world.kv.k_buffer, (0,)),
         (world.kv.v_blocks, (0,)),
@@ -94,7 +94,7 @@ def test_freed_objects_say_so(world: World) -> None:
 
 
 def test_a_process_without_descriptors_raises_nothing_else(namespace: str, tmp_path: Path) -> None:
-    """Not even where a call imports a module."""
+    """Covers calls that import a module."""
     command = [sys.executable, "-m", "tests.kvcached.no_descriptors", namespace, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     Device.unlink(namespace, "host:0", force=True)
@@ -127,7 +127,7 @@ def test_a_builder_refuses_wrong_tensors(world: World) -> None:
 
 
 def test_what_is_another_clients_is_not_freed(world: World) -> None:
-    """Nor what is of another kind: a KV cache is no tensor."""
+    """Refuses objects of another kind too: a KV cache is not a tensor."""
     free = {
         world.client.free_kvcache: world.kv,
         world.client.free_virtual_tensor: world.tensor,

@@ -1,4 +1,4 @@
-"""Two processes with two pools each on one device, beside a dict model of what they must hold.
+"""Two processes with two pools each on one device, compared with a dict model.
 
 two_processes.py DEVICE SEED EXAMPLES: that many examples of STEPS steps, by Hypothesis.
 """
@@ -35,7 +35,7 @@ from .pools import BLOCKS, PAGE, PER_SLAB, SLAB, serve
 
 CAPACITY = 40 * SLAB
 STEPS = 100
-# Hypothesis remembers every example of a run, and what this process holds, each fork copies.
+# Hypothesis keeps every example of a run, and each fork copies the memory of this process.
 EXAMPLES_AT_ONCE = 200
 POOLS = [(process, pool) for process in range(2) for pool in range(2)]
 pools = st.sampled_from(POOLS)
@@ -43,7 +43,7 @@ pools = st.sampled_from(POOLS)
 
 @dataclass
 class Model:
-    """What a pool must hold."""
+    """Expected state of a pool."""
 
     live: set[int] = field(default_factory=set)
     freed: set[int] = field(default_factory=set)
@@ -228,7 +228,7 @@ class TwoProcesses(RuleBasedStateMachine):
 
     @rule()
     def trim_all(self) -> None:
-        """Then every page that is left was written: the books and the OS count the same."""
+        """Trims all pools. Every page left was written: the ledger and the OS count the same."""
         for pool in POOLS:
             self.trim(pool)
         committed = self.device.usage().committed_bytes

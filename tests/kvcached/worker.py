@@ -23,7 +23,7 @@ def say(*words: object) -> None:
 
 
 def hold(device: Device, size_bytes: str) -> None:
-    """Maps and touches memory, says "ready", and keeps it until stdin closes."""
+    """Maps and touches memory, prints "ready", and keeps the memory until stdin closes."""
     with device.client("holder") as client:
         tensor = client.alloc_virtual_tensor(int(size_bytes))
         tensor.map(0, int(size_bytes))
@@ -33,13 +33,13 @@ def hold(device: Device, size_bytes: str) -> None:
 
 
 def watch(device: Device) -> None:
-    """Has the device open, without a client, until stdin closes."""
+    """Keeps the device open, without a client, until stdin closes."""
     say("ready", device.name)
     sys.stdin.read()
 
 
 def take(device: Device, name: str) -> None:
-    """Maps and touches as many pages more as each line says, and says what it got."""
+    """Maps and touches as many more pages as each line says, and prints the result."""
     page = device.page_bytes
     with device.client(name) as client:
         tensor = client.alloc_virtual_tensor(device.capacity_bytes)
@@ -59,7 +59,7 @@ def take(device: Device, name: str) -> None:
 
 
 def grab(device: Device, name: str, rounds: str) -> None:
-    """Says how many blocks are free, waits for a line, then takes that many and gives them back."""
+    """Prints how many blocks are free, waits for a line, then takes that many and frees them."""
     with device.client(name, background=False) as client:
         kv = client.alloc_kvcache(LAYOUT, 1 << 20, reserved_blocks=0)
         free, granted = kv.available_blocks(), 0
@@ -74,8 +74,9 @@ def grab(device: Device, name: str, rounds: str) -> None:
 
 
 def rank(device: Device, number: str) -> None:
-    """One rank of a group whose vote is a line: it says its own, the next line is the result.
-    Allocates as many blocks as a line says, and says how many it got."""
+    """Runs one rank of a group that votes by lines: prints its vote and reads the result.
+
+    Allocates as many blocks as each line says, and prints how many it got."""
     import json
 
     def all_true(ok: bool) -> bool:
@@ -91,7 +92,7 @@ def rank(device: Device, number: str) -> None:
 
 
 class Racer:
-    """Maps and unmaps single pages at random; eight of these want twice the device."""
+    """Client that maps and unmaps single pages at random. Eight of them want twice the device."""
 
     def __init__(self, device: Device, client: Client, seed: int) -> None:
         self.device = device
@@ -122,7 +123,7 @@ class Racer:
 
 
 def race(device: Device, seed: str, steps: str) -> None:
-    """Waits for a line, races for `steps` steps, reports what was granted and refused."""
+    """Waits for a line, races for `steps` steps, and reports the grants and refusals."""
     with device.client(f"racer-{seed}", min_bytes=device.page_bytes) as client:
         racer = Racer(device, client, int(seed))
         say("ready")
@@ -151,9 +152,9 @@ def churn(device: Device, seed: str) -> None:
 
 
 def shrink(device: Device, name: str, cached: str, used: str = "0", spare: str = "0") -> None:
-    """An idle engine that answers requests: says what went at each, until stdin closes.
+    """Runs an idle engine that answers requests, and prints each answer, until stdin closes.
 
-    It holds so many blocks of prefix cache, of requests, and of pages without a block.
+    The engine holds the given numbers of blocks of prefix cache, of requests and of spare pages.
     """
     client = device.client(name, background=False)
     kv = client.alloc_kvcache(LAYOUT, 1 << 18, reserved_blocks=0)
@@ -175,7 +176,7 @@ def shrink(device: Device, name: str, cached: str, used: str = "0", spare: str =
 
 
 def wait_for_blocks(device: Device, name: str, blocks: str, wait_s: str) -> None:
-    """Waits for blocks, says how many it has, and keeps them until stdin closes."""
+    """Waits for blocks, prints their number, and keeps them until stdin closes."""
     client = device.client(name, background=False)
     kv = client.alloc_kvcache(LAYOUT, 1 << 18, reserved_blocks=0)
     say("ready")
@@ -202,7 +203,7 @@ def set_limit(device: Device, name: str, limit_bytes: str) -> None:
 
 
 def open_as_nobody(device: Device) -> None:
-    """Says which error another user gets."""
+    """Prints the error that another user gets."""
     import os
 
     from kvcached.errors import LedgerPermissionError
@@ -215,7 +216,7 @@ def open_as_nobody(device: Device) -> None:
 
 
 def look_as_nobody(device: Device) -> None:
-    """Says which error another user gets that looks at the memory of a client."""
+    """Prints the error that another user gets for reading a client's memory."""
     import os
 
     from kvcached.errors import LedgerPermissionError
@@ -228,7 +229,7 @@ def look_as_nobody(device: Device) -> None:
 
 
 def look_around_as_nobody(device: Device) -> None:
-    """Says what another user sees of the device's segment, and what of it goes."""
+    """Prints the segment of the device as another user sees it, and what that user can remove."""
     import os
 
     from kvcached import collect_garbage, segments
@@ -242,7 +243,7 @@ def look_around_as_nobody(device: Device) -> None:
 
 
 def create_in(device: Device, directory: str) -> None:
-    """Creates a ledger in a directory of its own and says which error that gives."""
+    """Creates a ledger in a separate directory and prints the error."""
     import kvcached.device
     from kvcached.errors import SharedMemoryFullError
 
@@ -286,7 +287,7 @@ def fork(device: Device) -> None:
 
 
 def fork_with_gpu(device: Device) -> None:
-    """Forks with an open client of a GPU: CUDA is dead in the child, and it is told so."""
+    """Forks with an open client of a GPU. CUDA does not work in the child, whose errors say so."""
     import os
 
     from kvcached.errors import ForkedClientError
@@ -310,7 +311,7 @@ def fork_with_gpu(device: Device) -> None:
 
 
 def fork_then_open(device: Device) -> None:
-    """Forks with an open device; the child opens a client of its own."""
+    """Forks with an open device. The child opens its own client."""
     import os
 
     child = os.fork()
