@@ -1,6 +1,7 @@
-"""A client in a machine of its own: `python -m tests.serve.asker RATE SEED` asks until its standard
-input is closed, and prints a line of JSON for each answer. As a load balancer does, it passes a
-frontend over that refuses or does not answer.
+"""Client that runs on a separate machine: `python -m tests.serve.asker RATE SEED`.
+
+Sends requests until its standard input is closed, and prints a line of JSON for each answer. Like a
+load balancer, the client skips a frontend that refuses or does not answer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ async def ask(client: httpx.AsyncClient, number: int, options: argparse.Namespac
 async def answered(
     client: httpx.AsyncClient, url: str, body: Any, tokens: list[int], found: dict[str, Any]
 ) -> bool:
-    """Whether the frontend took the request."""
+    """Returns whether the frontend accepted the request."""
     found.pop("error", None)
     try:
         async with client.stream("POST", url, json=body) as answer:

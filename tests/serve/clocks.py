@@ -35,7 +35,7 @@ time_t time(time_t *at) {
 
 
 def shifted_clock(folder: Path) -> dict[str, str]:
-    """The environment of processes whose wall clock is ahead."""
+    """Returns the environment of processes whose wall clock is ahead."""
     source, made = folder / "clock.c", folder / "clock.so"
     source.write_text(SHIFTED_CLOCK)
     command = ["cc", "-shared", "-fPIC", f"-DAHEAD_S={AHEAD_S}", str(source), "-o", str(made)]

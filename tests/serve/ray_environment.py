@@ -1,4 +1,4 @@
-"""Ray, and what else its tests need, in an environment of its own (requirements/ray.txt)."""
+"""Separate virtual environment for Ray and the other packages of requirements/ray.txt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.serve.machines import ROOT, run
 
 @cache
 def ray_bin() -> Path:
-    """The commands there; they find the packages of this environment as well."""
+    """Returns the folder of its commands, which also find the packages of this environment."""
     requirements, venv = ROOT / "requirements" / "ray.txt", ROOT / ".cache" / "ray"
     made = venv / "requirements.txt"
     if not made.exists() or made.read_text() != requirements.read_text():

@@ -38,7 +38,7 @@ def make_certificate(folder: Path) -> None:
 
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, str]]:
-    """Listens on all addresses, with TLS; and the key of its file."""
+    """Yields a cluster that listens on all addresses with TLS, and the key in its file."""
     make_certificate(tmp_path)
     monkeypatch.setenv("PRISM_TEST_KEYS", f"env={IN_VARIABLE}")
     made = new_key("alice", "--keys", str(tmp_path / "keys.yaml"), "--model", "a", "--operator")
@@ -132,7 +132,7 @@ def test_comments_of_the_keys_stay(tmp_path: Path, before: str) -> None:
     add_key(file, ApiKey("two", hashed("l"), operator=True))
     assert file.read_text().startswith(written)
     assert [key.name for key in read_keys(FILE, [], tmp_path, [])] == ["one", "two"]
-    # One that has no place at its end is written anew.
+    # A file without a place for an entry at its end is written anew.
     file.write_text(f"keys: [{{name: one, sha256: {hashed('k')}}}]\n")
     add_key(file, ApiKey("two", hashed("l")))
     assert len(read_keys(FILE, [], tmp_path, [])) == 2

@@ -1,4 +1,4 @@
-"""`frontend.admin`: the pages of operators at a socket of their own."""
+"""`frontend.admin`: the operators' pages on a separate socket."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def statuses(client: httpx.Client, **more: Any) -> list[int]:
 
 
 def frontends(client: httpx.Client, **more: Any) -> set[str]:
-    """Those whose metrics the page has."""
+    """Returns the ids of the frontends on the metrics page."""
     return set(re.findall(r'frontend="([^"]+)"', client.get("/metrics", **more).text))
 
 
 def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
-    """Also while frontends are replaced: none of the two ports refuses a connection."""
+    """Keeps both ports open while frontends are replaced."""
     operator, alice = key_of(tmp_path, "op", "--operator"), key_of(tmp_path, "alice")
     settings = {"port": 0, "admin": "127.0.0.1:0", "processes": 2}
     with (
@@ -86,7 +86,7 @@ def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
 
 
 def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> None:
-    """It needs no key. What a killed cluster left is replaced; what another one has is not."""
+    """Needs no key, and replaces the socket of a killed cluster but not that of a running one."""
     key_of(tmp_path, "alice")
     path = short_dir / "admin.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -113,7 +113,10 @@ def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> N
 
 
 def reloads(cluster: Cluster, path: Path, admin: httpx.Client) -> None:
-    """As the command does. A mistake changes nothing, and the API has no such route."""
+    """Checks that POST /reload does the same as the command.
+
+    A mistake changes nothing. The API does not have this route.
+    """
     good = path.read_text()
     data = yaml.safe_load(good)
     data["models"][0]["slo"] = {"ttft": "7s"}
@@ -187,7 +190,7 @@ def test_listeners(short_dir: Path) -> None:
     path = str(short_dir / "admin.sock")
     with admin_listener(path) as before:
         before.close()
-        with admin_listener(path):  # that of a cluster which was started before this one has ended
+        with admin_listener(path):  # of a cluster that starts before the other one has ended
             pass
     with admin_listener(path) as before:
         before.close()

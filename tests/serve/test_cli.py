@@ -1,4 +1,4 @@
-"""What a user's mistakes look like from outside: one line on stderr, exit code 2."""
+"""Mistakes of users: one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.frontend.tiny_model import make_model
 
 
 def prism_serve(*arguments: str, cwd: Path, tmp: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command; `tmp` is its temporary directory, so that no other cluster is seen."""
+    """Runs the command. `tmp` is its temporary directory, so that it finds no other cluster."""
     command = [sys.executable, "-c", "from prism.cli.serve import main; main()", *arguments]
     environment = {**os.environ, "TMPDIR": str(tmp), "HOME": str(cwd)}
     return subprocess.run(
@@ -132,7 +132,7 @@ def test_a_model_that_sglang_does_not_know(folder: Path, short_dir: Path, comman
 def test_a_parser_that_sglang_does_not_have(
     folder: Path, short_dir: Path, command: str, key: str
 ) -> None:
-    """Otherwise each request for it would fail."""
+    """Refuses a parser with which each request would fail."""
     change(folder, "adapter: fake", "adapter: sglang")
     change(folder, "name: a\n", f"name: a\n  {key}: qwen33\n")
     done = prism_serve(command, cwd=folder, tmp=short_dir)
@@ -144,7 +144,7 @@ def test_a_parser_that_sglang_does_not_have(
 
 
 def test_ctrl_c_leaves_no_traceback_at_any_time(folder: Path, short_dir: Path) -> None:
-    # What comes before the command begins is this script's.
+    # A traceback from before the command begins is this script's.
     code = (
         "import traceback\n"
         "from prism.cli.commands import serve\n"
@@ -237,7 +237,7 @@ def test_a_redis_that_does_not_answer(folder: Path, short_dir: Path) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_loaded(folder: Path, short_dir: Path) -> None:
-    """Found by the frontend, when other processes run already: nothing stays."""
+    """Leaves no process, although others run already when the frontend finds the mistake."""
     (folder / "a" / "tokenizer.json").write_text("{}")
     for command in ("check", "up"):
         done = prism_serve(command, cwd=folder, tmp=short_dir)

@@ -28,8 +28,10 @@ def body_of(tokens: int, number: int) -> bytes:
 
 
 async def stream(cluster: Cluster, number: int, all_open: asyncio.Barrier) -> bytes:
-    """The whole answer. It is asked for when all connections are open, and read when all have
-    begun to answer."""
+    """Returns the whole answer of one stream.
+
+    The request is sent when all connections are open, and the answer is read when all have begun.
+    """
     place = urlsplit(cluster.url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=1 << 20)
     body = body_of(TOKENS, number)
@@ -96,7 +98,7 @@ def tcp_sockets(pid: int) -> Iterator[socket.socket]:
 
 
 def delays(pid: int, ports: dict[int | None, str]) -> dict[tuple[str, int], bool]:
-    """Of a process's open connections: whose port is at one end, and whether small writes wait."""
+    """Returns (peer, pid) -> whether small writes wait, of a process's open connections."""
     found: dict[tuple[str, int], bool] = {}
     for connection in tcp_sockets(pid):
         with suppress(OSError):  # a peer has just left
@@ -108,7 +110,7 @@ def delays(pid: int, ports: dict[int | None, str]) -> dict[tuple[str, int], bool
 
 
 def test_no_connection_waits_to_fill_a_packet(tmp_path: Path, short_dir: Path) -> None:
-    """Its ends in frontends, agents, scheduler and the server of Redis. The rest is no TCP."""
+    """Checks connections of frontends, agents, scheduler and Redis. The others do not use TCP."""
     folder = tmp_path / "redis"
     folder.mkdir()
     with (

@@ -1,7 +1,7 @@
-"""Machines that are cut off for half a minute, under load: in both directions, and in each one.
+"""Cuts of half a minute between machines under load, in both directions and in each one.
 
-Two nodes in network namespaces, whose clocks are five minutes apart. Everything is asked of both
-frontends, and each answer's tokens are compared with the ones that the model has.
+The two nodes are network namespaces whose clocks are five minutes apart. All requests go to both
+frontends, and each answer's tokens are compared with the model's.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def is_not_heard(machines: Machines) -> Callable[[], None]:
 def test_cut_off_and_back(
     cluster: Cluster, cut: Callable[[Machines], Callable[[], None]], tmp_path: Path
 ) -> None:
-    """Every request is answered, and rightly; the machine's agent ends and starts again, empty."""
+    """Checks that no answer is wrong or lost, and that the cut machine's agent restarts empty."""
     machines, both = cluster.machines, {"host:0@a", "host:0@b"}
     until(lambda: cluster.copies("a") == both, "both copies", 60)
     before, ends = cluster.epoch("a", "host:0@b"), agent_log(cluster, "b").count(" ends: ")

@@ -1,4 +1,4 @@
-"""Junk in the keys that processes read without a queue: the console's thread and nodes live on."""
+"""Junk in keys that the console's thread and nodes read without a queue: both keep running."""
 
 from __future__ import annotations
 

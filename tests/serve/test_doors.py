@@ -1,4 +1,4 @@
-"""A running cluster's doors: what it opens, what it writes down, and what it leaves."""
+"""Sockets, files and processes of a running cluster: what it opens, writes and leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHM = Path("/dev/shm")
 
 @pytest.fixture
 def temporary(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where new run directories go in this test."""
+    """Returns the folder of this test's new run directories."""
     monkeypatch.setattr("tempfile.tempdir", str(short_dir))
     return short_dir
 
@@ -123,7 +123,7 @@ def test_all_that_is_opened_is_this_users_alone(cluster: Cluster) -> None:
 
 
 def test_the_run_directory_is_deleted_while_it_serves(tmp_path: Path, short_dir: Path) -> None:
-    """Sockets, logs and Redis are there again, and who connects anew finds them."""
+    """Restores sockets, logs and Redis, and new connections find them."""
     with serving(tmp_path, short_dir) as cluster:
         run_dir = cluster.run_dir
         shutil.rmtree(run_dir)

@@ -42,7 +42,7 @@ def places(cluster: Cluster) -> dict[str, set[str]]:
 
 
 def test_a_device_is_emptied_while_its_model_serves(cluster: Cluster) -> None:
-    """Also if the scheduler dies in between. The model that serves moves; its streams go on."""
+    """Moves the serving model while its streams continue, even if the scheduler dies meanwhile."""
     (home,) = (device for device, models in places(cluster).items() if "a" in models)
     (other,) = places(cluster).keys() - {home}
     with asked(cluster, clients=3):
@@ -53,7 +53,7 @@ def test_a_device_is_emptied_while_its_model_serves(cluster: Cluster) -> None:
         said, problem = drain.communicate(timeout=120)
         assert drain.returncode == 0, problem
         assert said.splitlines()[-1].startswith(f"{home} is empty after")
-        # The other one's agent may not have reported to the new scheduler yet.
+        # The other device's agent may not have reported to the new scheduler yet.
         until(lambda: places(cluster) == {home: set(), other: {"a", "b"}}, "both models moved")
         shown = cluster.operate("status").stdout
         assert f"{home} (drained)" in shown
@@ -66,7 +66,7 @@ def test_a_device_is_emptied_while_its_model_serves(cluster: Cluster) -> None:
 
 
 def test_it_ends_with_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody can say any more what is still there."""
+    """Ends with an error when the scheduler can no longer report what is on the device."""
     answers = iter([ActionResult(0, True, "")])
 
     def ask(config: ClusterConfig, command: OperatorCommand, timeout_s: float) -> ActionResult:

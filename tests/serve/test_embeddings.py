@@ -1,4 +1,4 @@
-"""An embedding model under `prism-serve`, beside one that generates."""
+"""An embedding model and a generating one under `prism-serve`."""
 
 from __future__ import annotations
 

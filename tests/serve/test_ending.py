@@ -1,4 +1,4 @@
-"""However a cluster ends, nothing of it stays."""
+"""However a cluster ends, it leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_nothing_left(cluster: Cluster, config: ClusterConfig) -> None:
 
 
 async def tokens_of_a_stream(cluster: Cluster) -> tuple[list[int], str | None]:
-    """Begin a stream, send SIGTERM behind its first token, and read it to its end."""
+    """Begins a stream, sends SIGTERM after its first token, and reads the stream to its end."""
     body = {"model": "a", "prompt": [5], "max_tokens": 60, "ignore_eos": True, "stream": True}
     ids: list[int] = []
     reason = None

@@ -1,5 +1,7 @@
-"""Engines and agents killed with -9 under a whole cluster: every client gets its answer, or a
-named error behind a right beginning."""
+"""Engines and agents that are killed with SIGKILL under a whole cluster.
+
+Every client gets its answer, or an error code after a correct beginning.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ def command_of(pid: int) -> str:
 
 
 def engines(cluster: Cluster) -> list[int]:
-    """Forked engine processes: children of a fork server."""
+    """Returns the pids of forked engines: children of a fork server."""
     everyone = descendants(cluster.process.pid)
     servers = [pid for pid in everyone if "prism.engines.forkserver" in command_of(pid)]
     return [pid for pid in servers if not descendants(pid)]
 
 
 async def stream(client: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]:
-    """One stream's ids and error."""
+    """Returns the ids and the error of one stream."""
     body = {"model": "a", "prompt": prompt, "max_tokens": COUNT, "ignore_eos": True}
     got: dict[str, Any] = {"prompt": prompt, "ids": [], "error": None}
     more = {"stream": True, "return_token_ids": True, "temperature": 0}
@@ -50,7 +52,7 @@ async def stream(client: httpx.AsyncClient, prompt: list[int]) -> dict[str, Any]
 
 
 async def kill_under_load(cluster: Cluster, victims: list[int]) -> list[dict[str, Any]]:
-    """Eight requests, some of them answering already, when the victims are killed."""
+    """Kills the victims under eight requests, some of which have begun to answer."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=90) as client:
         jobs = [asyncio.create_task(stream(client, [20 + i] * 8)) for i in range(8)]
         await asyncio.sleep(0.7)
@@ -84,7 +86,7 @@ def test_engines_that_die(cluster: Cluster, turn: int) -> None:
 
 
 def test_an_agent_that_dies(cluster: Cluster) -> None:
-    """Its successor takes the queue over and serves everything again; greedy output goes on."""
+    """Hands the queue to a successor that serves all models. Greedy output continues."""
     check(asyncio.run(kill_under_load(cluster, [cluster.child("prism.agent")])))
     assert asyncio.run(one(cluster))["ids"] == expected_tokens([7], COUNT)
 
@@ -99,7 +101,7 @@ async def one(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_requests_were_sent_again(cluster: Cluster) -> None:
-    """The kills above met requests, or they showed nothing."""
+    """Checks that the kills above interrupted requests; otherwise those tests show nothing."""
     metrics = httpx.get(f"{cluster.url}/metrics").text
     lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line[:1] != "#")
     mine = 'frontend="f0.1",model="a"'

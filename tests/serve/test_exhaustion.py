@@ -1,4 +1,4 @@
-"""A disk, shared memory or a process's descriptors run out: others go on, and it comes back."""
+"""Exhausted disk, shared memory or file descriptors: other processes work on, and it recovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOGS = ["scheduler", "agent-host0", "frontend-f0", *(f"host0-e{i}" for i in rang
 def test_a_full_disk_under_the_logs_ends_and_stalls_nothing(
     tmp_path: Path, short_dir: Path
 ) -> None:
-    """Every write to a log fails from the start; every sort of process ends and starts besides."""
+    """Fails every write to a log from the start, and ends and starts every kind of process."""
     (tmp_path / "logs").mkdir()
     for name in LOGS:
         (tmp_path / "logs" / f"{name}.log").symlink_to(FULL)
@@ -77,7 +77,7 @@ def fill(folder: Path) -> None:
 
 @needs_root
 def test_shared_memory_is_full(tmp_path: Path, short_dir: Path) -> None:
-    """What runs goes on, models come and go, and a new agent has its predecessor's room."""
+    """Serves, evicts and activates models. A new agent gets the memory of its predecessor."""
     with serving(tmp_path, short_dir, '{"load_weights": true}', OWN_SHM) as cluster:
         assert served(cluster, "a")
         fill(Path("/proc", str(cluster.process.pid), "root", "dev", "shm"))
@@ -95,8 +95,11 @@ def test_shared_memory_is_full(tmp_path: Path, short_dir: Path) -> None:
 
 @contextmanager
 def without_descriptors(pid: int) -> Iterator[None]:
-    """The process can open nothing in this block. 0 to 2 are open; poll(2) takes no more than the
-    limit at a time, and libzmq gives it that many."""
+    """Prevents a process from opening files in this block.
+
+    Descriptors 0 to 2 are open. poll(2) accepts at most as many as the limit, and libzmq passes it
+    that many.
+    """
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
     yield
@@ -116,7 +119,7 @@ def test_an_agent_without_descriptors_goes_on_with_what_is_open(cluster: Cluster
 
 
 def test_an_agent_that_can_take_no_engine_is_replaced(tmp_path: Path, short_dir: Path) -> None:
-    """libzmq ends a process that has no descriptor left for who connects."""
+    """Relies on libzmq, which ends a process without a descriptor for a new connection."""
     with serving(tmp_path, short_dir) as cluster:
         assert served(cluster, "a")
         agent = cluster.child("prism.agent")
@@ -133,7 +136,7 @@ def test_parts_may_open_as_many_files_as_the_system_allows(cluster: Cluster) -> 
 
 
 def test_a_frontend_without_descriptors_finishes_what_it_has(cluster: Cluster) -> None:
-    """New connections wait or are closed; those that are open are served; then all is as before."""
+    """Serves open connections. New ones wait or are closed until there are descriptors again."""
     frontend = cluster.child("prism.frontend")
     body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": 12}
     with httpx.Client(base_url=cluster.url, timeout=60) as client:

@@ -1,5 +1,7 @@
-"""A frontend that is suspended for longer than agents wait for its heartbeat: each open stream
-ends whole, or with a named error behind a right beginning."""
+"""Frontend that is suspended for longer than agents wait for its heartbeat.
+
+Each open stream ends whole, or with an error code after a correct beginning.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ async def stream(client: httpx.AsyncClient, prompt: list[int], **more: Any) -> d
 
 
 async def pause_under_load(cluster: Cluster) -> list[dict[str, Any]]:
-    """Twelve greedy and twelve sampled streams, of which some run and the others wait."""
+    """Suspends the frontend under twelve greedy and twelve sampled streams, some of which run."""
     frontend = cluster.child("prism.frontend")
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         prompts = [[20 + i] * 8 for i in range(24)]

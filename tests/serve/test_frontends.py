@@ -1,4 +1,4 @@
-"""Frontends under `prism-serve`: what is left of one that dies, and how they are replaced."""
+"""Frontends under `prism-serve`: what a dead one leaves, and how they are replaced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW = json.dumps({"decode_step_ms": 40})
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two frontends; engines that take 40 ms for a step."""
+    """Yields a cluster of two frontends, with engines that take 40 ms for a step."""
     folder = tmp_path_factory.mktemp("cluster")
     with (
         TemporaryDirectory(prefix="prism-") as temporary,
@@ -52,21 +52,24 @@ def frontends(cluster: Cluster) -> set[str]:
 
 
 def requests_ended(cluster: Cluster) -> dict[str, float]:
-    """By frontend, those that ended well."""
+    """Returns the number of successful requests of each frontend."""
     text = httpx.get(f"{cluster.url}/metrics").text
     pattern = r'^prism_requests_total{frontend="(.*)",model="a",outcome="ok"} (.*)$'
     return {name: float(count) for name, count in re.findall(pattern, text, re.MULTILINE)}
 
 
 def running(cluster: Cluster) -> float:
-    """Requests in the engine. The command line would take a second or more to say it."""
+    """Returns the number of requests in the engine.
+
+    The command line would take a second or more.
+    """
     text = httpx.get(f"{cluster.url}/metrics", timeout=60).text
     found = re.findall(r"^prism_model_running_requests\{.*\} (.*)$", text, re.MULTILINE)
     return sum(map(float, found))
 
 
 def test_all_processes_serve_the_port_and_are_in_the_metrics(cluster: Cluster) -> None:
-    """Each post is a connection of its own."""
+    """Sends each request on a new connection."""
     count = 0
     while len(requests_ended(cluster)) < 2:
         assert cluster.post().status_code == 200
@@ -75,7 +78,7 @@ def test_all_processes_serve_the_port_and_are_in_the_metrics(cluster: Cluster) -
 
 
 async def stream(client: httpx.AsyncClient, began: asyncio.Event) -> bool:
-    """Whether all of it came."""
+    """Returns whether the whole stream arrived."""
     body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": COUNT, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     ids: list[int] = []
@@ -90,7 +93,7 @@ async def stream(client: httpx.AsyncClient, began: asyncio.Event) -> bool:
 
 
 async def kill_under_load(cluster: Cluster) -> list[bool]:
-    """Twelve streams; eight of them may run at a time. A frontend is killed when all have come."""
+    """Kills a frontend under twelve streams, eight of which may run at a time."""
     began = [asyncio.Event() for _ in range(12)]
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
         streams = [asyncio.create_task(stream(client, each)) for each in began]
@@ -101,7 +104,7 @@ async def kill_under_load(cluster: Cluster) -> list[bool]:
 
 
 async def keep_asking(cluster: Cluster, over: asyncio.Event, tokens: int, **limits: int) -> int:
-    """Request after request; each of them is answered whole. How many."""
+    """Sends request after request, each of which must be answered whole. Returns their number."""
     body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": tokens, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     pool = httpx.Limits(**limits)
@@ -120,7 +123,7 @@ async def keep_asking(cluster: Cluster, over: asyncio.Event, tokens: int, **limi
 
 
 async def replace_under_load(cluster: Cluster) -> list[int]:
-    """Clients that keep their connection, and clients that open one for each request."""
+    """Replaces frontends under clients that keep their connection, and clients that reconnect."""
     over, before = asyncio.Event(), frontends(cluster)
     kinds = [{}, {"max_keepalive_connections": 0}]
     jobs = [
@@ -145,7 +148,7 @@ def test_replaced_frontends_drop_nothing(cluster: Cluster) -> None:
 
 
 def test_orphans_of_a_dead_frontend_leave_the_engines_at_once(cluster: Cluster) -> None:
-    """Not by its heartbeat: that log line never comes. The other frontend's streams are whole."""
+    """Detects the end without the heartbeat. The other frontend's streams are complete."""
     asyncio.run(kill_under_load(cluster))
     until(lambda: "frontend f0.2 has ended" in agent_log(cluster), "the launcher's word")
     until(lambda: has_no_requests(cluster), "no orphans")
@@ -155,7 +158,7 @@ def test_orphans_of_a_dead_frontend_leave_the_engines_at_once(cluster: Cluster) 
 
 
 async def kill_all_and_ask_again(cluster: Cluster) -> list[httpx.Response]:
-    """A keyed request is open when all frontends are killed. It comes again at once, twice."""
+    """Kills all frontends while a keyed request is open, and sends it again at once, twice."""
     body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": COUNT, "ignore_eos": True}
     ask: dict[str, Any] = {
         "json": body | {"return_token_ids": True},
@@ -173,14 +176,14 @@ async def kill_all_and_ask_again(cluster: Cluster) -> list[httpx.Response]:
 
 
 def test_who_asks_again_gets_one_answer_and_no_connection_is_refused(cluster: Cluster) -> None:
-    """While no frontend lives, connections wait. The dead one's claim of the key has gone."""
+    """Lets connections wait while no frontend runs, and drops the dead one's claim of the key."""
     first, second = asyncio.run(kill_all_and_ask_again(cluster))
     assert first.json()["choices"][0]["token_ids"] == expected_tokens([9, 8, 7], COUNT)
     assert second.json() == first.json()
 
 
 def test_a_frontend_that_waits_for_its_restart_is_not_replaced(tmp_path: Path) -> None:
-    """Its successor would be forgotten by the restart, and go on unsupervised."""
+    """Prevents a successor that the restart would forget and that would run unsupervised."""
     spec = ChildSpec("", "time", (), 1.0)
     line = Mock(spec=AgentNotifier)
     line.new_id_suffix.return_value = ""

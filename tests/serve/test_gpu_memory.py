@@ -1,5 +1,8 @@
-"""A cluster on GPUs of the test libcuda, whose driver counts all processes: contexts are leased,
-engines that take more are replaced, others that hold memory are named."""
+"""Cluster on GPUs of the test libcuda, whose driver counts all processes.
+
+Contexts are leased, engines that take more are replaced, and other processes that hold memory are
+named.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ device.destroy()
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 128 MiB, on which a context takes 4 MiB and the dead keep theirs for a moment."""
+    """Sets up two GPUs of 128 MiB, with contexts of 4 MiB.
+
+    Memory of dead processes is freed after a moment.
+    """
     monkeypatch.setenv("KVCACHED_LIBCUDA", str(build_libcuda()))
     monkeypatch.setenv("KVCACHED_LIBNVML", str(build_libnvml()))
     monkeypatch.setenv("KVCACHED_TEST_CUDA_BYTES", str(128 * MIB))
@@ -88,7 +94,7 @@ def metric(cluster: Cluster, name: str) -> float:
 
 
 def answer(cluster: Cluster, number: int, model: str = "a") -> bool:
-    """One request that runs for longer than an overdraft is borne; whether it is right."""
+    """Returns whether one answer is right. Its request outlasts the tolerance for an overdraft."""
     prompt = [20 + number] * 8
     body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
     more = {"return_token_ids": True, "temperature": 0}
@@ -103,7 +109,7 @@ def test_an_engine_that_takes_too_much_is_replaced_and_its_requests_go_on(
 ) -> None:
     faults = {"leak_bytes": LEAK, "once_file": str(tmp_path / "once"), "decode_step_ms": 100}
     with gpu_cluster(tmp_path, short_dir, **faults) as cluster, ThreadPoolExecutor(4) as pool:
-        # The engine takes too much that is the first to be activated, of a or of b.
+        # The first engine to be activated, of a or of b, takes too much.
         answers = [pool.submit(answer, cluster, number, "abab"[number]) for number in range(4)]
         until(lambda: metric(cluster, "prism_engine_overdrafts_total") == 1, "replacement", 60)
         assert all(future.result() for future in answers)
@@ -140,7 +146,7 @@ def test_leases_are_what_check_claims_and_what_the_driver_counts(
         for model in (a, b):
             assert cluster.operate("activate", model.name).returncode == 0
         for client in device.usage().clients:
-            # Pages beyond the guaranteed ones are spares, which anybody may have.
+            # Pages beyond the guaranteed ones are spares, which any client may have.
             claim = memory_need(a, place, config.engine)
             assert client.min_bytes == claim.kv_bytes
             assert client.static_bytes == CONTEXT + claim.static_bytes + a.weight_bytes
@@ -163,7 +169,7 @@ def driver_bytes(device: kvcached.Device) -> int:
 
 @contextmanager
 def holder(namespace: str, size_bytes: int) -> Iterator[int]:
-    """Another user of the GPU; its pid."""
+    """Runs another user of the GPU and yields its pid."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, namespace, str(size_bytes)],
         stdin=subprocess.PIPE,
@@ -192,7 +198,7 @@ def test_a_capacity_that_others_hold_is_refused_with_their_names(
 
 
 def test_a_neighbour_is_named(tmp_path: Path, short_dir: Path, namespace: str) -> None:
-    """And an engine that takes too much, within the slack, is seen and stays."""
+    """Reports the excess of an engine that is within the slack, and keeps the engine."""
     faults = {"leak_bytes": 8 * MIB, "once_file": str(tmp_path / "once")}
     with (
         gpu_cluster(tmp_path, short_dir, slack="64MiB", **faults) as cluster,
@@ -214,7 +220,10 @@ def _text(logs: Path) -> str:
 
 
 def test_each_rank_leases_a_context_on_its_own_gpu(tmp_path: Path, short_dir: Path) -> None:
-    """One more than the device's own engines have, which the claim of a spread model includes."""
+    """Leases one context in addition to those of the device's own engines.
+
+    The claim of a spread model includes it.
+    """
     with gpu_cluster(tmp_path, short_dir, gpus=2, tp=2) as cluster:
         until(lambda: cluster.post("a").status_code == 200, "it answers")
         config = resolved(cluster)

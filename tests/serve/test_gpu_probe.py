@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def prism_serve(
     folder: Path, tmp: Path, command: str, device: str = "cuda:0", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """With the test libcuda, two GPUs of 1 GiB unless told otherwise."""
+    """Runs a command with the test libcuda: two GPUs of 1 GiB, unless `environment` differs."""
     data = {
         "devices": [{"name": device, "capacity": "64MiB", "page": "64KiB"}],
         "models": [{"name": "a", "path": "a"}],
@@ -88,7 +88,7 @@ def test_a_driver_that_names_no_process_is_told_of() -> None:
 def test_check_beside_those_that_hold_the_memory_warns(
     folder: Path, short_dir: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be the cluster that it is asked about."""
+    """Warns only, as the processes may belong to the cluster that is checked."""
     size = {"KVCACHED_TEST_CUDA_BYTES": str(128 << 20)}
     libraries = {"KVCACHED_LIBCUDA": build_libcuda(), "KVCACHED_LIBNVML": build_libnvml()}
     for name, value in {**size, **libraries}.items():
@@ -108,7 +108,7 @@ def test_check_beside_those_that_hold_the_memory_warns(
 def test_the_start_waits_for_the_memory_of_those_that_were_killed(
     capacity: int, may_be_occupied: bool, wait_s: float
 ) -> None:
-    """Not for what the GPU never had."""
+    """Does not wait for memory that the GPU never had."""
     waited: list[float] = []
     memory = DriverMemory(8, 8, "nvml", ())
     device: Any = SimpleNamespace(check_capacity=waited.append)
@@ -135,7 +135,7 @@ MISTAKES = [
     ("cuda:0", {"KVCACHED_TEST_CUDA_VERSION": "10010"}, "driver is too old"),
     ("cuda:0", {"KVCACHED_TEST_CUDA_INIT_ERROR": "803"}, "803"),
     ("cuda:0", {"KVCACHED_TEST_CUDA_BYTES": "33554432"}, "capacity of 64 MiB is not available"),
-    # Without NVML CUDA says it, as far as it can.
+    # Without NVML, CUDA answers as far as it can.
     ("cuda:0", {"KVCACHED_LIBNVML": "/nowhere", "KVCACHED_TEST_CUDA_VMM": "0"}, "virtual memory"),
 ]
 

@@ -1,4 +1,4 @@
-"""What a supervisor makes of a part that hangs again and again. Time and part are the test's."""
+"""Counting of hangs in a supervisor. The test scripts the time and the part."""
 
 from __future__ import annotations
 

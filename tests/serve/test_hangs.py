@@ -1,4 +1,4 @@
-"""Processes that hang, files that vanish, one model that cannot be read: the cluster goes on."""
+"""Processes that hang, files that vanish, a model that cannot be read: the cluster serves on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A whole cluster on four GPUs of the test libcuda, whose engines load weights over all their links
-and compare every byte."""
+"""Cluster on four GPUs of the test libcuda.
+
+Engines load weights over all their links and compare every byte.
+"""
 
 from __future__ import annotations
 

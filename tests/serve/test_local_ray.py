@@ -1,5 +1,7 @@
-"""`prism-serve up` where no Ray runs: in a machine with processes of its own, among which Ray is
-looked for."""
+"""`prism-serve up` without a running Ray.
+
+The machine has its own processes, among which the command looks for Ray.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tests.serve.ray_cluster import ASK, DEVICE
 from tests.serve.ray_environment import ray_bin
 from tests.strangers import needs_root
 
-pytestmark = pytest.mark.timeout(900)  # Ray takes its time on a busy machine, again and again
+pytestmark = pytest.mark.timeout(900)  # each start of Ray is slow on a busy machine
 REDIS_PORT = 6390
 URL = f"redis://127.0.0.1:{REDIS_PORT}"
 MACHINE = "ip link set lo up && mount -t tmpfs tmpfs /dev/shm && echo && exec cat"
@@ -39,7 +41,7 @@ print(*sorted(found))
 
 
 class Machine:
-    """Its processes see each other alone. Everything in it is killed at the end."""
+    """Machine whose processes see only each other. All of them are killed at the end."""
 
     def __init__(self, folder: Path, temporary: Path) -> None:
         make_model(folder / "a")
@@ -67,7 +69,10 @@ class Machine:
         return run(*self._inside, *command)
 
     def processes(self, word: str = "") -> list[str]:
-        """pid and command line of each, without the ones that ask, or have ended: nobody reaps."""
+        """Returns pid and command line of each process.
+
+        The list omits `ps` itself and defunct processes, which no process reaps here.
+        """
         shown = self.run("ps", "-ewwo", "pid=,args=").splitlines()
         without = (" ps -ewwo", "<defunct>")
         return [p.strip() for p in shown if word in p and not any(w in p for w in without)]
@@ -97,7 +102,7 @@ class Machine:
                 await_text(log, "127-0-0-1: ready in ", 1, 240)
                 yield process
             finally:
-                for pid in descendants(process.pid):  # behind nsenter
+                for pid in descendants(process.pid):  # below nsenter
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 
@@ -117,7 +122,7 @@ class Machine:
         return done.stderr
 
     def await_nothing_left(self, before: list[str]) -> None:
-        """No process, segment, folder or key."""
+        """Waits until no process is left. No segment, folder or key may be left."""
         until(lambda: self.processes() == before, "all processes have ended", 90)
         assert list(self.temporary.iterdir()) == []
         assert self.run("ls", "/dev/shm") == ""
@@ -137,7 +142,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 def command(process: subprocess.Popen[bytes]) -> int:
-    """The `prism-serve up` itself, behind nsenter."""
+    """Returns the pid of `prism-serve up`, which runs below nsenter."""
     found = [p for p in descendants(process.pid) if "up" in command_words(p)]
     return found[0]
 
@@ -151,7 +156,7 @@ def command_words(pid: int) -> list[str]:
 def test_it_is_started_and_started_again_and_ends_with_ctrl_c(
     machine: Machine, tmp_path: Path
 ) -> None:
-    """One line says so. It listens on loopback alone. While it is away the machine serves on."""
+    """Reports the start in one line, listens on loopback alone, and serves while Ray is away."""
     before, log = machine.processes(), tmp_path / "up"
     with machine.serving(log) as process:
         said = r"no Ray cluster was found; started one at 127\.0\.0\.1:\d+ for this command"
@@ -195,7 +200,7 @@ def test_it_ends_where_the_command_is_killed(machine: Machine, tmp_path: Path) -
 @pytest.mark.long
 @needs_root
 def test_what_cannot_be_is_refused_and_nothing_is_left(machine: Machine) -> None:
-    """No token, no device, another machine's address, no Redis."""
+    """Refuses a missing token or device, another machine's address, and a missing Redis."""
     before = machine.processes()
     found = machine.refusal(without="RAY_AUTH_TOKEN")
     assert "ray: none was found, and none could be started here: " in found

@@ -79,7 +79,7 @@ def families(cluster: Cluster) -> dict[str, Metric]:
 
 
 def sums(found: dict[str, Metric], *labels: str) -> dict[tuple[str, ...], float]:
-    """The samples of each name, summed by these labels; those without them are left out."""
+    """Returns the samples of each name, summed by these labels, without those that lack one."""
     total: dict[tuple[str, ...], float] = defaultdict(float)
     for sample in (sample for family in found.values() for sample in family.samples):
         if all(label in sample.labels for label in labels):
@@ -94,8 +94,10 @@ def series(found: dict[str, Metric]) -> dict[tuple[Any, ...], float]:
 
 
 def grown(before: dict[str, Metric], after: dict[str, Metric], *labels: str) -> set[Any]:
-    """Names of series that grew or came, with these labels' values. A model that leaves a device
-    takes its series with it."""
+    """Returns names of series that grew or came, with the values of these labels.
+
+    A model that leaves a device takes its series with it.
+    """
     earlier = series(before)
     keys = [key for key, value in series(after).items() if value > earlier.get(key, 0)]
     if not labels:
@@ -105,7 +107,7 @@ def grown(before: dict[str, Metric], after: dict[str, Metric], *labels: str) -> 
 
 
 async def work(cluster: Cluster) -> None:
-    """Requests of both models at once; an engine dies under them."""
+    """Sends requests of both models at once and kills an engine under them."""
     bodies = [{"model": m, "prompt": [9, 8, i], "max_tokens": 100} for m in "ab" for i in range(6)]
     bodies[0]["slo_ttft_ms"] = 1
     limits = httpx.Limits(max_keepalive_connections=0)
@@ -144,7 +146,7 @@ def documented(page: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def worked(cluster: Cluster) -> tuple[dict[str, Metric], dict[str, Metric]]:
-    """The metrics before and after requests of both models, an engine's death, and actions."""
+    """Returns metrics before and after requests of both models, an engine's death, and actions."""
     before = families(cluster)
     asyncio.run(work(cluster))
     source = httpx.get(f"{cluster.url}/status").json()["placement"]["a"]
@@ -196,7 +198,7 @@ def test_those_in_the_documentation_are_there(cluster: Cluster) -> None:
 
 @pytest.mark.usefixtures("worked")
 def test_names_are_as_prometheus_wants_them(cluster: Cluster) -> None:
-    """A unit, or a count; each with a help text. Ratios and states have none."""
+    """Requires a help text and a unit, or a count. Ratios and states need no unit."""
     for name, family in families(cluster).items():
         shown = f"{name}_total" if family.type == "counter" else name
         assert family.documentation, name
@@ -216,7 +218,7 @@ def test_decisions_are_in_the_status_with_their_reasons(cluster: Cluster) -> Non
 def test_the_dashboard_and_the_alerts_ask_for_metrics_that_are_there(cluster: Cluster) -> None:
     found = {sample.name for family in families(cluster).values() for sample in family.samples}
     found |= {each for each in documented("gpu-memory.md") if each.startswith("prism_")}
-    # Only from the first of them on.
+    # The series exists only after the first unplaced request.
     found |= {"prism_unplaced_requests"}
     asked = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
     asked += [rule["expr"] for rule in alerts()]
@@ -241,7 +243,7 @@ def test_a_client_beyond_its_limit_wakes_nobody() -> None:
 
 
 def test_panels_do_not_overlap() -> None:
-    """And each has an id and a title of its own."""
+    """Requires a unique id and a unique title of each panel as well."""
     cells = [
         (x, y)
         for at in (panel["gridPos"] for panel in panels())

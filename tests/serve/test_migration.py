@@ -69,7 +69,7 @@ def empty(cluster: Cluster) -> None:
 
 
 def places(cluster: Cluster, model: str) -> dict[str, ModelReport]:
-    """Device -> what it says of the model."""
+    """Returns device -> report of the model."""
     text = ask(cluster, OperatorCommand("status")).message
     agents = msgspec.json.decode(text, type=ClusterStatus).agents
     return {a.device: m for a in agents for m in a.models if m.model == model}
@@ -88,7 +88,7 @@ def tokens_of(answer: httpx.Response) -> list[int]:
 
 
 def post(cluster: Cluster, pool: ThreadPoolExecutor, model: str) -> list[Future[httpx.Response]]:
-    """Long answers that have begun."""
+    """Requests long answers and waits until they have begun."""
     options = {"max_tokens": TOKENS, "return_token_ids": True, "ignore_eos": True}
     prompts = [[5, 6, i] for i in range(ANSWERS)]
     answers = [pool.submit(cluster.post, model, prompt=p, **options) for p in prompts]
@@ -97,7 +97,7 @@ def post(cluster: Cluster, pool: ThreadPoolExecutor, model: str) -> list[Future[
 
 
 def check(cluster: Cluster, answers: list[Future[httpx.Response]], model: str, at: str) -> None:
-    """All are right, and none was computed at one place alone."""
+    """Checks that all answers are right and that none was computed on one device alone."""
     for i, answer in enumerate(answers):
         assert tokens_of(answer.result()) == expected_tokens([5, 6, i], TOKENS)
     until(lambda: places(cluster, model)[at].finished_total == ANSWERS, "the target reports")
@@ -105,7 +105,7 @@ def check(cluster: Cluster, answers: list[Future[httpx.Response]], model: str, a
 
 
 def folders(cluster: Cluster) -> list[Path]:
-    """Where KV has been in files."""
+    """Returns the folders that have held KV in files."""
     return [*Path("/dev/shm").glob(f"{find(cluster.run_dir).namespace}*-moves")]
 
 
@@ -113,7 +113,12 @@ def folders(cluster: Cluster) -> list[Path]:
 def two_machines(
     folder: Path, rate: str, each: dict[str, Any] | None = None, **changes: Any
 ) -> Iterator[tuple[Node, Node]]:
-    """With a model `c`. rate: what their network carries. each: what else both have."""
+    """Starts two machines with a model `c`.
+
+    Args:
+        rate: rate of their network.
+        each: further settings of both.
+    """
     scheduler = {"migrate_running": "move", "interval": "60s"}
     both = {"network_rate": rate, **(each or {})}
     with TemporaryDirectory(prefix="prism-") as place, BundledRedis(Path(place), 0) as database:
@@ -127,7 +132,7 @@ def two_machines(
 
 
 def move_to_the_other(here: Node, there: Node) -> str:
-    """Where it is then."""
+    """Moves `c` to the other machine and returns its new device."""
     [source] = places(here, "c")
     target = "host:0@b" if source == "host:0@a" else "host:0@a"
     ask(there, OperatorCommand("activate", "c", target))
@@ -136,11 +141,11 @@ def move_to_the_other(here: Node, there: Node) -> str:
 
 
 def said(folder: Path) -> str:
-    """By the agents and engines of both."""
+    """Returns the logs of both machines' agents and engines."""
     return "".join(path.read_text() for path in folder.glob("*-logs/**/*") if path.is_file())
 
 
-# What the fake engine's prefill makes of KV is far below the one, and far above the other.
+# The fake engine's prefill makes KV at a rate far below the first and far above the second.
 @pytest.mark.long
 @pytest.mark.parametrize(("rate", "is_sent"), [("100GB", True), ("1KB", False)])
 def test_answers_go_on_at_another_machine(
@@ -164,7 +169,7 @@ def test_answers_go_on_at_another_machine(
 def test_answers_of_a_copy_go_on_at_another_machines(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """A copy on each machine; one machine drains."""
+    """Drains one of two machines that have a copy each."""
     model = {"name": "c", "path": "a", "replicas": {"min": 2, "max": 2}}
     changes = {"models": [model], "scheduler": {"migrate_running": "move", "interval": "1s"}}
     with two_machines(tmp_path, "100GB", **changes) as (here, _there):
@@ -207,8 +212,10 @@ def test_answers_of_sglang_go_on_at_another_machine(
 
 
 def test_answers_go_on_at_the_target(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
-    """The source is left long before they would have ended there, and no token is lost. No file is
-    written."""
+    """Leaves the source long before the answers would have ended there, and loses no token.
+
+    No file is written.
+    """
     empty(cluster)
     answers = post(cluster, pool, "c")
     [source] = places(cluster, "c")
@@ -221,8 +228,10 @@ def test_answers_go_on_at_the_target(cluster: Cluster, pool: ThreadPoolExecutor)
 
 
 def test_all_ranks_of_a_model_go_elsewhere(cluster: Cluster, pool: ThreadPoolExecutor) -> None:
-    """Another model must be where one of its ranks is, so it moves: each rank's part of the KV to
-    the same rank, and the answers go on."""
+    """Moves all ranks because another model needs the device of one.
+
+    Each rank's part of the KV goes to the same rank, and the answers continue.
+    """
     empty(cluster)
     answers = post(cluster, pool, "a")
     [(source, before)] = places(cluster, "a").items()

@@ -41,7 +41,7 @@ done
 
 @pytest.fixture(autouse=True)
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`nvidia-cuda-mps-control` on the PATH."""
+    """Puts a fake `nvidia-cuda-mps-control` on the PATH."""
     path = tmp_path / "bin" / "nvidia-cuda-mps-control"
     path.parent.mkdir()
     path.write_text(PROGRAM)
@@ -121,7 +121,7 @@ def test_it_dies_with_a_killed_launcher_and_its_server_at_the_next_start(tmp_pat
     assert alive(server)
     end_left_behind(tmp_path / "mps")
     until(lambda: not alive(server), "the end of the server")
-    assert bystander.poll() is None  # a shell from which somebody talked to the daemon
+    assert bystander.poll() is None  # a shell from which an operator used the daemon
     bystander.kill()
     bystander.wait()
 

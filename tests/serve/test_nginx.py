@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not Path(NGINX).exists(), reason="needs nginx")
 
 
 def adapted(folder: Path, cluster: Cluster, port: int) -> Path:
-    """The example with this test's ports and files; each must occur in it."""
+    """Returns the example with this test's ports and files, each of which must occur in it."""
     text = CONF.read_text()
     for old, new in (
         ("127.0.0.1:8000;", f"{cluster.url.removeprefix('http://')};"),
@@ -40,7 +40,7 @@ def adapted(folder: Path, cluster: Cluster, port: int) -> Path:
 
 @pytest.fixture(scope="module")
 def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, httpx.Client]]:
-    """A cluster, and a client of the nginx in front of it that knows it as prism.example."""
+    """Yields a cluster and a client of the nginx in front of it, under the name prism.example."""
     folder = tmp_path_factory.mktemp("nginx")
     make_certificate(folder)
     port = free_port()
@@ -102,7 +102,7 @@ def test_an_answer_with_its_request_id(behind: tuple[Cluster, httpx.Client]) -> 
 def test_tokens_come_one_by_one_and_a_client_that_leaves_cancels(
     behind: tuple[Cluster, httpx.Client],
 ) -> None:
-    """A first event that came with the last one would be of a request that is over."""
+    """Excludes buffering, with which the request would be over at its first event."""
     cluster, client = behind
     before = outcomes(cluster).get("cancelled", 0)
     long = body(stream=True, max_tokens=200)

@@ -1,4 +1,4 @@
-"""What Ray runs on a machine, without Ray."""
+"""Actor that Ray runs on a machine, without Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def end_of(actor: NodeActor) -> NodeReport:
 def test_folders_of_killed_launchers_are_swept_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own goes with it; a file that is refused is one line and exit code 2."""
+    """Deletes its own folder as well. A refused file is one line and exit code 2."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, living, strange = (tmp_path / f"prism-node-{name}" for name in ("a", "b", "c"))
     for folder in (left, living, strange):
@@ -69,7 +69,7 @@ time.sleep(600)
 def test_the_next_actor_of_a_node_finds_its_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray killed the first one. Its lines go on where they were shown; nobody sweeps it."""
+    """Continues the lines of the launcher and keeps its folder, after Ray killed the first one."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("prism.serve.on_ray.node_actor._LAUNCHER", "sleeper")
@@ -77,7 +77,7 @@ def test_the_next_actor_of_a_node_finds_its_launcher(
     first = NodeActor("nodes: []", KEY, "a", [])
     until(lambda: first.poll().lines == ("one",), "its first line")
     assert first._process is not None
-    first._process.terminate()  # as Ray does; its signals are no signals to the launcher
+    first._process.terminate()  # as Ray does; its signals do not reach the launcher
     first._process.kill()
     first._process.wait()
     (folder,) = tmp_path.glob("prism-node-*")
@@ -113,8 +113,10 @@ while True:
 
 
 def test_a_launcher_takes_other_nodes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was just starting is asked again; one that the next actor finds, too, if it has not
-    answered, or has another file."""
+    """Repeats the request to a launcher that was just starting.
+
+    The next actor also repeats it if the launcher has not answered, or has another file.
+    """
     (tmp_path / "follower.py").write_text(FOLLOWER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("prism.serve.on_ray.node_actor._LAUNCHER", "follower")

@@ -1,4 +1,4 @@
-"""Several machines: two launchers on loopback addresses of their own, with one Redis over TCP."""
+"""Several machines: two launchers on separate loopback addresses, with one Redis over TCP."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ MODELS = [{"name": n, "path": n, "replicas": {"min": 2, "max": 2}} for n in ("a"
 def write_nodes(
     folder: Path, redis_url: str, each: dict[str, Any] | None = None, **changes: Any
 ) -> Path:
-    """The file of nodes `a` and `b`, whose ports are free now, and its key. each: of both."""
+    """Writes the file of nodes `a` and `b` with free ports, and its key.
+
+    Args:
+        each: further settings of both nodes.
+    """
     nodes = [
         {"name": name, "address": address, "port": free_port(), "devices": [DEVICE], **(each or {})}
         for name, address in (("a", "127.0.0.1"), ("b", "127.0.0.2"))
@@ -69,12 +73,16 @@ def write_nodes(
 
 
 class Node(Cluster):
-    """`run_dir` is that of this machine's part."""
+    """Launcher of one node. `run_dir` is that of this machine's part."""
 
 
 @contextmanager
 def node(path: Path, name: str, *options: str, setup: str = "", **variables: str) -> Iterator[Node]:
-    """Not awaited: a cluster is ready when all nodes are there. `setup`: as of `serving`."""
+    """Starts a node without waiting, as a cluster is ready when all nodes are there.
+
+    Args:
+        setup: as for `serving`.
+    """
     log = path.parent / f"{name}.log"
     with TemporaryDirectory(prefix="prism-") as temporary:
         settings = {"TMPDIR": temporary, "PRISM_FAKE": '{"decode_step_ms": 10}'}
@@ -107,7 +115,7 @@ def copies(cluster: Node, model: str) -> set[str]:
 
 
 def answered(cluster: Node, number: int) -> int:
-    """The status of an answer, whose content is checked."""
+    """Returns the status of an answer and checks the answer's content."""
     prompt = [9, 8, 7 + number % 50]
     answer = cluster.post(
         "ab"[number % 2], prompt=prompt, max_tokens=40, return_token_ids=True, ignore_eos=True
@@ -118,14 +126,14 @@ def answered(cluster: Node, number: int) -> int:
 
 
 def leader(database: BundledRedis) -> str:
-    """The node whose scheduler plans; "" where none does just now."""
+    """Returns the node whose scheduler plans, or an empty string if none does at the moment."""
     with redis.Redis.from_url(database.url, decode_responses=True) as client:
         held = [client.get(key) for key in client.scan_iter("prism-*:lease:scheduler")]
         return str(held[0] or "").partition("-")[0] if held else ""
 
 
 def check_the_key_is_nowhere(folder: Path, nodes: Iterable[Node]) -> None:
-    """In no argument, environment or log."""
+    """Checks that the key is in no argument, environment or log."""
     key = (folder / "key").read_bytes().strip()
     for pid in [pid for each in nodes for pid in (each.process.pid, *each.pids)]:
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
@@ -137,7 +145,7 @@ def check_the_key_is_nowhere(folder: Path, nodes: Iterable[Node]) -> None:
 
 
 def check_what_listens(cluster: Node) -> None:
-    """On TCP: the API, and sockets that speak to nobody without a key of CURVE."""
+    """Checks that only the API and sockets that require a CURVE key listen on TCP."""
     found = set[tuple[str, int]]()
     for pid in (cluster.process.pid, *cluster.pids):
         with suppress(psutil.NoSuchProcess):
@@ -154,8 +162,10 @@ def check_what_listens(cluster: Node) -> None:
 
 
 def mechanism(address: tuple[str, int]) -> bytes:
-    """What a socket of ZeroMQ wants its peers to do first, as its greeting says (ZMTP 3.0); empty
-    for another thing than ours: it ends the connection then."""
+    """Returns the mechanism that a ZeroMQ socket requires in its greeting (ZMTP 3.0).
+
+    Empty if the mechanism is not ours, as the socket then ends the connection.
+    """
     mine = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0")
     with socket.create_connection(address, 10) as peer, peer.makefile("rb") as answer:
         peer.sendall(mine.ljust(64, b"\0"))
@@ -165,7 +175,7 @@ def mechanism(address: tuple[str, int]) -> bytes:
 def check_no_clock_was_compared(
     cluster: Node, ages: tuple[str, ...] = ("prism_status_age_seconds", "prism_queue_seconds_sum")
 ) -> None:
-    """As far as a cluster shows it: ages of what another machine said, and waits."""
+    """Checks ages of other machines' reports, and waits, as far as a cluster shows them."""
     assert httpx.get(f"{cluster.url}/health").json() == {"status": "ready"}
     for line in httpx.get(f"{cluster.url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -173,8 +183,10 @@ def check_no_clock_was_compared(
 
 
 def test_two_nodes(tmp_path: Path, database: BundledRedis) -> None:
-    """Both serve what both have; the one that plans is killed under load and comes back; nothing
-    is left. Their clocks are minutes apart."""
+    """Serves all models on both nodes, whose clocks are minutes apart.
+
+    The node that plans is killed under load and comes back. Nothing is left at the end.
+    """
     path = write_nodes(tmp_path, database.url)
     with ExitStack() as stack:
         clocks = {"a": {}, "b": shifted_clock(tmp_path)}
@@ -221,7 +233,7 @@ def sole_namespace(made: Node) -> str:
 
 
 def refusal(path: Path, name: str, *options: str) -> str:
-    """The one line with which the node does not start."""
+    """Returns the one-line error with which the node does not start."""
     command = [*SERVE, "--config", str(path), "--node", name, "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
@@ -232,7 +244,7 @@ def refusal(path: Path, name: str, *options: str) -> str:
 def test_a_node_that_does_not_fit_is_refused(
     tmp_path: Path, database: BundledRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unlike versions, another file, a node twice, a port taken, no Redis: nothing is started."""
+    """Starts nothing for another version or file, a node twice, a used port, or without Redis."""
     path = write_nodes(tmp_path, database.url)
     config = load(path, node="b")
     config = structs.replace(config, namespace=namespace_of(config))
@@ -266,7 +278,7 @@ def test_a_node_that_does_not_fit_is_refused(
 def test_a_version_that_knows_more_keys_is_no_other_file(
     tmp_path: Path, database: BundledRedis
 ) -> None:
-    """As long as nobody uses them."""
+    """Accepts the version as long as no file uses the new keys."""
     config = load(write_nodes(tmp_path, database.url), node="a")
     newer = msgspec.defstruct("Newer", [("more", int, 1)], bases=(EngineConfig,), frozen=True)
 
@@ -281,7 +293,7 @@ def test_a_version_that_knows_more_keys_is_no_other_file(
 
 @pytest.mark.long
 def test_redis_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind one address, under load: to an empty server whose clock is minutes ahead."""
+    """Moves Redis under load, at one address, to an empty server with a clock minutes ahead."""
     folders = [tmp_path / name for name in ("old", "new")]
     for folder in folders:
         folder.mkdir()
@@ -308,7 +320,7 @@ def test_redis_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: copies(first, "a") == copies(first, "b") == everywhere, "copies")
         for each in both.values():
             assert answered(each, 1) == 200
-            # Those that waited meanwhile seem to have waited for the difference.
+            # Requests that waited meanwhile seem to have waited for the clocks' difference.
             check_no_clock_was_compared(each, ("prism_status_age_seconds",))
         for each in both.values():
             each.process.terminate()

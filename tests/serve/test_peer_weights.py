@@ -1,4 +1,4 @@
-"""A model comes up on the second machine with weights out of the first one's store."""
+"""A model comes up on the second machine with weights from the first one's store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def both(path: Path, **variables: str) -> Iterator[tuple[Node, Node]]:
 
 
 def home(made: Node, model: str) -> str:
-    """The node that the scheduler gave it at the start."""
+    """Returns the node where the scheduler placed the model at the start."""
     until(lambda: status(made)["placement"].get(model), f"{model} is placed")
     return str(status(made)["placement"][model]).partition("@")[2]
 
@@ -67,7 +67,7 @@ def came_from(folder: Path, model: str, peer: str, taker: str) -> bool:
 
 
 def test_an_activation_and_a_hint(tmp_path: Path, database: BundledRedis) -> None:
-    """The fake engine compares every byte on the device with the store."""
+    """Fetches weights from a peer. The fake engine compares every byte with the store."""
     models: list[dict[str, Any]] = [{"name": name, "path": name} for name in "ab"]
     path = write_nodes(tmp_path, database.url, RATES, models=models)
     with both(path, PRISM_FAKE='{"load_weights": true}') as (first, second):
@@ -87,7 +87,7 @@ def test_an_activation_and_a_hint(tmp_path: Path, database: BundledRedis) -> Non
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 def test_what_sglang_loaded(tmp_path: Path, database: BundledRedis) -> None:
-    """The form in which the first machine's engine keeps it, and so no loader of files runs."""
+    """Fetches weights in the form of the first machine's engine, so that no file loader runs."""
     prepare("tiny-llama")
     path = write_nodes(
         tmp_path,

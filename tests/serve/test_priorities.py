@@ -1,4 +1,4 @@
-"""Priorities of requests in a live cluster: who waits, starts in their order."""
+"""Priorities of requests in a live cluster: waiting requests start in their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BODY: dict[str, Any] = {"model": "a", "prompt": [9, 8, 7], "max_tokens": 2, "ign
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One request runs at a time."""
+    """Yields a cluster that runs one request at a time."""
     with (
         TemporaryDirectory(prefix="prism-") as temporary,
         serving(
@@ -35,18 +35,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def waiting(cluster: Cluster) -> int:
-    """Requests in the device's queue, as the agent reports them."""
+    """Returns the number of requests in the device's queue, as the agent reports it."""
     status = httpx.get(f"{cluster.url}/status").json()
     return sum(model["waiting"] for agent in status["agents"] for model in agent["models"])
 
 
 def test_those_of_higher_priority_start_first(cluster: Cluster) -> None:
-    """They wait while another one runs."""
+    """Sends them while another request runs."""
     assert asyncio.run(ended(cluster, [-5, -1, 0, 5])) == [5, 0, -1, -5]
 
 
 async def ended(cluster: Cluster, priorities: list[int]) -> list[int]:
-    """In the order in which they end."""
+    """Returns the priorities in the order in which their requests end."""
     order: list[int] = []
 
     async def ask(client: httpx.AsyncClient, priority: int) -> None:

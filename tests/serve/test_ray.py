@@ -1,5 +1,4 @@
-"""`prism-serve up` by Ray on two machines: network namespaces with addresses of their own, and a
-raylet each."""
+"""`prism-serve up` by Ray on two network namespaces, each with its own address and raylet."""
 
 from __future__ import annotations
 
@@ -31,8 +30,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 @pytest.mark.long
 @needs_root
 def test_the_head_starts_again(cluster: RayCluster, tmp_path: Path) -> None:
-    """Frontends and agents work on; Ctrl-C leaves nothing. Ray has no memory of its own: its new
-    head knows nothing, and the other machine's raylet ends and is started again, as by systemd."""
+    """Serves without Ray and reconnects to the new head. Ctrl-C leaves nothing.
+
+    Ray does not persist its state, so the new head knows nothing. The other machine's raylet ends
+    and is started again, as by systemd.
+    """
     log = tmp_path / "drive"
     with cluster.drive(log, models=MODELS) as driver:
         agents = cluster.agents()
@@ -110,7 +112,7 @@ input()
 def test_what_does_not_fit_is_refused_and_nothing_is_left(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """A mistake that a machine finds; devices that Ray has promised to others."""
+    """Refuses a mistake that a machine finds, and devices that Ray has promised to others."""
     own = Path("/dev/shm/model")  # of the first machine
     run(*cluster.machines.inside("a"), "cp", "-r", str(cluster.folder / "a"), str(own))
     here_alone = cluster.write_yaml(models=[{"name": "a", "path": str(own)}])

@@ -1,7 +1,8 @@
-"""Three machines of a Ray cluster, under load from outside: one is killed and comes back, and is
-cut off for half a minute, Ray's head is started again, and all are restarted one after the other.
+"""Three machines of a Ray cluster under load from outside.
 
-Each request has one answer, the right one. docs/campaigns has what was printed.
+One is killed and comes back, and is cut off for half a minute. Ray's head is started again, and all
+machines are restarted one after the other. Each request has one answer, the right one.
+lab/campaigns has what was printed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ RECOVER_S = 180.0
 
 @dataclass
 class Setup:
-    """What is served, and asked for. devices: of each machine."""
+    """Devices, models and load of a campaign.
+
+    `devices` is the number on each machine.
+    """
 
     devices: Mapping[str, int]
     device: dict[str, Any]
@@ -42,7 +46,7 @@ class Setup:
     engine: dict[str, Any]
     rate: float
     tokens: int
-    requests: int  # at least so many
+    requests: int  # at least
 
     @property
     def names(self) -> list[str]:
@@ -65,7 +69,7 @@ class Setup:
 
 
 def fake(folder: Path) -> Setup:
-    """Six devices, and a model for each."""
+    """Sets up six devices and a model for each."""
     names = [f"m{number}" for number in range(6)]
     for name in names:
         make_model(folder / name)
@@ -81,7 +85,7 @@ def fake(folder: Path) -> Setup:
 
 
 def sglang(_folder: Path) -> Setup:
-    """Two devices, on the machine that is lost and on another one."""
+    """Sets up two devices, on the machine that is lost and on another one."""
     prepare("tiny-llama", "tiny-qwen3")
     return Setup(
         devices={"a": 0, "b": 1, "c": 1},
@@ -95,7 +99,7 @@ def sglang(_folder: Path) -> Setup:
 
 
 class Campaign:
-    """What happens to the machines, and how long it lasts until the cluster has recovered."""
+    """Faults of the machines, and how long the cluster takes to recover from each."""
 
     def __init__(self, cluster: RayCluster, setup: Setup, log: Path) -> None:
         self.cluster, self.setup, self.log = cluster, setup, log
@@ -106,23 +110,23 @@ class Campaign:
         return found
 
     def epochs(self, node: str) -> dict[str, int]:
-        """Of the agents there; those who have not reported for some time are not there."""
+        """Returns device -> epoch of the node's agents that have reported recently."""
         agents = self.status("a" if node != "a" else "b")["agents"]
         found = {agent["device"]: int(agent["epoch"]) for agent in agents}
         return {device: epoch for device, epoch in found.items() if device.endswith(f"@{node}")}
 
     def placed(self, node: str) -> list[str]:
-        """Models there."""
+        """Returns the models that are placed on the node."""
         placement = self.status()["placement"]
         return [name for name, device in placement.items() if device.endswith(f"@{node}")]
 
     def served_elsewhere(self, node: str) -> bool:
-        """Whether all models are up, on other machines."""
+        """Returns whether all models are up on other machines."""
         placement = self.status()["placement"]
         return len(placement) == len(self.setup.names) and not self.placed(node)
 
     def fill(self, node: str) -> None:
-        """Each of its devices serves a model."""
+        """Moves a model to each device of the node."""
         for number in range(self.setup.devices[node]):
             model = self.setup.names[number]
             self.cluster.operate("a", "migrate", model, f"host:{number}@{node}")
@@ -130,7 +134,7 @@ class Campaign:
 
     @contextmanager
     def event(self, what: str) -> Iterator[None]:
-        """Ends when the cluster has recovered."""
+        """Times an event, whose block ends when the cluster has recovered."""
         began_s = time.monotonic()
         self.events.append((what, began_s))
         yield
@@ -169,7 +173,7 @@ class Campaign:
         until(there, f"all agents of {node}", RECOVER_S)
 
     def head_restarted(self) -> None:
-        """What runs is none of Ray's; a machine's raylet that has ended is started by systemd."""
+        """Restarts Ray's head and the raylets, as systemd does. Agents do not depend on Ray."""
         agents = self.cluster.agents()
         with self.event("Ray's head killed"):
             self.cluster.kill_ray("a")

@@ -1,4 +1,4 @@
-"""A machine that joins Ray later is a node of the running cluster; one that leaves is none."""
+"""Machines that join Ray later become nodes of the running cluster until they leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAIR = {"host:0@10-77-0-1", "host:0@10-77-0-2"}
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RayCluster]:
-    """Ray does not run on the machine `c`."""
+    """Yields a cluster in which Ray does not run on the machine `c`."""
     with ExitStack() as stack:
         short_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prism-")))
         yield RayCluster("abc", 1, tmp_path, short_dir, stack, later="c")
@@ -44,8 +44,10 @@ def devices(cluster: RayCluster) -> set[str]:
 @needs_root
 @pytest.mark.timeout(1500)
 def test_machines_come_and_go_under_load(cluster: RayCluster, tmp_path: Path) -> None:
-    """One joins, leaves, and comes with another address, as a pod that KubeRay makes anew. No
-    request fails, and no file says more than that."""
+    """Adds and removes a machine, which returns with another address, like a new pod of KubeRay.
+
+    No request fails, and the log reports each change once.
+    """
     log = tmp_path / "drive"
 
     def count(text: str) -> int:

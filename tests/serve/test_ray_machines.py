@@ -1,4 +1,4 @@
-"""What `prism-serve up --ray` wants of Ray's machines, without Ray."""
+"""Requirements of `prism-serve up --ray` on Ray's machines, without Ray."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_layout_follows_from_the_machines_that_are_nodes() -> None:
 
 
 def test_named_nodes_stay_as_they_are() -> None:
-    """Host devices are reserved as far as Ray knows of them."""
+    """Reserves host devices as far as Ray knows of them."""
     devices = [{"name": f"host:{i}", "capacity": "1GiB"} for i in range(2)]
     node = {"name": "x", "address": "10.0.0.2", "devices": devices}
     file = {"nodes": [node], "models": MODELS, "redis": URL}

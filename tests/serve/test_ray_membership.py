@@ -1,4 +1,4 @@
-"""Which of Ray's machines become nodes, and when."""
+"""Membership of Ray's machines: which of them become nodes, and when."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ def test_what_was_refused_is_tried_later_and_later() -> None:
 
 
 def test_machines_that_flap_make_few_changes() -> None:
-    """Whatever they do: who joins was there at each look of the last seconds, who goes was away at
-    each, and only they change."""
+    """Adds only machines that were there at each look of the last seconds.
+
+    Removes only those that were away at each.
+    """
     for seed in range(20):
         draw, membership = random.Random(seed), Membership(of("ab"))
         until_s = dict.fromkeys("abcde", 0.0)

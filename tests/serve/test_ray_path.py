@@ -28,7 +28,7 @@ SERVE = 'exec {python} -c "from prism.cli.commands import serve; serve()" "$@"\n
 
 
 def blocks() -> list[tuple[str, str]]:
-    """Of the section: where each is to run, and its commands."""
+    """Returns, for each block of the section, where it is to run and its commands."""
     section = re.search(r"^### By Ray$(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert section is not None
     block = r"^```sh\n# on ([^:\n]*)[^\n]*\n(.*?)^```"
@@ -38,7 +38,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 class Shells:
-    """One on each machine, all with the same home: what the page says to copy is there."""
+    """Shells on the machines. They share one home, so what the page says to copy is there."""
 
     def __init__(self, folder: Path, short_dir: Path, stack: ExitStack) -> None:
         self.machines = Machines(*NAMES, network="10.0.0")

@@ -1,4 +1,4 @@
-"""Two machines whose Redis is behind TLS: a proxy, as the server here is built without it."""
+"""Two machines with Redis over TLS: a proxy, as the server here is built without TLS."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TlsProxy:
 def test_the_url_says_tls(
     tmp_path: Path, database: BundledRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its certificate is checked, and its password; the cluster's keys go when it ends."""
+    """Checks certificate and password, and removes the cluster's keys at the end."""
     certificate = make_certificate(tmp_path, "-nodes", "-addext", "subjectAltName=IP:127.0.0.1")
     plain = urlsplit(database.url)
     assert plain.port is not None

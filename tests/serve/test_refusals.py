@@ -1,5 +1,7 @@
-"""Models that find no place, in a real cluster of fake engines: the client hears why, and when to
-come back."""
+"""Models without a place, in a real cluster of fake engines.
+
+The error tells the client the reason and when to retry.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ DEVICES = [
 ]
 MODELS = [
     {"name": "a", "path": "a", "device": "host:0", "never_evict": True},
-    {"name": "large", "path": "b", "device": "host:0"},  # beside a
+    {"name": "large", "path": "b", "device": "host:0"},  # next to a
     {"name": "bad", "path": "b", "device": "host:1"},
     {"name": "deadly", "path": "b", "device": "host:1"},  # kills every engine that takes it
 ]
@@ -57,7 +59,7 @@ def test_a_request_for_it_is_answered(cluster: Cluster, model: str, why: str) ->
 
 
 def test_a_model_that_cannot_be_loaded_is_answered_at_once(tmp_path: Path, short_dir: Path) -> None:
-    """Not after `frontend.refused_timeout`, which is a minute here."""
+    """Answers before `frontend.refused_timeout`, which is a minute here."""
     fake = json.dumps({"fail_activation": ["b"]})
     with serving(tmp_path, short_dir, fake) as cluster:
         for _ in range(3):

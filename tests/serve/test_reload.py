@@ -50,7 +50,7 @@ def rewrite(cluster: Cluster, names: str, slo_ttft: str = "2s", **changes: Any) 
 
 
 def there(cluster: Cluster) -> dict[str, int]:
-    """Models of the devices, and how many requests each has."""
+    """Returns model -> number of its requests, of the models on devices."""
     agents = httpx.get(f"{cluster.url}/status").json()["agents"]
     return {m["model"]: m["waiting"] + m["running"] for agent in agents for m in agent["models"]}
 
@@ -60,7 +60,7 @@ def known(cluster: Cluster) -> set[str]:
 
 
 def missed(cluster: Cluster, model: str) -> float:
-    """Requests whose first token came late."""
+    """Returns the number of requests with a late first token."""
     text = httpx.get(f"{cluster.url}/metrics").text
     pattern = rf'prism_slo_total{{frontend="[^"]*",met="false",model="{model}",slo="ttft"}} (\S+)'
     return sum(map(float, re.findall(pattern, text)))
@@ -68,7 +68,7 @@ def missed(cluster: Cluster, model: str) -> float:
 
 @contextmanager
 def asked(cluster: Cluster, clients: int = 4) -> Iterator[list[Future[int]]]:
-    """Clients of the model `a`, over connections that stay. All must be answered."""
+    """Runs clients of the model `a` on persistent connections. All requests must be answered."""
     enough = Event()
 
     def ask() -> int:
@@ -101,7 +101,7 @@ def test_models_come_and_go_and_no_request_fails(cluster: Cluster) -> None:
         said = done.stdout
         assert {"added c", "removed b"} < set(said.removeprefix("reloaded: ").strip().split("; "))
         assert "a.slo.ttft 2.0 -> 1e-06" in said
-        # Every frontend has heard of it, whichever takes the connection.
+        # Every frontend has the new configuration, whichever accepts the connection.
         for _ in range(8):
             refused = cluster.post("b")
             assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -171,7 +171,7 @@ def test_a_terminal_that_is_closed_ends_the_cluster(tmp_path: Path) -> None:
 
 
 def test_another_file_may_be_named(cluster: Cluster) -> None:
-    """It is the one that is read again later."""
+    """Reads the named file again in later reloads."""
     other = rewrite(cluster, "ab").rename(cluster.log.parent / "other.yaml")
     assert cluster.operate("reload", str(other)).stdout == "reloaded: removed c\n"
     assert cluster.operate("reload").stdout == "reloaded: nothing has changed\n"

@@ -60,7 +60,7 @@ def status(cluster: Cluster) -> ClusterStatus:
 
 
 def serving_copies(cluster: Cluster, model: str) -> list[ModelReport]:
-    """Of the devices that requests are sent to."""
+    """Returns the reports of the devices that requests are sent to."""
     now = status(cluster)
     devices = now.copies.get(model, (now.placement[model],))
     reports = {a.device: m for a in now.agents for m in a.models if m.model == model}
@@ -68,7 +68,7 @@ def serving_copies(cluster: Cluster, model: str) -> list[ModelReport]:
 
 
 def asks(cluster: Cluster, enough: Event) -> int:
-    """A client that asks again as soon as it is answered; returns how often."""
+    """Sends a request as soon as the last one is answered. Returns their number."""
     asked = 0
     while not enough.is_set():
         answer = cluster.post("a", max_tokens=TOKENS, ignore_eos=True)
@@ -78,11 +78,11 @@ def asks(cluster: Cluster, enough: Event) -> int:
 
 
 def test_a_model_at_three_devices_load_gets_copies_and_gives_them_back(cluster: Cluster) -> None:
-    """A copy's engine is killed meanwhile: every request is answered all the same."""
+    """Answers every request although a copy's engine is killed meanwhile."""
     enough = Event()
 
     def kept_up() -> bool:
-        """Nobody waits, and more runs than two devices can."""
+        """Returns whether no request waits and more run than two devices can."""
         copies = serving_copies(cluster, "a")
         running = sum(copy.running for copy in copies)
         return running > 2 * MAX_RUNNING and not any(copy.waiting for copy in copies)

@@ -1,4 +1,4 @@
-"""What an operator of several machines sees of each."""
+"""Report of each machine to an operator of several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prism.serve.console import report
 
 
 def seen(status: ClusterStatus) -> list[list[str]]:
-    """The cells of each line."""
+    """Returns the cells of each line."""
     out = io.StringIO()
     Console(file=out, width=200).print(report.cluster(status))
     return [

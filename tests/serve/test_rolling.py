@@ -38,8 +38,10 @@ TOKENS = 60
 
 
 def answer(nodes: dict[str, Cluster], number: int) -> str:
-    """Which node has answered. As a load balancer does: one that refuses, or does not answer, is
-    passed over."""
+    """Returns the node that has answered.
+
+    Like a load balancer, the client skips a node that refuses or does not answer.
+    """
     model, prompt = "ab"[number % 2], [9, 8, 7 + number % 50]
     body = {"prompt": prompt, "max_tokens": TOKENS, "return_token_ids": True, "ignore_eos": True}
     said = {}
@@ -59,7 +61,7 @@ def answer(nodes: dict[str, Cluster], number: int) -> str:
 
 @contextmanager
 def load(nodes: dict[str, Cluster], clients: int = 6) -> Iterator[list[str]]:
-    """Requests all the time; the nodes that answered them. None may fail."""
+    """Sends requests all the time and yields the nodes that answered them. None may fail."""
     enough, answered = Event(), list[str]()
 
     def ask(first: int) -> None:
@@ -95,7 +97,7 @@ def said_by_all(running: dict[str, Node], *arguments: str) -> list[str]:
 
 
 def drained(running: dict[str, Node], name: str, by: str) -> None:
-    """`by`: on which machine the command runs."""
+    """Drains node `name` by a command on machine `by`."""
     safe, empty = said(running[by], "drain", f"@{name}").splitlines()[-2:]
     assert safe == f"prism-serve on {name} may be stopped now: no request uses its devices"
     assert empty.startswith(f"@{name} is empty after ")
@@ -105,7 +107,7 @@ def drained(running: dict[str, Node], name: str, by: str) -> None:
 
 @pytest.mark.long
 def test_a_newer_version_comes_machine_by_machine(tmp_path: Path, database: BundledRedis) -> None:
-    """Drain, stop, start, undrain: each in turn, under load."""
+    """Drains, stops, starts and undrains each machine in turn, under load."""
     path = write_nodes(tmp_path, database.url, models=MODELS)
     with ExitStack() as stack:
         running = {name: stack.enter_context(node(path, name)) for name in "ab"}
@@ -139,7 +141,7 @@ def rewritten(path: Path, nodes: list[dict[str, Any]]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_machine_comes_and_goes(tmp_path: Path, database: BundledRedis) -> None:
-    """It takes over what another one had, scheduler and all, and gives it back; under load."""
+    """Moves all of the other machines to a third one, scheduler included, and back, under load."""
     path = write_nodes(tmp_path, database.url, models=MODELS)
     two = yaml.safe_load(path.read_text())["nodes"]
     third = {**two[0], "name": "c", "address": "127.0.0.3", "port": free_port()}
@@ -158,7 +160,7 @@ def test_a_machine_comes_and_goes(tmp_path: Path, database: BundledRedis) -> Non
             for name in "ab":
                 drained(running, name, by="c")
             assert models_of(running["a"], "c") == {"a", "b"}
-            for name in "ab":  # it alone plans now, and everybody finds it
+            for name in "ab":  # only c can plan, and all processes find it
                 os.kill(running[name].child("prism.cluster"), signal.SIGSTOP)
             until(lambda: leader(database) == "c", "c plans")
             for name in "ab":
@@ -180,5 +182,5 @@ def test_a_machine_comes_and_goes(tmp_path: Path, database: BundledRedis) -> Non
 
 
 def removed(cluster: Node) -> bool:
-    """An agent that has just ended may be known for a moment."""
+    """Returns whether a reload removed node c. An agent that has just ended may prevent it."""
     return cluster.operate("reload").stdout == "reloaded: removed node c\n"

@@ -26,7 +26,7 @@ from prism.serve.node.run_dir import RunDir
 
 @pytest.fixture
 def temporary(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where new run directories go in this test."""
+    """Returns the folder of this test's new run directories."""
     monkeypatch.setattr("tempfile.tempdir", str(short_dir))
     return short_dir
 
@@ -101,7 +101,7 @@ def test_the_config_of_another_version_is_an_error_by_name(temporary: Path) -> N
             ConfigError, match=r"cluster.json was not written by this version: .*run_dir"
         ):
             run_dir.find(wanted)
-    # It is no reason not to check a configuration here.
+    # A configuration can still be checked here.
     with socket.create_server(("127.0.0.1", 0)) as taken:
         used = taken.getsockname()[1]
     other = RunDir.create(None)
@@ -145,7 +145,7 @@ os._exit(9)
 
 
 def left_behind(path: Path) -> ClusterConfig:
-    """What a killed launcher leaves: directory, configuration, device ledger, no lock."""
+    """Creates what a killed launcher leaves: directory, configuration, device ledger, no lock."""
     subprocess.run([sys.executable, "-c", LEAVE, str(path)], check=False, timeout=60)
     stale = ClusterConfig(
         namespace=f"t{uuid4().hex[:8]}",

@@ -31,7 +31,7 @@ def ask(cluster: Cluster, path: str = "completions", **body: Any) -> httpx.Respo
 
 
 def refusals(cluster: Cluster) -> Iterator[int]:
-    """Statuses of what cannot be served, the prompt where each mistake is."""
+    """Yields statuses of invalid requests, with the prompt in the place of each mistake."""
     yield ask(cluster, model="nope").status_code
     yield ask(cluster, prompt=PROMPT * 2000).status_code
     for wrong in ("max_tokens", "temperature", "seed", "stream", "n", "logit_bias", "nope"):
@@ -46,7 +46,7 @@ def refusals(cluster: Cluster) -> Iterator[int]:
 
 
 def stream_beside(cluster: Cluster, name: str) -> None:
-    """A stream that goes on although a process is killed, and one whose client goes away."""
+    """Streams while a process is killed. Without a name, the client leaves instead."""
     body = {"model": "a", "prompt": PROMPT, "stop": [PROMPT], "max_tokens": 80, "stream": True}
     url = f"{cluster.url}/v1/completions"
     with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=90) as answer:
@@ -63,7 +63,7 @@ def engine_of(cluster: Cluster) -> int:
 
 
 def written(cluster: Cluster) -> Iterator[tuple[str, bytes]]:
-    """What other processes of this user, or who finds the disk later, may read."""
+    """Yields all that other processes of this user, or later readers of the disk, may read."""
     run_dir, logs = cluster.run_dir, (cluster.run_dir / "logs").resolve()
     for path in (cluster.log, *run_dir.rglob("*"), *logs.rglob("*"), *shared_files(cluster)):
         if path.is_file():

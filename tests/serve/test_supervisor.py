@@ -38,7 +38,7 @@ Make = Callable[..., Child]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Children that run a script; all are dead when the test is over."""
+    """Provides children that run a script, and kills them at the end of the test."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made: list[Child] = []
 
@@ -146,7 +146,7 @@ from prism.process import beat
 print("up", flush=True)
 asyncio.run(beat())
 """
-# The loop hangs while a thread of the process goes on.
+# The loop hangs while a thread of the process continues.
 HANGING = """
 import asyncio, threading, time
 from prism.process import beat
@@ -237,7 +237,7 @@ def run_supervisor(supervisor: Supervisor, from_s: float, to_s: float, step_s: f
 
 
 def watch_until_said(supervisor: Supervisor, said: list[str], from_s: float, to_s: float) -> None:
-    """No further: a killed process may be gone at the next look."""
+    """Watches until the first line. A killed process may be gone at the next look."""
     now_s = from_s
     while not said and now_s <= to_s:
         supervisor.watch(now_s)
@@ -338,7 +338,7 @@ def test_a_redis_whose_directory_was_removed_gets_it_again(redis: BundledRedis) 
 
 
 def test_a_redis_that_cannot_load_its_data_starts_empty(redis: BundledRedis) -> None:
-    """After one failed start; the status names it for 10 minutes."""
+    """Starts empty after one failed start. The status shows the reason for 10 minutes."""
     said: list[str] = []
     supervisor = Supervisor([], redis, said.append, HANG_S)
     supervisor.settled = True

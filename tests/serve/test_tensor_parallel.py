@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def wide(cluster: Cluster) -> tuple[str, ModelReport]:
-    """Where rank 0 is, and what is said of the model."""
+    """Returns the device of rank 0 and the report on the model."""
     result = operator.ask(find(cluster.run_dir), OperatorCommand("status"), 60.0)
     agents = msgspec.json.decode(result.message, type=ClusterStatus).agents
     [found] = [(a.device, m) for a in agents for m in a.models if m.model == "a"]
@@ -45,7 +45,7 @@ def wide(cluster: Cluster) -> tuple[str, ModelReport]:
 
 
 def rank_pid(cluster: Cluster, report: ModelReport) -> int:
-    """The process of rank 1, from its device's ledger."""
+    """Returns the pid of rank 1, from its device's ledger."""
     namespace = find(cluster.run_dir).namespace
     clients = kvcached.Device.open(report.peers[0], namespace=namespace).usage().clients
     return next(c.pid for c in clients if c.name == f"{report.engine_id}.1")
@@ -73,7 +73,7 @@ def test_a_dead_rank_is_replaced(cluster: Cluster) -> None:
 
 
 def test_the_other_devices_agent_may_die(cluster: Cluster) -> None:
-    """Its rank there belongs to another agent's engine, and goes on."""
+    """Keeps the rank there, which belongs to another agent's engine."""
     _, report = wide(cluster)
     [peer] = report.peers
     os.kill(

@@ -1,4 +1,4 @@
-"""What the launcher looks after while the cluster runs."""
+"""Launcher's checks while the cluster runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = log_names(["part"], [])
 
 
 class Fixed(Supervisor):
-    """Finds always the same troubles."""
+    """Supervisor that always finds the same troubles."""
 
     def __init__(self) -> None:
         super().__init__([], None, lambda _: None)
