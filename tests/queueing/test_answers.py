@@ -34,7 +34,7 @@ async def test_claims_end_with_the_heartbeat(queue: RequestQueue) -> None:
 
 
 async def test_kept_answers_have_bounds(queue: RequestQueue) -> None:
-    """In time, in bytes and in number; the oldest go."""
+    """Limits time, bytes and number of answers, and drops the oldest."""
     await queue.settle("short", "f0", kept(), 0.01)
     await asyncio.sleep(0.05)
     assert await queue._redis.keys(queue._prefix + "answer*") == []

@@ -1,4 +1,4 @@
-"""A cancelled caller ends, whatever moment of a call it was cancelled in."""
+"""Cancelled callers end, at whatever moment of a call they are cancelled."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.queueing.test_requests import DEVICE, OTHER, TTL_S, entries, waiting
 async def test_of_several_copies_the_one_with_least_to_do_gets_a_request(
     queue: RequestQueue,
 ) -> None:
-    """Running requests count, until they end or wait elsewhere."""
+    """Counts running requests until they end or wait elsewhere."""
     await queue.route("b", OTHER)
     await queue.enqueue(request("other", "b"))
     await queue.route("a", DEVICE, OTHER)
@@ -40,7 +40,7 @@ async def test_of_several_copies_the_one_with_least_to_do_gets_a_request(
 
 
 async def test_moved_ones_go_where_their_kv_is_if_a_copy_is_there(queue: RequestQueue) -> None:
-    """However many others that copy has."""
+    """Prefers that copy however many other requests it has."""
     await queue.route("a", DEVICE)
     names = [str(number) for number in range(6)]
     for name in names:
@@ -73,7 +73,7 @@ async def test_a_copy_that_joins_shares_what_waits_and_one_that_leaves_gives_it_
 async def test_a_copy_that_joins_gets_every_other_one_and_the_first_one_is_told(
     queue: RequestQueue,
 ) -> None:
-    """Each is as late as the other then; and nothing is admitted in vain."""
+    """Splits by age, so that both copies are equally late, and admits nothing in vain."""
     await queue.route("a", DEVICE)
     for n in range(4):
         await queue.enqueue(request(str(n)))
@@ -95,14 +95,14 @@ async def test_whoever_joins_third_shares_by_age_not_by_device(queue: RequestQue
     await queue.route("a", DEVICE, OTHER)
     for n in range(6):
         await queue.enqueue(request(str(n)))
-        await asyncio.sleep(0.002)  # what comes to two devices in one ms is of one age
+        await asyncio.sleep(0.002)  # requests that reach two devices in one ms are of one age
     await queue.route("a", DEVICE, OTHER, "host:2")
     shares = [await waiting(queue, device) for device in (DEVICE, OTHER, "host:2")]
     assert shares == [["0", "3"], ["1", "4"], ["2", "5"]]
 
 
 def prompt(id: str, begins: int, *, tokens: int = PREFIX_TOKENS + 9, lora: str = "") -> Request:
-    """Prompts with one `begins` differ in their last token alone."""
+    """Returns a request. Prompts with the same `begins` differ only in their last token."""
     ids = [begins] * (tokens - 1) + [uuid.uuid4().int % 9999]
     return structs.replace(request(id), prompt_ids=ids, lora=lora)
 
@@ -172,7 +172,7 @@ class Copies:
 async def test_the_simulator_chooses_the_same_copies(
     redis_server: BundledRedis, copies: int, steps: list[tuple[str, int]]
 ) -> None:
-    """begins 0: a short prompt."""
+    """Reads `begins` 0 as a short prompt."""
     queue = RequestQueue.connect(redis_server.url, uuid.uuid4().hex)
     devices = [f"host:{n}" for n in range(copies)]
     simulated, open_at = Copies(devices), dict[str, str]()

@@ -1,5 +1,7 @@
-"""Keys that somebody else wrote to, or that are damaged, are as good as lost: no call fails, and
-what they held comes back as after any loss of data."""
+"""Keys that are damaged, or that other programs wrote to, count as lost.
+
+No call fails, and their content comes back as after any loss of data.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ STATUS = ClusterStatus(0.0, "prism", {}, [])
 
 
 async def settled(call: Awaitable[Any]) -> Any:
-    """With the errors that agents expect at any time."""
+    """Awaits a call and ignores the errors that agents expect at any time."""
     with suppress(LeaseLostError, MalformedRequestError):
         return await call
 
 
 async def use(queue: RequestQueue, epoch: int) -> int:
-    """All that frontends, agents and the scheduler call. Returns the agent's epoch."""
+    """Makes all calls of frontends, agents and the scheduler. Returns the agent's epoch."""
     await queue.beat("f", 30, FrontendState())
     await queue.route("a", DEVICE, OTHER)
     await queue.enqueue_all([request(f"r{number}") for number in range(4)])
@@ -95,7 +97,7 @@ async def test_no_call_fails_for_a_damaged_key(
 async def test_damage_is_a_loss_of_data_for_all(
     redis_server: BundledRedis, queue: RequestQueue, namespace: str
 ) -> None:
-    """A new incarnation has frontends enqueue what is open; agents take their lease again."""
+    """Starts a new incarnation. Frontends enqueue open requests; agents take their lease again."""
     before = await queue.beat("f", 30)
     epoch = await queue.acquire(DEVICE, "agent", 30)
     await queue.renew(DEVICE, "agent", epoch, 30)
@@ -134,7 +136,7 @@ async def test_a_lease_that_never_ends_is_taken(
 async def test_kept_answers_of_no_known_form_hold_nobody_up(
     redis_server: BundledRedis, queue: RequestQueue, namespace: str
 ) -> None:
-    """The script ends, however much they say they are."""
+    """Ends the script, however large the answers claim to be."""
     with Redis.from_url(redis_server.url) as client:
         client.rpush(f"{namespace}:answers", *["junk"] * 10)
         client.set(f"{namespace}:answers_bytes", str(1 << 40))

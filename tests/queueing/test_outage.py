@@ -95,7 +95,7 @@ async def test_wrong_password(server: BundledRedis) -> None:
 async def test_a_user_without_dangerous_commands_is_enough(
     server: BundledRedis, namespace: str
 ) -> None:
-    """As managed servers give it."""
+    """Uses the rights that managed servers grant."""
     with Redis.from_url(server.url) as admin:
         rights = {"categories": ["+@all", "-@dangerous"], "keys": ["*"], "channels": ["*"]}
         admin.acl_setuser("prism", enabled=True, passwords=["+word"], **rights)

@@ -55,7 +55,7 @@ async def test_enqueue_is_idempotent_and_newer_attempts_replace(queue: RequestQu
 
 
 async def test_several_are_enqueued_in_order(queue: RequestQueue) -> None:
-    """Each as if it came alone: to its model's place, known ones once, newer attempts anew."""
+    """Adds each as if it came alone: to its model's place, known ones once, newer attempts anew."""
     await queue.route("b", DEVICE)
     await queue.enqueue(request("1", attempt=2))
     await queue.enqueue(request("2"))
@@ -100,7 +100,7 @@ async def test_admitted_once_and_gone_when_finished(queue: RequestQueue) -> None
     waiting_entries = await entries(queue, DEVICE)
     assert await queue.admit(DEVICE, epoch, [*waiting_entries, "1-1"]) == set(waiting_entries)
     assert await queue.depth(DEVICE) == 0
-    # The answer to the first call may have been lost: a second one says the same.
+    # The answer to the first call may have been lost, so a second call returns the same.
     assert await queue.admit(DEVICE, epoch, waiting_entries) == set(waiting_entries)
     await queue.finish(DEVICE, epoch, ["1", "unknown"])
     assert await queue.admit(DEVICE, epoch, waiting_entries) == set()
@@ -120,7 +120,7 @@ async def test_requeued_ones_follow_the_placement(queue: RequestQueue) -> None:
 
 
 async def test_moved_ones_go_on_where_their_model_is(queue: RequestQueue) -> None:
-    """With where they stand; one that ended meanwhile does not come back."""
+    """Keeps their progress. A request that ended meanwhile does not come back."""
     await queue.route("a", DEVICE)
     for name in ("1", "2"):
         await queue.enqueue(request(name))
@@ -196,7 +196,7 @@ async def test_the_older_holder_can_change_nothing(queue: RequestQueue) -> None:
 
 
 async def test_who_was_away_while_another_one_held_the_queue_is_told(queue: RequestQueue) -> None:
-    """Its lease ran out: it may take the queue again only where nobody has had it since."""
+    """Refuses the holder of an expired lease if another agent has held the queue since."""
     old = await queue.acquire(DEVICE, "old", 0.02)
     await asyncio.sleep(0.05)
     again = await queue.acquire(DEVICE, "old", TTL_S, since_epoch=old)
@@ -235,7 +235,7 @@ async def test_restart_recovers_all_but_those_kept(queue: RequestQueue) -> None:
 async def test_route_while_being_admitted_leaves_one_place(
     redis_server: BundledRedis, namespace: str
 ) -> None:
-    """The scheduler moves a model to and fro while two agents admit what they see."""
+    """Moves a model to and fro while two agents admit what they see."""
     scheduler, *agents = (RequestQueue.connect(redis_server.url, namespace) for _ in range(3))
     total, rng = 200, random.Random(7)
     epochs = [await agents[n].acquire(f"host:{n}", f"agent{n}", TTL_S) for n in (0, 1)]

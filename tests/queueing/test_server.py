@@ -74,7 +74,7 @@ def test_too_long_a_path_is_refused_by_name(short_dir: Path) -> None:
 def test_a_server_that_ends_before_it_reads_is_named(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its settings then meet a broken pipe: more of them than a pipe holds, so that they must."""
+    """Writes more settings than a pipe holds, so that the write must meet a broken pipe."""
     monkeypatch.setattr(server_module, "get_binary_path", lambda: "/bin/false")
     server = BundledRedis(short_dir)
     monkeypatch.setattr(server, "_settings", lambda: "x" * (4 << 20))
@@ -140,7 +140,7 @@ DAMAGES: dict[str, Callable[[BundledRedis], None]] = {
     "an empty manifest": rewrite(MANIFEST, lambda data: b""),
     "a file as folder": no_file,
 }
-# The server takes the rest, as after any crash.
+# The server loads the rest, as after any crash.
 LOADABLE: dict[str, Callable[[BundledRedis], None]] = {
     "an empty base": rewrite(BASE, lambda data: b""),
     "an empty incr": rewrite(INCR, lambda data: b""),
@@ -151,7 +151,7 @@ LOADABLE: dict[str, Callable[[BundledRedis], None]] = {
 
 @pytest.fixture
 def filled(short_dir: Path) -> Iterator[BundledRedis]:
-    """A server with data in a base and in what was written after it, which was killed."""
+    """Yields a killed server with data in a base file and in an increment."""
     with BundledRedis(short_dir) as server:
         with redis.Redis.from_url(server.url) as client:
             client.mset({f"base{number}": "v" * 50 for number in range(50)})
@@ -172,7 +172,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def start(server: BundledRedis) -> bool:
-    """Whether it came up."""
+    """Returns whether the server came up."""
     server.launch()
     until(lambda: not server.running or server._answers())
     return server.running
@@ -206,7 +206,7 @@ def test_data_that_can_be_loaded_in_part_are(filled: BundledRedis, name: str) ->
 
 
 def test_unreadable_data_are_put_aside(filled: BundledRedis) -> None:
-    """Root reads them all the same."""
+    """Allows for root, which reads the data all the same."""
     data_of(filled, INCR).chmod(0)
     if start(filled):
         assert keys(filled) == 101
@@ -238,7 +238,7 @@ def test_the_last_damaged_data_are_kept(filled: BundledRedis) -> None:
 
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, folder: Path, first: str) -> None:
-    """Servers that are started from now on run this line of shell first."""
+    """Makes servers that start from now on run this line of shell first."""
     path = folder / "wrapper"
     path.write_text(f'#!/bin/sh\n{first}\nexec {server_module.get_binary_path()} "$@"\n')
     path.chmod(0o700)
@@ -248,7 +248,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch, folder: Path, first: str) -> None:
 def test_what_is_not_the_datas_fault_leaves_them(
     filled: BundledRedis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A wrong option, no memory, no more open files, a signal; and then all data are there."""
+    """Keeps all data after a wrong option, a lack of memory or open files, and a signal."""
     with monkeypatch.context() as patch:
         settings = filled._settings()
         patch.setattr(filled, "_settings", lambda: f"{settings}no-such-option yes\n")
@@ -293,7 +293,7 @@ def test_too_little_memory_for_whole_data_leaves_them(
 
 
 def test_a_full_disk_leaves_the_data(short_dir: Path, tmp_path: Path) -> None:
-    """Nor is a folder that is not there yet put aside."""
+    """Puts no folder aside that does not exist yet, either."""
     directory, log = short_dir / "full", tmp_path / "redis.log"
     directory.mkdir()
     log.touch()
@@ -308,7 +308,7 @@ def test_a_full_disk_leaves_the_data(short_dir: Path, tmp_path: Path) -> None:
 
 
 def fill(fd: int) -> bool:
-    """Whether there was room."""
+    """Returns whether there was room."""
     try:
         return os.write(fd, bytes(1 << 12)) > 0
     except OSError:

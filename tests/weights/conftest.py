@@ -1,4 +1,4 @@
-"""A small checkpoint, a store of its own and a device for each test."""
+"""A small checkpoint, a separate store and a device for each test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 64 << 20
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory with two safetensors files."""
+    """Returns a directory with two safetensors files."""
     return save_model(tmp_path / "model")
 
 

@@ -15,7 +15,7 @@ Tensors = dict[str, Any]
 
 
 def tensors(seed: int = 0, layers: int = 4) -> Tensors:
-    """Some MB in all: types and shapes of every kind, a scalar and an empty tensor among them."""
+    """Returns some MB of tensors of all types and shapes, also a scalar and an empty one."""
     rng = np.random.default_rng(seed)
     made: Tensors = {
         f"layers.{layer}.w": rng.standard_normal((256, 512 + layer)).astype(np.float32)
@@ -30,7 +30,7 @@ def tensors(seed: int = 0, layers: int = 4) -> Tensors:
 
 
 def save_model(directory: Path, made: Tensors | None = None) -> Path:
-    """Two files and an index, as large models come."""
+    """Saves two files and an index, like large models."""
     directory.mkdir(parents=True)
     made = tensors() if made is None else made
     names = list(made)
@@ -44,7 +44,7 @@ def save_model(directory: Path, made: Tensors | None = None) -> Path:
 
 
 def stored_arrays(weights: kvcached.StoredWeights) -> Tensors:
-    """The stored tensors as arrays."""
+    """Returns the stored tensors as arrays."""
     return {
         name: np.frombuffer(weights.buffer(name), dtype=spec.dtype).reshape(spec.shape)
         for name, spec in weights.specs.items()
@@ -52,7 +52,7 @@ def stored_arrays(weights: kvcached.StoredWeights) -> Tensors:
 
 
 def arena_arrays(arena: kvcached.WeightArena) -> Tensors:
-    """An arena's tensors as arrays on its memory."""
+    """Returns an arena's tensors as arrays on its memory."""
     return {name: np.from_dlpack(arena[name]) for name in arena}
 
 

@@ -43,7 +43,7 @@ def big(megabytes: int) -> Tensors:
 
 
 def held(device: Device) -> tuple[int, int]:
-    """(static bytes in the ledger, resident bytes)."""
+    """Returns (static bytes in the ledger, resident bytes)."""
     return device.usage().static_bytes, device.resident_bytes()
 
 
@@ -185,7 +185,7 @@ def test_freeing_an_arena_ends_its_load(store: WeightStore, device: Device, clie
 
 
 def test_a_rate_is_kept(store: WeightStore, client: Client) -> None:
-    """1 MiB at 4 MiB/s: no less than its share of time, whatever the machine does beside."""
+    """Loads 1 MiB at 4 MiB/s in no less than its share of time, on an idle or busy machine."""
     with store.find(put(store, big(1))) as weights:
         arena = client.alloc_weights(weights.layout(), "m")
         begin_s = time.monotonic()
@@ -247,7 +247,7 @@ def test_space_is_laid_out_again_without_reserving_anew(
         del kv, arena
         assert client.addresses() == space
         assert held(device) == (0, 0)
-    # The same model gets the same addresses: what refers to them stays true.
+    # The same model gets the same addresses, so references to them stay valid.
     assert seen[0] == seen[2] == seen[4]
     assert seen[1] == seen[3] == seen[5]
 

@@ -1,4 +1,4 @@
-"""Safetensors headers: what the reference writes is read, what is damaged is refused by name."""
+"""Safetensors headers: the reference's are read, and errors on damaged ones name the file."""
 
 from __future__ import annotations
 

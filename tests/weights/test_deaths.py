@@ -34,7 +34,7 @@ def key(name: str) -> WeightKey:
 
 
 def check_whole(store: WeightStore, model: Path) -> None:
-    """Whatever a dead process left: the store opens, gives what is right, and leaks nothing."""
+    """Checks that the store opens, returns correct weights and leaks nothing after a death."""
     fresh = WeightStore.open(store.directory, max_bytes=64 << 20)
     assert not files_below(store.directory / "partial")
     with fresh.get_checkpoint(model) as weights:
@@ -107,7 +107,7 @@ def test_a_load_killed_at_any_moment_returns_every_page(
 def test_the_second_activation_reads_nothing_from_disk(
     store: WeightStore, model: Path, spawn: Spawn
 ) -> None:
-    """By the store's counters and the kernel's, with the checkpoint thrown out of the cache."""
+    """Compares counters of the store and the kernel, without the checkpoint in the page cache."""
     first = spawn("read_io")
     store_bytes, _, total_bytes = map(int, said(first))
     assert store_bytes > total_bytes > 0

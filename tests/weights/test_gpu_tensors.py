@@ -63,7 +63,7 @@ def arena(client: Client) -> WeightArena:
 
 
 def write(libcuda: LibCuda, address: int, content: bytes, on_gpu: bool) -> None:
-    """As a kernel would, or the CPU on a host device."""
+    """Writes like a kernel, or like the CPU on a host device."""
     target = address
     if on_gpu:
         view = libcuda.library.test_cuda_kernel_view
@@ -109,7 +109,7 @@ def test_an_arena_is_stored_and_comes_back(
 
 
 class OnStream:
-    """A tensor whose owner has work on it under way on a stream, as torch's has."""
+    """Tensor whose owner has pending work on it on a stream, like torch's."""
 
     def __init__(self, view: Any, libcuda: LibCuda, work: CudaStream) -> None:
         self.view, self.libcuda, self.work = view, libcuda, work
@@ -133,7 +133,7 @@ class OnStream:
 def test_a_tensor_is_read_behind_its_owners_work(
     libcuda: LibCuda, arena: WeightArena, device_name: str
 ) -> None:
-    """Its content is on the way, by a copy that the test libcuda makes when it is waited for."""
+    """Waits for a copy of the content, which the test libcuda makes when it is waited for."""
     fill_with_noise(libcuda, arena, device_name)
     cu, late = libcuda.library, noise(9, SPECS["full"].size_bytes)
     work = CudaStream(libcuda)
@@ -228,7 +228,7 @@ def test_other_memory_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device_name", ["cuda:0"], indirect=True)
 def test_driver_calls_of_an_arena(libcuda: LibCuda, client: Client) -> None:
-    """Its pages are made in blocks: 24 MiB of 64 KiB pages took 384 creates and as many maps."""
+    """Backs pages in blocks: 24 MiB of 64 KiB pages took 384 creates and as many maps."""
     spec = TensorSpec("uint8", (24 << 20,))
     arena = client.alloc_weights(WeightLayout.of({"w": spec}), "large")
     libcuda.reset()

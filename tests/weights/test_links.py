@@ -1,7 +1,7 @@
 """Loads onto GPUs of the test libcuda: pinned buffers, several links, relayed over peers.
 
-Each test is a process of its own, with as many GPUs as it wants. The test libcuda makes a copy only
-when somebody waits for it, so a buffer that is used again too early shows as wrong bytes.
+Each test is a separate process with as many GPUs as it needs. The test libcuda makes a copy only
+when a caller waits for it, so a buffer that is reused too early shows as wrong bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ for device in opened:
 
 
 def run(tmp_path: Path, namespace: str, code: str, **env: str) -> Any:
-    """What the program prints as JSON."""
+    """Runs the program and returns its JSON output."""
     libcuda = str(build_libcuda())
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM + code + END, str(tmp_path / "store"), namespace],
@@ -202,7 +202,7 @@ print(json.dumps([said, [d.usage().static_bytes for d in opened], arena.size_byt
 
 
 def test_a_link_that_fails_leaves_its_part_to_the_others(tmp_path: Path, namespace: str) -> None:
-    """The driver refuses every call for one of three GPUs from the nth on, in mid-load."""
+    """Refuses every driver call for one of three GPUs from the nth on, in mid-load."""
     code = """
 opened = devices(3)
 clients = [device.client("a") for device in opened]
@@ -296,8 +296,10 @@ print(json.dumps([said, leased, content(again) == wanted, cuda.test_cuda_violati
 
 
 def test_models_of_any_shape_take_turns_in_one_reservation(tmp_path: Path, namespace: str) -> None:
-    """KV regions and arenas of six models, per layer and interleaved: the driver is asked for
-    addresses once, and gets them back at the end."""
+    """Asks the driver for addresses once, and returns them at the end.
+
+    KV regions and arenas of six models, per layer and interleaved, share the reservation.
+    """
     said = run(
         tmp_path,
         namespace,

@@ -61,7 +61,7 @@ def test_wait_raises_whatever_ended_it(store: WeightStore, model: Path) -> None:
 def test_a_checkpoint_is_found_once_it_is_whole(
     store: WeightStore, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks in the middle waits for the reader instead of reading the disk beside it."""
+    """Waits for the running reader instead of reading the disk a second time."""
     content = store.content_of(Checkpoint.open(model))
     assert store.find_checkpoint(content) is None
     reading, go_on = threading.Event(), threading.Event()

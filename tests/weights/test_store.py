@@ -256,7 +256,7 @@ def test_expected_tensors_are_compared(store: WeightStore, model: Path) -> None:
         store.get_checkpoint(model, expected={**expected, "extra": TensorSpec("int8", (1,))})
     assert store.discard(
         WeightKey(store.content_of(Checkpoint.open(model)), "checkpoint", "as-stored")
-    )  # nobody has it in use
+    )  # is not in use
 
 
 def test_closed_weights_say_so(store: WeightStore) -> None:

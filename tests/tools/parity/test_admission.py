@@ -44,7 +44,7 @@ def test_who_does_not_wait_in_both_worlds_is_no_common_choice() -> None:
 
 
 def test_only_the_last_stay_counts() -> None:
-    """A request that was handed back waits anew, behind those that came meanwhile."""
+    """Queues a request that was handed back after those that came meanwhile."""
     live = run(*BOTH, left(0.5, 0), queued(0, 0.6), stepped(1.0, 1), stepped(2.0, 0))
     assert live.waits[0].queued > live.waits[1].queued
 
@@ -91,7 +91,10 @@ def test_the_fewest_turns_by_brute_force(order: list[int]) -> None:
 
 
 def blocked_live(verdict: str) -> tuple[History, History]:
-    """Live, 1 of model b passes 0 of model a, which could not start."""
+    """Returns the live and the simulated run.
+
+    Live, request 1 of model b passes request 0 of model a, which could not start.
+    """
     both = (queued(0, 0.0, "a"), queued(1, 0.1, "b"))
     live = run(*both, stepped(1.0, 1, blocked={"a": verdict}), stepped(2.0, 0))
     return live, run(*both, stepped(1.0, 0), stepped(2.0, 1))

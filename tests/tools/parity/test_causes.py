@@ -1,4 +1,4 @@
-"""What a difference in the order of admission comes from, on hand-made queues."""
+"""Causes of a difference in the order of admission, on hand-made queues."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ World = list[Queued | Stepped]
 
 
 def urgent(request: int, prompt_tokens: int = 100, deadline_s: float = 1.95) -> Queued:
-    """One second of prefill at 100 tokens/s."""
+    """Returns a request with one second of prefill at 100 tokens/s."""
     record = queued(request, 0.0, deadline_s=deadline_s)
     return msgspec.structs.replace(record, prompt_tokens=prompt_tokens)
 
 
 def starts(time_s: float, *requests: int, speed: float = 100.0) -> Stepped:
-    """One slot is free."""
+    """Returns a step with one free slot."""
     view = EngineView("a", 1000, 3, 4, 16, speed, 0.0)
     return msgspec.structs.replace(stepped(time_s, *requests), views=(view,))
 
@@ -57,8 +57,11 @@ def test_the_live_scheduler_is_asked_again(simulated: Stepped, kind: str) -> Non
 
 
 def test_what_a_difference_leads_to_is_told_from_it() -> None:
-    """With the same moments and speeds, the live scheduler would not choose as the simulated one:
-    what had gone before was otherwise. Once the queue has been empty nothing follows any more."""
+    """Attributes a difference to an earlier one until the queue has been empty.
+
+    With the same moments and speeds, the live scheduler would not choose like the simulated one,
+    because the earlier choices differed.
+    """
     more = [queued(2, 0.2, deadline_s=150.0), queued(3, 0.3, deadline_s=160.0)]
     live = [*TWO, *more, starts(1.0, 1), starts(2.0, 2), starts(3.0, 3), starts(4.0, 0)]
     other = [*TWO, *more, starts(0.9, 0), starts(2.0, 3), starts(3.0, 2), starts(4.0, 1)]

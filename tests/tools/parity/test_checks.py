@@ -28,7 +28,7 @@ def views(room: int) -> list[EngineView]:
 
 
 def driven(scheduler: LocalScheduler) -> list[AdmissionPlan]:
-    """A queue under changing memory, with a cancellation."""
+    """Returns the plans for a queue under changing memory, with a cancellation."""
     steps = []
     for number in range(30):
         scheduler.add(waiting(number))
@@ -75,7 +75,7 @@ def test_without_inputs_there_is_nothing_to_check() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_plans_are_made_again(same: bool) -> None:
-    """Through JSON and back, as a file has them."""
+    """Compares plans after a round trip through JSON, as in a file."""
     model = ModelView("a", 10, 1, 5, 1.0, 0.1, waiting=1, idle_s=3.0)
     view = ClusterView(5.0, (model,), (GpuView("host:0", 100, 0, 100, 1, 1),))
     actions = fields_of(PRISM.plan(view, Settings()) if same else ())

@@ -37,7 +37,7 @@ Parity = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Parity:
-    """The command in this process: arguments -> its exit code and stderr."""
+    """Returns the command in this process as a function: arguments -> exit code and stderr."""
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["parity", *arguments])
@@ -55,7 +55,7 @@ class Recorded:
 
     @property
     def files(self) -> list[str]:
-        """A comparison of what was recorded."""
+        """Options of a comparison of the recorded run."""
         out = self.folder / "out"
         given = {"config": self.folder / "prism.yaml", "results": out / "results.json"}
         given |= {"journal": out / "logs", "costs": out / "costs.json"}
@@ -91,7 +91,7 @@ def a_request(time_ms: float, model: str, prompt: int) -> TraceRequest:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Six requests at once for the model that is up; then one for the other, which evicts it."""
+    """Records six requests at once for the model that is up, then one that evicts it."""
     folder = tmp_path_factory.mktemp("parity")
     write_yaml(folder)
     trace = [a_request(0.0, "a", 20 + 5 * number) for number in range(6)]
@@ -125,7 +125,7 @@ def test_both_worlds_place_serve_and_evict_the_same(recorded: Recorded) -> None:
 
 
 def test_every_sort_of_decision_and_both_worlds_latencies_are_there(recorded: Recorded) -> None:
-    """How many wait together hangs on the machine, not that they are looked at."""
+    """Does not check how many requests wait together, which depends on the machine."""
     results = found(recorded.folder / "out")
     assert list(results.compared) == [
         "placement",
@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, str | None], str]] = [
 def test_bad_input_is_one_line_and_exit_2(
     recorded: Recorded, parity: Parity, changes: dict[str, str | None], message: str
 ) -> None:
-    """changes: other files than those recorded; None: the option is left out."""
+    """Replaces recorded files by those in `changes`. None omits the option."""
     given: dict[str, str | None] = dict(zip(recorded.files[::2], recorded.files[1::2], strict=True))
     for name, path in changes.items():
         given[f"--{name}"] = None if path is None else str(recorded.folder / path)

@@ -25,7 +25,7 @@ def test_the_same_decisions_are_equal_whenever_they_were_made() -> None:
 
 
 def test_models_are_matched_one_by_one() -> None:
-    """Two models in another order: each sequence is the same."""
+    """Compares two models in another order: each sequence is the same."""
     a, b = placed("activate", "a"), placed("activate", "b")
     assert compared([a, b], [b, a]).share == 1.0
 

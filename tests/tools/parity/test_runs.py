@@ -55,13 +55,13 @@ def test_what_a_cluster_does_after_the_last_answer_has_no_counterpart() -> None:
 
 
 def served() -> list[Queued | Left | Stepped]:
-    """The first request of a replay: queued, then dispatched."""
+    """Returns the first request of a replay: queued, then dispatched."""
     arrived = msgspec.structs.replace(queued(0, 101.0), id="r0-0")
     return [arrived, msgspec.structs.replace(stepped(103.0), ids=("r0-0",))]
 
 
 def lasting(seconds: float) -> ReplayResults:
-    """A replay of one request, with its answer after so long."""
+    """Returns a replay of one request, which is answered after `seconds`."""
     results = replayed("a")
     last = msgspec.structs.replace(results.records[0], e2e_ms=seconds * 1000)
     return msgspec.structs.replace(results, records=[last])

@@ -140,7 +140,7 @@ def test_evictions_are_timed_and_failed_ones_left_out() -> None:
 
 
 def test_the_simulation_begins_so_that_the_initial_placement_ends_as_live() -> None:
-    """A model that has been up for less long than it took to load makes way for no other."""
+    """Evicts no model that has been up for less long than it took to load."""
     begin = Started(time_s=97.0, kind="activate", model="a", device="host:0")
     came = [msgspec.structs.replace(served(m, 1.0), time_s=t) for m, t in (("b", 99.0), ("a", 100))]
     made = journals([begin], [*came, msgspec.structs.replace(served("a", 1.0), time_s=103.0)])
@@ -158,7 +158,7 @@ def test_the_simulation_begins_so_that_the_initial_placement_ends_as_live() -> N
 
 
 def test_ways_are_those_of_the_queues_and_speeds_begin_as_an_agents_do() -> None:
-    """From the frontend's stamp to the queue."""
+    """Measures the way from the frontend's stamp to the queue."""
     way = [queued(number, 60.0 + 0.01 * number) for number in (1, 2, 3)]
     came = [msgspec.structs.replace(record, arrival_s=60.0) for record in way]
     found = measured([journals([], [*came, stepped(61.0, 1, 2, 3)])])

@@ -34,7 +34,7 @@ def stepped(time_s: float, *requests: int, blocked: Mapping[str, str] | None = N
 
 
 def run(*records: Queued | Left | Stepped, placements: Sequence[Placed] = ()) -> History:
-    """A world with one device, host:0."""
+    """Returns a run with one device, host:0."""
     dated = ((record.time_s, 0.0, record) for record in records)
     waits = {wait.request: wait for wait in waits_of("host:0", dated, int)}
     return History(tuple(placements), waits)
@@ -51,7 +51,7 @@ def placed(kind: str, model: str = "a", device: str = "host:0", **more: object) 
 def journals(
     cluster: Sequence[Started | Ended], queue: Sequence[Queued | Left | Stepped]
 ) -> Journals:
-    """Of one device; the processes' clocks began 900 s after the epoch."""
+    """Returns the journals of one device. The processes' clocks began 900 s after the epoch."""
     opened = Opened(time_s=50.0, unix_s=950.0, source="cluster", policy="prism")
     return Journals(
         tuple(Dated(r.time_s + 900.0, 900.0, r) for r in (opened, *cluster)),
@@ -60,7 +60,11 @@ def journals(
 
 
 def replayed(*models: str, ids: Sequence[str] | None = None) -> ReplayResults:
-    """A request of each model, 1 s apart; ids: the server's, default "r0", "r1", ..."""
+    """Returns a replay with a request of each model, 1 s apart.
+
+    Args:
+        ids: ids of the requests at the server; r0, r1, ... by default.
+    """
     records = [
         RequestRecord(
             index=index,
