@@ -85,7 +85,7 @@ class Machines:
         """Disconnects a machine in both directions."""
         run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "down")
 
-    def mend(self, name: str) -> None:
+    def restore(self, name: str) -> None:
         run("ip", "-n", self._prefix + "hub", "link", "set", f"to-{name}", "up")
 
     def cut_one_way(self, sender: str, receiver: str) -> None:
@@ -93,7 +93,7 @@ class Machines:
         command = f"neigh replace {self._address(receiver)} lladdr {_NOBODY} nud permanent dev"
         run("ip", "-n", self._prefix + sender, *command.split(), self._device(sender))
 
-    def mend_one_way(self, sender: str, receiver: str) -> None:
+    def restore_one_way(self, sender: str, receiver: str) -> None:
         command = f"neigh del {self._address(receiver)} dev {self._device(sender)}"
         run("ip", "-n", self._prefix + sender, *command.split())
 

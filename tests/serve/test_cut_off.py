@@ -82,19 +82,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def cut_both_ways(machines: Machines) -> Callable[[], None]:
     machines.cut("b")
-    return lambda: machines.mend("b")
+    return lambda: machines.restore("b")
 
 
 def hears_nothing(machines: Machines) -> Callable[[], None]:
     for other in ("a", "hub"):
         machines.cut_one_way(other, "b")
-    return lambda: [machines.mend_one_way(other, "b") for other in ("a", "hub")] and None
+    return lambda: [machines.restore_one_way(other, "b") for other in ("a", "hub")] and None
 
 
 def is_not_heard(machines: Machines) -> Callable[[], None]:
     for other in ("a", "hub"):
         machines.cut_one_way("b", other)
-    return lambda: [machines.mend_one_way("b", other) for other in ("a", "hub")] and None
+    return lambda: [machines.restore_one_way("b", other) for other in ("a", "hub")] and None
 
 
 @pytest.mark.long

@@ -158,7 +158,7 @@ class Campaign:
             cut_s = time.monotonic()
             until(lambda: self.served_elsewhere(LOST), "its models elsewhere", RECOVER_S)
         time.sleep(max(0.0, cut_s + CUT_S - time.monotonic()))
-        self.cluster.machines.mend(LOST)
+        self.cluster.machines.restore(LOST)
         with self.event("cut ended"):
             self.await_new_agents(LOST, before)
 
