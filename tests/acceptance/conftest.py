@@ -1,4 +1,4 @@
-"""Models that the acceptance tests serve; made once below the checkout's cache."""
+"""Models that the acceptance tests serve; made once in the checkout's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start a real `prism-serve`, talk to it as a client does, and look at it from the OS's side."""
+"""Real `prism-serve` processes, clients to them, and measurements by the OS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[2]
 MODELS = Path(os.environ.get("PRISM_TEST_MODELS", ROOT / ".cache" / "models"))
 START_S = 240.0
-# One for all polls: `httpx.get` reads the certificates of the world at each call, 20 ms of CPU.
+# One client for all polls: `httpx.get` reads the CA certificates at each call, 20 ms of CPU.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
 
@@ -68,7 +68,7 @@ class Cluster:
         return reports[0] if reports else None
 
     def operate(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `prism-serve ARGUMENTS` against this cluster's run directory."""
+        """Runs `prism-serve ARGUMENTS` on this cluster's run directory."""
         command = [prism_serve(), *arguments, "--run-dir", str(self.run_dir)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
@@ -96,7 +96,7 @@ def is_ready(url: str) -> bool:
 
 @contextmanager
 def serving(config: dict[str, Any], directory: Path) -> Iterator[Cluster]:
-    """`prism-serve` on a free port until the block ends; checks that nothing is left behind."""
+    """Runs `prism-serve` on a free port until the block ends; checks that nothing remains."""
     port = free_port()
     config = {**config, "frontend": {"port": port}}
     path = directory / "prism.yaml"
@@ -143,7 +143,7 @@ async def complete(
     max_tokens: int,
     **extra: Any,
 ) -> Answer:
-    """One greedy streamed completion; errors of the server land in `Answer.error`."""
+    """Returns one greedy streamed completion, with an error of the server in `Answer.error`."""
     body = {
         "model": model,
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -188,7 +188,7 @@ def async_client(cluster: Cluster) -> httpx.AsyncClient:
 
 
 def complete_all(cluster: Cluster, jobs: Sequence[tuple[str, Sequence[int], int]]) -> list[Answer]:
-    """All jobs (model, prompt ids, max_tokens) at once; answers in the jobs' order."""
+    """Runs all jobs (model, prompt ids, max_tokens) at once; returns answers in the jobs' order."""
 
     async def run() -> list[Answer]:
         async with async_client(cluster) as client:
@@ -198,7 +198,7 @@ def complete_all(cluster: Cluster, jobs: Sequence[tuple[str, Sequence[int], int]
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`, itself not included."""
+    """Returns the ids of the processes below `pid`."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -221,7 +221,8 @@ def parent_of(pid: int) -> int:
 
 
 def memfd_resident_bytes(pids: Sequence[int]) -> int:
-    """Bytes that the OS holds for the memory files (memfd) of these processes, each file once."""
+    """Returns the bytes that the OS holds for these processes' memory files (memfd), each file
+    once."""
     blocks: dict[tuple[int, int], int] = {}
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):

@@ -1,4 +1,4 @@
-"""Greedy output of Hugging Face transformers on the same weights, the oracle of every test here."""
+"""Greedy output of Hugging Face transformers on the same weights, the oracle of these tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIE = 1e-4
 
 
 def prompts(model: str, count: int, lengths: Sequence[int] = (5, 40), seed: int = 7) -> list[Any]:
-    """Random token-id prompts in the vocabulary of `model`, seeded."""
+    """Returns random token-id prompts in the vocabulary of `model`, seeded."""
     rng = random.Random(f"{model}/{seed}")
     top = min(load(model).config.get_text_config().vocab_size, 2000)
     return [
@@ -36,7 +36,7 @@ def load(model: str) -> Any:
 
 @lru_cache(maxsize=4096)
 def greedy(model: str, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """`tokens` greedy token ids after `prompt`, never stopping at an end-of-sequence id."""
+    """Returns `tokens` greedy token ids after `prompt`, without a stop at end-of-sequence ids."""
     import torch
 
     network = load(model)
@@ -53,11 +53,11 @@ def greedy(model: str, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def is_greedy(model: str, prompt: tuple[int, ...], served: tuple[int, ...]) -> bool:
-    """Whether `served` is what greedy decoding gives, a tie decided either way.
+    """Returns whether `served` is what greedy decoding gives, a tie decided either way.
 
-    One pass over all of it says which token is best after each prefix. Batches sum in another order
-    than a single stream, so logits differ by rounding; where the two best tokens are closer than
-    TIE, both are greedy, and what follows is judged after the token that was served.
+    One pass over all tokens gives the best one after each prefix. Batches sum in another order than
+    a single stream, so logits differ by rounding. Where the two best tokens are closer than TIE,
+    both are greedy, and the rest is judged after the token that was served.
     """
     import torch
 
@@ -68,7 +68,7 @@ def is_greedy(model: str, prompt: tuple[int, ...], served: tuple[int, ...]) -> b
 
 
 def judge(jobs: Sequence[tuple[str, tuple[int, ...], int]], answers: Sequence[Answer]) -> list[str]:
-    """What is wrong with these answers to (model, prompt, tokens); empty if nothing is."""
+    """Returns the faults of these answers to (model, prompt, tokens)."""
     wrong = []
     for (model, prompt, tokens), answer in zip(jobs, answers, strict=True):
         if answer.error is not None or len(answer.ids) != tokens:

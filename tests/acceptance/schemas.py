@@ -1,4 +1,4 @@
-"""JSON schemas by number, of everything that structured output supports."""
+"""JSON schemas by number, with everything that structured output supports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN: list[Schema] = [
 
 
 def schema(number: int) -> Schema:
-    """The same for the same number; an object with one to four properties."""
+    """Returns the same schema for the same number: an object with one to four properties."""
     draw = random.Random(number)
     made = _object(draw, depth=2)
     return made | {"$defs": {"short": {"type": "string", "minLength": 1, "maxLength": 4}}}

@@ -1,7 +1,7 @@
-"""Clients that people have, unmodified, from an environment of their own.
+"""Common clients, unmodified, from a separate environment.
 
-Run by scripts/test --long. The environment (requirements/clients.txt) is made below the checkout's
-cache, which needs a package index once.
+Run by scripts/test --long. The environment (requirements/clients.txt) is made below the
+checkout's cache, which needs a package index once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORDS = ["over", "the", "hill", "a", "small", "dog", "ran", "and", "then", "it",
 
 
 def finished(*command: str | Path, folder: Path = ROOT, **environment: str) -> None:
-    """Runs the command in this folder; fails with what it says unless it exits 0."""
+    """Runs the command in this folder; fails with its output unless it exits 0."""
     process = subprocess.run(
         list(map(str, command)),
         cwd=folder,
@@ -46,7 +46,7 @@ def finished(*command: str | Path, folder: Path = ROOT, **environment: str) -> N
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """That of the clients' environment."""
+    """Returns the Python of the clients' environment."""
     requirements, venv = ROOT / "requirements" / "clients.txt", ROOT / ".cache" / "clients"
     made = venv / "requirements.txt"
     if not made.exists() or made.read_text() != requirements.read_text():
@@ -138,7 +138,8 @@ def write_tasks(folder: Path) -> None:
 
 
 def log_likelihood(context: str, rest: str) -> float:
-    """Of the `rest`, by transformers. Without a context: behind the token that ends texts."""
+    """Returns transformers' value for `rest` after `context`, or after the token that ends
+    texts."""
     import torch
     from tokenizers import Tokenizer
 
@@ -167,8 +168,10 @@ CHECKS = (
 
 
 def test_schemathesis_finds_no_fault(python: Path, tmp_path: Path) -> None:
-    """All that the OpenAPI document says may be sent, and what it says may not, to fake engines:
-    no answer is a server's error, and each is as the document says."""
+    """Sends requests that the OpenAPI document allows, and some that it forbids, to fake engines.
+
+    No answer is a server error, and each is as the document says.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="prism-") as temporary,
         serving_fakes(tmp_path, Path(temporary)) as cluster,

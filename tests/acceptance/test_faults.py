@@ -1,4 +1,4 @@
-"""Engines killed with -9, clean shutdown, and what a user's mistakes look like from outside."""
+"""Engines killed with -9, clean shutdown, and the errors that users' mistakes get."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine_pid(cluster: Cluster, model: str) -> int:
 
 
 async def kill_in_flight(cluster: Cluster, model: str) -> list[Answer]:
-    """8 streams, of which some have begun; then the engine dies; every stream ends somehow."""
+    """Kills the engine of 8 streams of which some have begun; returns how each ends."""
     async with async_client(cluster) as client:
         jobs = [
             asyncio.create_task(complete(client, model, prompt, TOKENS))
@@ -87,7 +87,7 @@ def wait_for_restarts(cluster: Cluster, kills: int) -> None:
 
 
 def reserved_bytes(cluster: Cluster) -> int:
-    """What the device's ledger holds for all its clients, living or dead."""
+    """Returns the bytes that the device's ledger holds for all its clients, living or dead."""
     return sum(int(agent["reserved_bytes"]) for agent in cluster.agents())
 
 
@@ -103,7 +103,7 @@ async def one(cluster: Cluster, model: str) -> Answer:
 def test_sigterm_finishes_what_runs_and_leaves_nothing(
     cluster: Cluster, tiny_models: tuple[str, str]
 ) -> None:
-    """It ends the cluster, so it comes last."""
+    """Ends the module's cluster, so it must be last."""
     model = tiny_models[0]
     children = descendants(cluster.process.pid)
     namespace = read_resolved(cluster.run_dir / "cluster.json").namespace

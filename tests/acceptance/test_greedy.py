@@ -24,7 +24,7 @@ PROMPTS, TOKENS = 8, 64
 def one_engine(
     tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """One device with a single engine: a request for the other model must reuse its process."""
+    """Yields one device with one engine: a request for the other model must reuse its process."""
     config = cluster_yaml(
         [model_yaml(name) for name in tiny_models],
         [{"name": "host:0", "capacity": "192MiB", "page": "64KiB", "engines": 1}],
@@ -69,7 +69,7 @@ def test_one_stream_at_a_time(one_engine: Cluster, tiny_models: tuple[str, str])
 def test_every_demo_model(
     demo_models: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """All of them through one engine process: alone, then at 8 streams after the others."""
+    """Serves all by one engine process: alone, then with 8 streams after the others."""
     config = cluster_yaml(
         [model_yaml(name) for name in demo_models],
         [{"name": "host:0", "capacity": "1GiB", "page": "64KiB", "engines": 1}],

@@ -1,4 +1,4 @@
-"""Elastic memory from the outside: borrowing, contention at the limit, and give-back."""
+"""Elastic memory measured from outside: borrowing, contention at the limit, and give-back."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def two_models(
 
 
 class Sampler(threading.Thread):
-    """Samples, from outside, what the OS holds for the device's clients while a test runs.
+    """Thread that samples the memory that the OS holds for the device's clients during a test.
 
-    The reading is the library's (every client's memory file, looked at while no page can change
-    hands), taken in this process; `memfd_resident_bytes` may count a moving page twice.
+    The reading is the library's (every client's memory file, read while no page can change owner),
+    taken in this process; `memfd_resident_bytes` may count a moving page twice.
     """
 
     def __init__(self, cluster: Cluster, period_s: float = 0.25):
@@ -79,7 +79,7 @@ class Sampler(threading.Thread):
 
 
 def concurrent_tokens(answers: Sequence[Answer], prompt_tokens: int) -> int:
-    """Most KV tokens that started, unfinished requests held at one moment, as clients saw it."""
+    """Returns the most KV tokens that started, unfinished requests held at once, as clients saw."""
     changes = []
     for answer in answers:
         if not answer.token_times_s:
@@ -108,7 +108,7 @@ def elastic(
 
 
 def busy_tokens(cluster: Cluster, models: Sequence[str]) -> int:
-    """Most concurrent tokens of models[0] under more load than the device holds."""
+    """Returns the most concurrent tokens of models[0] under more load than the device holds."""
     warm = complete_all(cluster, [(models[1], range(20, 40), 4)])
     assert warm[0].error is None
     lengths = [60 + 5 * (number % 7) for number in range(96)]
@@ -123,8 +123,10 @@ def busy_tokens(cluster: Cluster, models: Sequence[str]) -> int:
 def test_a_busy_model_takes_what_an_idle_one_leaves(
     elastic: Cluster, tiny_models: tuple[str, str], tmp_path: Path, record_property: Any
 ) -> None:
-    """The busy model runs at least 1.8 times the tokens of an equal static split. The rest to 2
-    is what the idle model is guaranteed: room for one request of its full context."""
+    """Runs at least 1.8 times the tokens of an equal static split.
+
+    The rest to 2 is the idle model's guarantee: room for one request of its full context.
+    """
     shared = busy_tokens(elastic, tiny_models)
     with serving(roomy(tiny_models, "static"), tmp_path) as static:
         split = busy_tokens(static, tiny_models)
@@ -135,8 +137,11 @@ def test_a_busy_model_takes_what_an_idle_one_leaves(
 
 
 def floor_bytes(model: str, page_bytes: int) -> int:
-    """The slab of block 0: one slab of K and of V in each layer. SGLang pads batches with writes
-    to block 0, so its pages stay mapped for as long as the model is active."""
+    """Returns the bytes of block 0: one slab of K and of V in each layer.
+
+    SGLang pads batches with writes to block 0, so its pages stay mapped for as long as the model is
+    active.
+    """
     files = inspect_model(MODELS / model, "path")
     layout = kvcached.Layout(
         num_layers=files.num_layers,
@@ -150,7 +155,7 @@ def floor_bytes(model: str, page_bytes: int) -> int:
 
 @pytest.mark.timeout(600)
 def test_kv_returns_to_the_floor(elastic: Cluster, tiny_models: tuple[str, str]) -> None:
-    """After requests end and the prefix cache is flushed, only the padding block's slab stays."""
+    """Unmaps all but the padding block's slab once requests end and the prefix cache is flushed."""
     floors = {model: floor_bytes(model, 64 << 10) for model in tiny_models}
     pids = [elastic.process.pid, *descendants(elastic.process.pid)]
     jobs = [(m, p, 48) for m in tiny_models for p in prompts(m, 8, (100, 200))]
@@ -175,7 +180,7 @@ def mapped_bytes(cluster: Cluster) -> dict[str, int]:
 
 
 def contend(seconds: float, models: Sequence[str], directory: Path) -> None:
-    """Both models driven against the device's limit; nothing dies, nothing is cut short."""
+    """Drives both models against the device's limit; asserts that nothing dies or is cut short."""
     capacity_bytes = 72 * MIB
     full_bytes = 0.85 * capacity_bytes
     config = two_models(models, "72MiB", engine={"max_running": 32, "static": "4MiB"})
@@ -198,8 +203,10 @@ def contend(seconds: float, models: Sequence[str], directory: Path) -> None:
 async def drive(
     cluster: Cluster, models: Sequence[str], seconds: float, is_full: Callable[[], bool]
 ) -> list[tuple[tuple[str, tuple[int, ...], int], Answer]]:
-    """24 closed-loop clients a model over a small set of prompts, for `seconds`, or a minute more
-    if a busy machine has not filled the device by then."""
+    """Runs 24 closed-loop clients a model over a small set of prompts for `seconds`.
+
+    A busy machine gets up to a minute more to fill the device.
+    """
     until = time.monotonic() + seconds
     done = []
 
@@ -220,5 +227,5 @@ async def drive(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_contention_for_two_minutes(tiny_models: tuple[str, str], tmp_path: Path) -> None:
-    """tests/sglang/test_contention.py has the same in small."""
+    """Repeats tests/sglang/test_contention.py at a larger scale."""
     contend(120, tiny_models, tmp_path)

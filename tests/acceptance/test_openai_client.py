@@ -72,7 +72,7 @@ def test_choices_and_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_log_likelihoods_of_a_prompt(client: openai.OpenAI) -> None:
-    """As the evaluation harness asks: ids, echo, one token more."""
+    """Accepts the evaluation harness's form: ids, echo, one more token."""
     prompt = list(range(40, 60))
     asked: Any = {"model": MODEL, "prompt": prompt, "echo": True, "temperature": 0}
     whole = client.completions.create(max_tokens=1, logprobs=1, **asked).choices[0]
@@ -122,8 +122,10 @@ def test_answers_follow_their_schemas(client: openai.OpenAI, count: int) -> None
 
 
 def mismatch(client: openai.OpenAI, number: int) -> str:
-    """What is wrong with an answer that must follow a schema; empty: nothing. Those that the bound
-    on tokens cuts are asked for again."""
+    """Returns the fault of an answer that must follow a schema, or an empty string.
+
+    Answers that the limit on tokens cuts are requested again.
+    """
     asked = schema(number)
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": asked}}
     for seed in range(8):
@@ -215,7 +217,7 @@ TOOL: Any = {
 def test_calls_that_must_be_made(
     client: openai.OpenAI, choice: Any, strict: dict[str, bool]
 ) -> None:
-    """They follow their tool's schema, strict or not."""
+    """Calls follow their tool's schema, strict or not."""
     tool = {"type": "function", "function": {**TOOL["function"], **strict}}
     asked: Any = {"model": MODEL, "messages": SAID, "tools": [tool], "tool_choice": choice}
     asked |= {"max_tokens": 60, "seed": 2, "temperature": 0.5}
@@ -235,7 +237,7 @@ def test_calls_that_must_be_made(
 
 
 def test_the_responses_api(client: openai.OpenAI) -> None:
-    """The same answers as chat completions give, parsed, called and streamed."""
+    """Returns the same answers as chat completions: parsed, called and streamed."""
     asked: Any = {"model": MODEL, "temperature": 0, "input": SAID}
     chat = client.chat.completions.create(
         model=MODEL, temperature=0, messages=SAID, max_tokens=12
@@ -255,7 +257,7 @@ def test_the_responses_api(client: openai.OpenAI) -> None:
 
 
 def test_the_messages_api(cluster: Cluster, client: openai.OpenAI) -> None:
-    """By Anthropic's client: the same answers as chat completions give, whole and streamed."""
+    """Returns the same answers as chat completions to Anthropic's client, whole and streamed."""
     asked: Any = {"model": MODEL, "messages": SAID, "max_tokens": 12}
     chat = client.chat.completions.create(temperature=0, **asked).choices[0]
     sampling: Any = {"extra_body": {"temperature": 0}}

@@ -1,4 +1,4 @@
-"""Replays through `prism-replay` against a live cluster: paging is exercised, SLOs are judged."""
+"""Replays through `prism-replay` on a live cluster: pages move, and SLOs are judged."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def replay(cluster: Cluster, trace: Path, out: Path, *options: str) -> dict[str,
 
 
 def test_a_replay_maps_and_unmaps_pages(tiny_models: tuple[str, str], tmp_path: Path) -> None:
-    """At least 200 maps and 200 unmaps a minute at 16 KiB pages, counted by the ledger, on a
-    device that the prefix caches fill; other clients' greedy output stays equal meanwhile."""
+    """Reaches 200 maps and 200 unmaps a minute at 16 KiB pages, counted by the ledger.
+
+    Prefix caches fill the device; other clients' greedy output stays equal meanwhile.
+    """
     trace = tmp_path / "trace.jsonl"
     shares = ",".join(f"{name}:0.5" for name in tiny_models)
     prism_replay(
@@ -73,7 +75,7 @@ def test_a_replay_maps_and_unmaps_pages(tiny_models: tuple[str, str], tmp_path: 
 
 @pytest.mark.long
 def test_arena_chat_at_three_slo_scales(demo_models: tuple[str, ...], tmp_path: Path) -> None:
-    """300 requests of the Chatbot Arena sample on the demo's models and devices."""
+    """Replays 300 requests of the Chatbot Arena sample on the demo's models and devices."""
     source = TRACES / "arena_chat27_vtc.csv"
     if not source.exists():
         pytest.skip(f"{source} is not there; the trace is not part of the repository")

@@ -1,4 +1,4 @@
-"""A model over two devices beside one on one of them, served by real engines."""
+"""A model on two devices, and another on one of the two, served by real engines."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def cluster(
 def test_each_model_is_served_by_its_own_adapter(
     cluster: Cluster, tiny_models: tuple[str, str]
 ) -> None:
-    """There is one engine: it makes way for one of the other adapter each time."""
+    """Replaces the only engine by one of the other adapter each time."""
     real, fake = tiny_models
     jobs = [(real, prompt, TOKENS) for prompt in prompts(real, 3)]
     asked = [(fake, prompt, TOKENS) for prompt in prompts(fake, 3)]

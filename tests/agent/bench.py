@@ -1,4 +1,4 @@
-"""Two engines that exist on paper only, on a real ledger: for tests of the agent's parts."""
+"""Two engines without processes on a real ledger, for tests of the agent's parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTUM_TOKENS = 16
 
 
 class Sent:
-    """The engines' socket, written down."""
+    """Engines' socket that records what is sent."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, ToEngine]] = []
@@ -72,7 +72,7 @@ class Bench:
         return run
 
     def quanta(self, model: str) -> tuple[float, float]:
-        """What `model` could take: (own, shared) in quanta."""
+        """Returns the (own, shared) quanta that `model` could take."""
         view = next(view for view in self.views.read() if view.model == model)
         shared = view.available_tokens - view.own_tokens
         return view.own_tokens / QUANTUM_TOKENS, shared / QUANTUM_TOKENS

@@ -29,7 +29,7 @@ FAST = AgentTiming(
 
 @pytest.fixture(autouse=True)
 def fake_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 2 ms, so that requests last long enough to be met while they run."""
+    """Makes a step take 2 ms, so that requests still run when a test acts on them."""
     monkeypatch.setenv("PRISM_FAKE", '{"decode_step_ms": 2, "prefill_tokens_per_s": 50000}')
 
 
@@ -37,7 +37,7 @@ def fake_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 async def agent_world(
     redis_server: BundledRedis, short_dir: Path, namespace: str
 ) -> AsyncIterator[World]:
-    """The agent is not started yet."""
+    """Yields a world whose agent is not started yet."""
     async with world(make_config(short_dir, namespace, redis_server.url), FAST) as this:
         yield this
 

@@ -13,7 +13,7 @@ from prism.messages.engine import ToEngine
 
 @dataclass
 class Recorder:
-    """Effects that are only written down."""
+    """Effects that are only recorded."""
 
     sent: list[tuple[str, ToEngine]] = field(default_factory=list)
     moved: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)

@@ -8,15 +8,17 @@ import random
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel
 from tests.agent.harness import World
 
-DEADLINE_S = 300.0  # of a machine that does much else
+DEADLINE_S = 300.0  # on a loaded machine
 REFUSALS = ("is being evicted", "is being activated", "no engine is free")
 
 
 async def hammer(
     this: World, orders: int, rng: random.Random, pause_s: float
 ) -> list[ActionResult]:
-    """Orders come before the earlier ones are answered; each must be answered within DEADLINE_S
-    of its own."""
+    """Sends orders before the earlier ones are answered; returns their results.
+
+    Each order must be answered within DEADLINE_S.
+    """
     names = [model.name for model in this.config.models]
 
     async def one() -> ActionResult:
@@ -30,7 +32,7 @@ async def hammer(
 
 
 def check_answers(this: World, results: list[ActionResult], orders: int) -> None:
-    """None lost, none refused but for the one reason there is, no engine worn out."""
+    """Asserts that none is lost, none is refused except for REFUSALS, and no engine restarted."""
     assert len(results) == orders
     refused = [r.message for r in results if not r.ok]
     assert all(any(reason in message for reason in REFUSALS) for message in refused), refused

@@ -1,5 +1,7 @@
-"""An agent under test between a real Redis, real engines (fake model), and sockets of our own in
-place of scheduler and frontends."""
+"""Agent under test with a real Redis and real engines of a fake model.
+
+Sockets of the test replace the scheduler and the frontends.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +92,14 @@ def make_config(
 
 
 async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Look until it holds; TimeoutError otherwise."""
+    """Waits until the condition holds; raises TimeoutError otherwise."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
 
 
 class FakeScheduler:
-    """The cluster scheduler's socket: keeps reports, gives orders, waits for their results."""
+    """Cluster scheduler's socket: keeps reports, sends orders, waits for their results."""
 
     def __init__(self, context: zmq.asyncio.Context, config: ClusterConfig) -> None:
         self._socket = context.socket(zmq.ROUTER)
@@ -136,7 +138,7 @@ class FakeScheduler:
         return model.state if model else "absent"
 
     async def post(self, order: FromScheduler) -> int:
-        """Send it under a fresh id."""
+        """Sends the order under a fresh id, which it returns."""
         action_id = next(self._ids)
         order = msgspec.structs.replace(order, action_id=action_id)
         await self._socket.send_multipart([DEVICE.encode(), msgspec.msgpack.encode(order)])
@@ -156,7 +158,7 @@ class FakeScheduler:
         return await self.ask(EvictModel(0, name))
 
     async def ready(self) -> None:
-        """Reports come, and all engines are free."""
+        """Waits until reports arrive and all engines are free."""
         await until(lambda: self.reports and self.report.engines_free == self.report.engines_total)
 
     def close(self) -> None:
@@ -187,7 +189,7 @@ class Stream:
 
 
 class FakeFrontend:
-    """A frontend's socket, its heartbeat and its log of streams."""
+    """Frontend's socket, heartbeat and log of streams."""
 
     def __init__(
         self, context: zmq.asyncio.Context, config: ClusterConfig, queue: RequestQueue, name: str
@@ -242,13 +244,13 @@ class FakeFrontend:
         return requests
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
-        await self.tell(Cancel(list(request_ids)))
+        await self.send_message(Cancel(list(request_ids)))
 
-    async def tell(self, message: ToAgent) -> None:
+    async def send_message(self, message: ToAgent) -> None:
         await self._cancels.send(msgspec.msgpack.encode(message))
 
     async def finish(self, requests: Sequence[Request]) -> None:
-        """All of them end with exactly the tokens that the fake model has for their prompts."""
+        """Waits until all have ended; asserts that they got exactly the fake model's tokens."""
         await until(lambda: all(self.stream(r.id).ended for r in requests))
         for request in requests:
             stream = self.stream(request.id)
@@ -262,7 +264,7 @@ class FakeFrontend:
 
 
 class World:
-    """`agent` runs in this loop, its fork server and engines are processes."""
+    """Agent in this event loop, whose fork server and engines are processes."""
 
     def __init__(self, config: ClusterConfig, timing: AgentTiming) -> None:
         self.config = config
@@ -286,14 +288,14 @@ class World:
         self._running = asyncio.create_task(self.agent.run())
 
     async def stop_agent(self) -> None:
-        """Drain; raises what ended the agent."""
+        """Drains the agent; raises the error that ended it."""
         if self._running is not None and self.agent is not None:
             self.agent.stop()
             running, self._running = self._running, None
             await asyncio.wait_for(running, PATIENCE_S)
 
     async def serve(self, *models: str) -> None:
-        """Start the agent and bring these models up."""
+        """Starts the agent and activates these models."""
         self.start_agent()
         await self.scheduler.ready()
         for model in models:
@@ -302,11 +304,11 @@ class World:
             await self.queue.route(model, DEVICE)
 
     def stop_listening(self) -> None:
-        """The test reads the frontend's socket itself from now on."""
+        """Stops the frontend's receive loop, so that the test can read its socket."""
         self._listening.cancel()
 
     def agent_requests(self) -> set[str]:
-        """Ids of all that the agent knows of."""
+        """Returns the ids of all requests that the agent knows."""
         assert self.agent is not None
         table = self.agent._state.requests
         return {each.id for name in table.frontends() for each in table.of_frontend(name)}
@@ -316,7 +318,7 @@ class World:
         return kvcached.Device.open(DEVICE, namespace=self.config.namespace)
 
     def engine_pid(self, model: str) -> int:
-        """From the ledger: the process that holds the model's memory."""
+        """Returns the process that holds the model's memory, as the ledger has it."""
         report = self.scheduler.model(model)
         assert report is not None
         clients = self.device.usage().clients

@@ -23,8 +23,10 @@ class Record:
 
 
 class MemoryQueue:
-    """One device's queue, as the Lua scripts keep it. `fails`: the next call does so, before or
-    after it took effect. `meanwhile` runs while a call is under way."""
+    """One device's queue with the behaviour of the Lua scripts.
+
+    `fails`: the next call fails, before or after it took effect. `meanwhile` runs during a call.
+    """
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
@@ -88,7 +90,7 @@ class MemoryQueue:
         self._end()
 
     async def unplace(self, device: str, epoch: int, entry_ids: Collection[str]) -> None:
-        """The scheduler places the model here again at once."""
+        """Enqueues the requests again: the scheduler places the model here at once."""
         for record in self._begin():
             if not record.runs and record.entry_id in entry_ids:
                 self.put(record.request)
@@ -148,7 +150,7 @@ class OneEngine:
 
 
 class Frontend:
-    """`open`: what it has sent and not seen the end of. `again` sends a request once more."""
+    """Frontend whose requests in `open` have not ended; `again` sends a request once more."""
 
     def __init__(self, again: Callable[[str, int | None], None]) -> None:
         self.open: dict[str, Request] = {}

@@ -1,4 +1,4 @@
-"""A frontend that sends again, for agents under test."""
+"""A frontend that retries, for agents under test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tests.agent.harness import Stream, World
 
 
 class Retrying:
-    """What a frontend does: it keeps its requests and sends them again after a failure that may
-    be retried; what older attempts still say is dropped."""
+    """Frontend that sends its requests again after failures that may be retried.
+
+    Output of older attempts is dropped.
+    """
 
     def __init__(self, this: World, keeps_blame: bool = True) -> None:
         self._world = this

@@ -1,4 +1,4 @@
-"""Activations that are killed, that race, that lack room, and very many of them."""
+"""Activations that are killed, that race, that lack memory, and very many of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_model_that_does_not_fit_is_told_how_much_is_missing(agent_world
 
 
 async def test_of_two_that_race_for_the_last_room_one_wins(agent_world: World) -> None:
-    """Each fits alone, not both; five times over."""
+    """Runs five rounds with two models that fit alone but not together."""
     agent_world.start_agent()
     await agent_world.scheduler.ready()
     device = agent_world.device

@@ -1,4 +1,4 @@
-"""What is kept of activations: the trace file, and fingerprints."""
+"""Records of activations: the trace file, and fingerprints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORD = ActivationRecord("m", "host0-e1", {"reserve": 0.25, "weights": 0.5, "to
 
 
 def events(path: Path) -> list[dict[str, object]]:
-    """As a viewer reads it: the closing bracket may be missing."""
+    """Returns the events as a viewer reads them: the closing bracket may be missing."""
     loaded: list[dict[str, object]] = json.loads(path.read_text().rstrip(",\n") + "]")
     return loaded
 

@@ -1,4 +1,4 @@
-"""What a driver says beside what a ledger says."""
+"""Comparison of a driver's memory report with the ledger."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_leased_and_not_used_is_no_drift() -> None:
 
 
 def test_a_processs_clients_count_together() -> None:
-    """An engine and what it lends to loads of others: one process, two records."""
+    """Sums two records of one process: an engine, and memory that it lends to other loads."""
     both = usage(client(1, 20, 30), client(1, 5, 0, "e.links"), client(2, 0, 10, "other"))
     found = compare(both, driver(50, (1, 60), (2, 10)), ledger_pids={})
     assert (dict(found.excess_bytes), of(found)) == ({1: 5, 2: 0}, (5, 0, 0))
@@ -65,14 +65,14 @@ def test_one_that_holds_too_much_is_seen_beside_one_that_holds_less() -> None:
 
 
 def test_nobody_is_foreign_while_a_process_of_the_ledger_is_not_found() -> None:
-    """In a container: an engine's own number is known, its second rank's or a fresh one's not."""
+    """Covers containers, where the pids of second ranks and of fresh engines are not known."""
     both = usage(client(1, 20, 30), client(2, 0, 30))
     found = compare(both, driver(20, (77001, 60), (77002, 20)), ledger_pids={77001: 1})
     assert (dict(found.excess_bytes), of(found)) == ({1: 10}, (10, 0, 0))
 
 
 def test_ranks_and_links_of_the_cluster_are_not_foreign() -> None:
-    """Their engines are another device's, so that no engine here tells their numbers."""
+    """Covers engines of another device, whose pids no engine here reports."""
     all_ = usage(client(1, 20, 30), client(2, 0, 30, "e.1"), client(3, 0, 0, "e.links"))
     found = compare(all_, driver(20, (1, 50), (2, 30), (3, 4), (9, 7)), ledger_pids={1: 1})
     assert found.memory.foreign == (ForeignProcess(9, 7, "p9"),)
@@ -85,7 +85,7 @@ def test_other_processes_are_foreign_and_no_drift() -> None:
 
 
 def test_what_the_ledger_promises_must_be_there() -> None:
-    """50 of 100 are granted, so 50 may still come; the driver has 49, 50 or 51."""
+    """Grants 50 of 100, so 50 may still come; the driver has 49, 50 or 51 free."""
     for free, short in ((49, 1), (50, 0), (51, 0)):
         assert of(compare(usage(client(1, 20, 30)), driver(free, (1, 50)), ledger_pids={}))[1] == (
             short
@@ -98,7 +98,7 @@ def test_a_containers_numbers_are_translated() -> None:
 
 
 def test_numbers_of_another_namespace_make_nobody_foreign() -> None:
-    """The device's figure counts then, less what was used before any engine was there."""
+    """Uses the device's total then, less the memory used before any engine started."""
     found = compare(
         usage(client(1, 20, 30)),
         driver(60, (77001, 50)),

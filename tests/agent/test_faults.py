@@ -1,4 +1,4 @@
-"""Engines, frontends, Redis and the agent itself die, hang and come back."""
+"""Engines, frontends, Redis and the agent itself die, hang and recover."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 async def running_requests(
     this: World, count: int, max_tokens: int = 400, prompt_tokens: int = 20
 ) -> list[Request]:
-    """Requests of "a" that have got their first tokens."""
+    """Returns requests of "a" that have their first tokens."""
     requests = await this.frontend.send(
         count, "a", max_tokens=max_tokens, prompt_tokens=prompt_tokens
     )
@@ -48,7 +48,8 @@ async def running_requests(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 async def test_engine_with_four_requests(agent_world: World, how: signal.Signals) -> None:
-    """Each gets a failure that may be retried; memory and engine come back, service goes on."""
+    """Fails each with a retryable `engine_died`; memory and engine recover, and requests are
+    served."""
     await agent_world.serve("a")
     device = agent_world.device
     victims = await running_requests(agent_world, 4, max_tokens=200, prompt_tokens=300)
@@ -156,7 +157,7 @@ async def test_dead_frontend_is_dropped_and_blocks_nobody(agent_world: World) ->
 
 @pytest.mark.parametrize("loses_data", [False, True], ids=["restarts", "loses its data"])
 async def test_redis_is_away_for_a_while(short_dir: Path, namespace: str, loses_data: bool) -> None:
-    """Running ones finish meanwhile; waiting ones are served afterwards, each exactly once."""
+    """Finishes running requests meanwhile and serves waiting ones afterwards, each exactly once."""
     (short_dir / "redis").mkdir()
     with BundledRedis(short_dir / "redis") as server:
         async with world(make_config(short_dir, namespace, server.url), FAST) as this:
@@ -214,7 +215,7 @@ async def test_newer_attempt_replaces_the_one_that_runs(agent_world: World) -> N
 
 
 async def test_two_agents_never_serve_one_queue(agent_world: World) -> None:
-    """Another one took the queue (we were cut off for longer than the lease): this one ends."""
+    """Ends this agent if another one took the queue during an outage longer than the lease."""
     await agent_world.serve("a")
     victims = await running_requests(agent_world, 2)
     lost = agent_world.queue
@@ -281,7 +282,7 @@ def kv_segment_exists(this: World) -> bool:
 async def test_kv_that_nobody_came_for_goes(
     agent_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a request that was cancelled on its way, or whose engine was killed while it wrote."""
+    """Removes files of cancelled requests, and of engines that were killed while they wrote."""
     monkeypatch.setattr(kv_file, "ABANDONED_AFTER_S", 100.0)
     folder = Path(agent_world.config.moves_dir)
     left = kv_file.save(str(folder), [np.zeros((4, 4))], 1)
@@ -295,7 +296,10 @@ async def test_kv_that_nobody_came_for_goes(
 
 
 async def test_a_malformed_entry_is_moved_away_and_ends_by_name(agent_world: World) -> None:
-    """The reader goes on, and the frontend, which has the whole request, is told."""
+    """Fails with `malformed_request` at the frontend, which has the whole request.
+
+    The reader of the queue continues.
+    """
     await agent_world.serve("a")
     await agent_world.queue._run("enqueue", 2, 1000, "broken", "a", 1, b"\xc1 no request", "")
     await agent_world.frontend.finish(await agent_world.frontend.send(3))
@@ -314,7 +318,7 @@ async def test_a_request_that_kills_engines_ends_by_name_and_the_others_finish(
     monkeypatch: pytest.MonkeyPatch,
     marked: int,
 ) -> None:
-    """Of 16 on an engine one is guilty. It kills two engines, and is tried on no third."""
+    """Covers one guilty request of 16: it kills two engines and is not tried on a third."""
     made = make_config(short_dir, namespace, redis_server.url, capacity_bytes=32 << 20)
     engine = msgspec.structs.replace(made.engine, max_running=16)
     config = msgspec.structs.replace(made, engine=engine)

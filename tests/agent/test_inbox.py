@@ -1,4 +1,4 @@
-"""What the agent makes of engines' messages."""
+"""Handling of engines' messages by the agent."""
 
 from __future__ import annotations
 

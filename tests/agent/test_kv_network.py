@@ -1,4 +1,4 @@
-"""KV between agents of two machines: real sockets and files, and two addresses of this machine."""
+"""KV between agents of two machines: real sockets and files, two addresses of this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOKEN_KV_BYTES = 256  # a quantum of 4096 bytes has 16 tokens
 
 
 class Machine:
-    """What an agent there has of it. `drops`: parts that are lost on the way, by their number."""
+    """Agent's state on one machine. `drops`: numbers of parts that are lost on the way."""
 
     def __init__(self, config: ClusterConfig) -> None:
         [device] = [d.name for d in config.devices if d.name.endswith(f"@{config.node}")]
@@ -97,7 +97,7 @@ class Machine:
         return os.listdir(self.folder) if self.folder.exists() else []
 
     def saved(self, count: int = 1, seed: int = 0) -> list[Request]:
-        """Requests with KV in files."""
+        """Returns requests with KV in files."""
         made = []
         for i in range(count):
             path = kv_file.save(str(self.folder), [rows(seed + i)], 1)
@@ -147,7 +147,7 @@ async def machines(configs: list[ClusterConfig]) -> AsyncIterator[list[Machine]]
 
 
 async def sent(source: Machine, requests: list[Request]) -> list[Request]:
-    """As they go on."""
+    """Sends the requests' KV; returns the requests as they resume."""
     came: list[Request] = []
     source.kv.sender.begin(requests, THERE, came.append)
     await until(lambda: len(came) == len(requests))
@@ -189,7 +189,7 @@ async def test_a_lost_part_costs_the_file_and_what_is_behind_it(machines: list[M
 async def test_a_target_that_says_nothing_is_waited_for_once(
     machines: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies in the middle, and what waits behind is not tried."""
+    """Covers a target that dies midway; the requests queued after that are not tried."""
     monkeypatch.setattr(kv_sender, "LEAST_S", 0.3)
     monkeypatch.setattr(kv_sender, "SLACK", 0.0)
     source, target = machines
@@ -298,7 +298,7 @@ async def test_no_room_there(machines: list[Machine]) -> None:
 async def test_what_a_sender_does_not_end_goes(
     machines: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is silent; or it begins another file; or the agent ends."""
+    """Removes the files when the sender is silent or begins another file, or the agent ends."""
     source, target = machines
     names = [str(i) + NAME[1:] for i in range(3)]
     for name in names[:2]:
@@ -339,7 +339,7 @@ async def test_it_is_sent_if_the_network_carries_more_than_prefill_makes(
 async def test_a_network_that_carries_less_than_it_should_is_believed_for_a_while(
     configs: list[ClusterConfig],
 ) -> None:
-    """Of KV that came, or did not come in time. Small files say nothing."""
+    """Measures KV that arrived, or did not in time. Small files do not count."""
     now_s = [0.0]
     peers = PeerLinks(configs[0], lambda: now_s[0])
     peers.measured(THERE, MEASURED_BYTES_MIN - 1, 1e9)
@@ -368,7 +368,7 @@ async def test_what_is_sent_is_measured(
 
 
 def active(state: DeviceState, tokens_per_s: float, token_bytes: int = TOKEN_KV_BYTES) -> Any:
-    """A model whose prefills were measured to be so fast."""
+    """Returns a model with this measured speed of prefills."""
     engine = state.pool.create(0.0)
     engine.become(EngineState.ACTIVE, 0.0, "a")
     engine.activated = Activated("a", 16 * token_bytes, 16, 0, 0, 0, 16, 4)
@@ -377,7 +377,7 @@ def active(state: DeviceState, tokens_per_s: float, token_bytes: int = TOKEN_KV_
 
 
 async def test_the_simulator_decides_alike(configs: list[ClusterConfig]) -> None:
-    """Of the same model, measured speed and network."""
+    """Compares both for the same model, measured speed and network."""
     chosen = set()
     config = configs[0]
     for rate, token_bytes, speed in product((1e6, 1.25e9), (512, 131_072), (90.0, 8e3, 2e4)):

@@ -1,4 +1,4 @@
-"""The state machine of models and engines, message by message, on a clock of our own."""
+"""The state machine of models and engines, message by message, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMING, DRAIN_S = AgentTiming(revives_max=2, memory_tries=1), 10.0
 
 
 class Bench:
-    """A lifecycle with `engines` ready ones."""
+    """Lifecycle with `engines` ready engines."""
 
     def __init__(self, engines: int = 2, names: Sequence[str] = ("",)) -> None:
         self.time_s, self.effects = 0.0, Recorder()
@@ -36,7 +36,7 @@ class Bench:
         self.fill()
 
     def fill(self) -> None:
-        """Replace what is missing, as the fork servers do."""
+        """Replaces missing engines, as the fork servers do."""
         while (pool := self.state.pool).is_short:
             kind = next(filter(None, map(self.lifecycle.next_kind, reversed(pool.adapters))))
             self.lifecycle.engine_ready(pool.create(self.time_s, kind))
@@ -61,7 +61,7 @@ class Bench:
         return self.engine(model)
 
     def tick_until(self, time_s: float, heard: EngineProcess | None = None) -> None:
-        """Each second; `heard` sends messages all the while."""
+        """Ticks each second; `heard` sends messages all the while."""
         while self.time_s < time_s:
             self.time_s += 1.0
             if heard is not None:
@@ -332,8 +332,7 @@ def test_a_reused_engine_must_answer_as_a_fresh_one_did() -> None:
 
 
 def test_the_stages_of_an_activation_are_recorded() -> None:
-    """Half a second for an engine, one for memory, two inside the engine, a part of which is spent
-    on memory too."""
+    """Takes 0.5 s for an engine, 1 s for memory, 2 s inside the engine, some of it for memory."""
     bench = Bench(engines=1)
     bench.state.pool.remove(bench.serve("b").id)
     bench.state.models.hosted.clear()

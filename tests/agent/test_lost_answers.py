@@ -1,4 +1,4 @@
-"""Redis admits requests and the answer is lost: each still runs once, or is gone if unwanted."""
+"""Redis admits requests and the answer is lost: each still runs once, or ends if cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE = "host:0"
 
 
 class LossyQueue(RequestQueue):
-    """The answer to the first admission does not arrive."""
+    """Queue that loses the answer to the first admission."""
 
     lost = False
 
@@ -34,7 +34,7 @@ class LossyQueue(RequestQueue):
 
 
 class Desk:
-    """Serving with a real queue; engines are `bench.sent`."""
+    """Serving with a real queue and `bench.sent` as engines."""
 
     def __init__(self, bench: Bench, queue: LossyQueue) -> None:
         self.bench, self.queue, self.epoch = bench, queue, 0
@@ -53,7 +53,7 @@ class Desk:
         )
 
     async def replay(self) -> None:
-        """What the intake does after an outage, and where it was asked to."""
+        """Replays the queue, as the intake does after an outage and on demand."""
         entries = await self.queue.read(DEVICE, "0")
         for entry_id, waiting in entries:
             self.serving.arrived(entry_id, waiting)
@@ -116,7 +116,7 @@ async def test_nobody_wants_it_any_more(desk: Desk, who: str) -> None:
 
 
 async def test_what_left_for_another_copy_no_longer_counts_as_waiting(desk: Desk) -> None:
-    """The reader of a device that stays is woken, though no request comes."""
+    """Wakes the reader of a device that keeps the model, although no request arrives."""
     desk.queue.lost = True  # no more answers
 
     async def nothing(_: object) -> None: ...

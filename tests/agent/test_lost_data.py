@@ -1,4 +1,4 @@
-"""Redis comes back without its data, or is another server: all is answered, and once."""
+"""Redis restarts without its data, or is another server: all requests are answered once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_TOKENS = 30
 
 
 class Client:
-    """A frontend's dispatcher, and what each of its requests has got."""
+    """Frontend's dispatcher, and the output of each of its requests."""
 
     def __init__(self, dispatcher: Dispatcher, this: World) -> None:
         self._dispatcher = dispatcher
@@ -78,7 +78,7 @@ async def background(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def keep_placed(this: World) -> None:
-    """As the cluster scheduler does."""
+    """Routes the model again after each outage, as the cluster scheduler does."""
     while True:
         with suppress(QueueUnavailableError):
             if await this.queue.placement() != {"a": (DEVICE,)}:
@@ -109,7 +109,7 @@ async def emptied(server: BundledRedis) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def replaced_by_foreign(server: BundledRedis) -> AsyncIterator[None]:
-    """Another server at the address, with the marks of another cluster's start."""
+    """Puts another server at the address, with the incarnation of another cluster."""
     async with emptied(server):
         yield
     with Redis.from_url(server.url) as redis:
@@ -118,7 +118,7 @@ async def replaced_by_foreign(server: BundledRedis) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def older(server: BundledRedis) -> AsyncIterator[None]:
-    """It comes back with what it held a while ago, under the same incarnation."""
+    """Restores older data of the server, under the same incarnation."""
     files, copy = server.directory / "appendonlydir", server.directory / "older"
     shutil.copytree(files, copy)
     await asyncio.sleep(0.5)
@@ -129,7 +129,7 @@ async def older(server: BundledRedis) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def stopped(server: BundledRedis) -> AsyncIterator[None]:
-    """Connections stay, and nothing is answered."""
+    """Suspends the server: connections stay open and get no answers."""
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     yield
@@ -146,7 +146,7 @@ async def out_of_memory(server: BundledRedis) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def read_only(server: BundledRedis) -> AsyncIterator[None]:
-    """As after a failover that made it a replica."""
+    """Makes the server a replica, as a failover may."""
     with Redis.from_url(server.url) as redis:
         redis.replicaof("127.0.0.1", 1)
         yield
@@ -154,7 +154,7 @@ async def read_only(server: BundledRedis) -> AsyncIterator[None]:
 
 
 def left_over(server: BundledRedis) -> list[bytes]:
-    """What Redis has of requests."""
+    """Returns the keys of requests in Redis."""
     with Redis.from_url(server.url) as redis:
         kinds = ("open", "running:*", "admitted:*")
         found = [key for kind in kinds for key in redis.keys(f"*:{kind}")]
@@ -177,7 +177,7 @@ OUTAGES = (
 async def test_all_are_answered_once(
     short_dir: Path, outage: Callable[[BundledRedis], AbstractAsyncContextManager[None]]
 ) -> None:
-    """Those that wait when Redis goes, and those that come while it is away."""
+    """Covers requests that wait when Redis fails, and those that arrive during the outage."""
     (short_dir / "redis").mkdir()
     with BundledRedis(short_dir / "redis") as server:
         config = make_config(short_dir, short_dir.name, server.url)

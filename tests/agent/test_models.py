@@ -1,4 +1,4 @@
-"""Orders of the scheduler: activation, eviction, trim, and what happens to the requests."""
+"""Orders of the scheduler: activation, eviction, trim, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_eviction_lets_running_ones_finish_and_the_engine_serves_another(
 
 
 async def test_eviction_moves_the_waiting_ones(agent_world: World) -> None:
-    """Here the scheduler has not routed them away: the agent hands them back."""
+    """Returns waiting requests that the scheduler has not routed away."""
     await agent_world.serve("a")
     # Four run for long; eight more wait for their slots.
     requests = await agent_world.frontend.send(12, "a", max_tokens=400)
@@ -124,7 +124,7 @@ async def test_a_model_that_fails_on_a_reused_engine_gets_a_fresh_one(
 
 
 async def test_activation_takes_back_memory_that_a_cache_holds(agent_world: World) -> None:
-    """`a` fills the device with prefix cache; `b` must fit all the same."""
+    """Fits `b` although `a` has filled the device with prefix cache."""
     await agent_world.serve("a")
     device = agent_world.device
     for _ in range(40):
@@ -169,7 +169,7 @@ async def test_a_new_limit_reaches_the_engine(agent_world: World) -> None:
 
 
 async def test_two_models_against_the_devices_limit(agent_world: World) -> None:
-    """Both want more memory than there is: all finish, nothing is overcommitted."""
+    """Finishes all without overcommitment, although both want more memory than there is."""
     await agent_world.serve("a", "b")
     device, peak = agent_world.device, 0
     requests = []

@@ -1,4 +1,4 @@
-"""What stays wrong is reported once: a Redis that is away, a table that contradicts itself."""
+"""Lasting faults are logged once: a Redis outage, a request table that contradicts itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMING = AgentTiming(retry_s=0.01)
 
 
 class Tried:
-    """Serving that has something to tell Redis, and cannot."""
+    """Serving whose write to Redis fails."""
 
     epoch = 0
     lock = asyncio.Lock()
@@ -36,7 +36,7 @@ class Tried:
 
 
 class Idle:
-    """Serving that has nothing to do."""
+    """Serving without work."""
 
     epoch = 0
     lock = asyncio.Lock()

@@ -28,7 +28,7 @@ PIDS = {"cuda0-e0": 100, "cuda0-e1": 101, "cuda0-e2": 102}
 
 
 class Bench:
-    """Three engines on paper that leased 10 MiB each, a scripted driver, a clock of our own."""
+    """Three engines without processes that leased 10 MiB each, a scripted driver and clock."""
 
     def __init__(self, *, is_gpu: bool = True) -> None:
         self.time_s = 1000.0
@@ -62,7 +62,7 @@ class Bench:
         return None if self.silent else DriverMemory(200 * MIB, 100 * MIB, "nvml", named)
 
     def usage(self) -> kvcached.DeviceUsage:
-        """Each engine of the pool has leased 10 MiB."""
+        """Returns a ledger in which each engine of the pool has leased 10 MiB."""
         clients = tuple(
             kvcached.ClientUsage(e.id, e.pid, 0, 0, 10 * MIB, 0, None, 0, 0)
             for e in self.state.pool
@@ -126,7 +126,7 @@ def test_within_the_slack_nothing_happens(bench: Bench) -> None:
 
 
 def test_a_moment_beyond_it_is_forgiven(bench: Bench) -> None:
-    """As while graphs are captured, or before what was freed is seen."""
+    """Covers brief peaks, as while graphs are captured, or before freed memory is seen."""
     for _ in range(5):
         bench.hold(1, 99 * MIB)
         bench.pass_time(8)
@@ -145,7 +145,7 @@ def test_idle_engines_go_first_then_the_least_loaded(bench: Bench) -> None:
 
 
 def test_pauses_between_replacements_double_up_to_a_bound(bench: Bench) -> None:
-    """Each successor does more."""
+    """Covers engines of which each successor holds more."""
     bench.hold(0, 99 * MIB)
     for _ in range(2400):
         bench.pass_time(1)
@@ -161,7 +161,7 @@ def test_pauses_between_replacements_double_up_to_a_bound(bench: Bench) -> None:
 def test_what_a_fresh_engine_does_too_is_borne_and_named(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each engine holds too much for as long as it is idle after a model."""
+    """Covers engines that hold too much for as long as they are idle after a model."""
     bench.hold(0, 50 * MIB)
     for _ in range(2000):
         bench.pass_time(5)
@@ -214,7 +214,7 @@ def test_engines_that_change_are_not_judged(bench: Bench, state: EngineState) ->
 
 
 def test_without_a_driver_that_tells_the_engines_own_word_counts(bench: Bench) -> None:
-    """Torch did not give back what it had reserved for a model that is gone."""
+    """Covers torch memory that is still reserved for a model that is gone."""
     bench.silent = True
     bench.engine(1).outside = OutsideMemory(
         leased_bytes=10 * MIB, context_bytes=10 * MIB, torch_bytes=SLACK + 1
@@ -225,7 +225,7 @@ def test_without_a_driver_that_tells_the_engines_own_word_counts(bench: Bench) -
 
 
 def test_a_rank_elsewhere_that_holds_too_much_replaces_the_engine(bench: Bench) -> None:
-    """The driver of this device sees rank 0 alone, which is in order."""
+    """Covers a rank that this device's driver does not see: it sees rank 0 alone."""
     bench.engine(1).outside = OutsideMemory(
         leased_bytes=10 * MIB, context_bytes=10 * MIB, other_bytes=SLACK + 1, source="process"
     )
@@ -262,7 +262,7 @@ def test_a_driver_that_refuses_is_told_of_once(
 async def test_a_driver_that_blocks_keeps_nobody_waiting(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is asked once at a time."""
+    """Asks it in another thread, once at a time."""
     asked, answer, done = [], threading.Event(), asyncio.Event()
     loop, ask, take = asyncio.get_running_loop(), bench.driver_memory, bench.watch.take
 

@@ -42,7 +42,7 @@ def test_idle_memory_is_the_engines_own(bench: Bench) -> None:
 
 
 def test_what_was_submitted_counts_until_a_status_shows_it(bench: Bench) -> None:
-    """12 quanta on their way to "a": its own ten, and two of the room that "b" sees as well."""
+    """Submits 12 quanta to "a": its own ten, and two of the room that "b" sees as well."""
     run = bench.run("a", need_tokens=12 * QUANTUM_TOKENS)
     assert bench.quanta("a") == (0, 78)
     assert bench.quanta("b") == (10, 78)
@@ -93,7 +93,7 @@ def test_a_limit_bounds_the_shared_part(bench: Bench) -> None:
 
 
 def test_what_was_submitted_counts_against_a_limit(bench: Bench) -> None:
-    """13 quanta on their way, ten of them guaranteed: two of the limit's fifteen are left."""
+    """Submits 13 quanta, ten of them guaranteed: two of the limit's fifteen are left."""
     bench.clients["a"].set_limit(15 * QUANTUM)
     bench.run("a", need_tokens=13 * QUANTUM_TOKENS)
     assert bench.quanta("a") == (0, 2)

@@ -1,5 +1,4 @@
-"""Weights go from one machine's store to another's, over real sockets; or else they come from
-disk."""
+"""Weights are copied from another machine's store over real sockets, or else read from disk."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def save(folder: Path, seed: int = 0) -> None:
 
 @dataclass
 class Machine:
-    """One of two: its own files, its own store."""
+    """Machine with its own files and store."""
 
     config: ClusterConfig
     spec: ModelSpec
@@ -62,7 +61,7 @@ class Machine:
         return self.peers.fetch(self.spec, lambda c: [WeightKey(c, f, "f32") for f in forms])
 
     def check_right(self) -> None:
-        """Its store has the files' own tensors, as they are on its disk."""
+        """Asserts that the store has the tensors of this machine's files."""
         wanted = self.checkpoint.tensors
         with self.store.get_checkpoint(self.spec.path) as stored:
             assert set(stored.specs) == set(wanted)
@@ -104,7 +103,7 @@ def pair(tmp_path: Path, short_dir: Path, namespace: str) -> Iterator[Pair]:
 
 
 def await_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes nothing from a peer, within a bound, and is right."""
+    """Asserts that the machine gets nothing from a peer, in bounded time, and reads its disk."""
     monkeypatch.setattr(peer_weights, "STALL_S", 1.0)
     assert machine.fetch() == ""
     assert machine.disk_bytes == 0
@@ -170,7 +169,7 @@ def test_damaged_bytes_are_not_kept(pair: Pair, monkeypatch: pytest.MonkeyPatch)
 def test_what_goes_on_the_way_leaves_the_disk(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
-    """The peer's store has lost it since it said what it has."""
+    """Covers a peer whose store lost the weights after it had offered them."""
     pair.a.store.get_checkpoint(pair.a.spec.path).close()
     answer, asked = pair.server._answer, list[AskPart]()
 
@@ -188,7 +187,7 @@ def test_what_goes_on_the_way_leaves_the_disk(
 
 
 def test_a_peer_that_dies_leaves_the_disk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of it; and it is not asked again soon."""
+    """Covers a death midway; the peer is not asked again soon."""
     pair.a.store.get_checkpoint(pair.a.spec.path).close()
     answer, parts = pair.server._answer, list[AskPart]()
 

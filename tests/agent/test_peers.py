@@ -25,7 +25,7 @@ PEER = "host:1"
 async def pair_of(
     redis_server: BundledRedis, short_dir: Path, namespace: str
 ) -> AsyncIterator[World]:
-    """Model a is spread over this device and one that no agent is on."""
+    """Yields a world whose model a spans this device and one without an agent."""
     config = make_config(short_dir, namespace, redis_server.url)
     [device], [a, *rest] = config.devices, config.models
     config = msgspec.structs.replace(
@@ -75,7 +75,7 @@ def report_of(this: World, name: str) -> ModelReport:
 async def test_models_on_one_and_on_two_devices_take_turns(
     pair: World, peer: kvcached.Device
 ) -> None:
-    """Both engines become what is needed, there and back, and the pool keeps its size."""
+    """Switches both engines back and forth; the pool keeps its size."""
     for _ in range(2):
         assert (await activate_pair(pair)).ok
         engine, spec = report_of(pair, "a").engine_id, pair.config.model("a")
@@ -139,7 +139,7 @@ async def test_a_peer_without_room_fails_the_activation_with_what_is_missing(
 async def test_a_full_peer_holds_requests_back_until_it_has_room(
     pair: World, peer: kvcached.Device
 ) -> None:
-    """More than its guaranteed room is needed, and another one has what the peer has left."""
+    """Needs more than the guaranteed room, while another client holds the rest of the peer."""
     assert (await activate_pair(pair)).ok
     with peer.client("thief") as thief:
         free_bytes = peer.usage().free_bytes // peer.page_bytes * peer.page_bytes
@@ -159,7 +159,7 @@ async def test_one_rank_killed_in_a_stage_it_comes_up_on_both(
     namespace: str,
     stage: str,
 ) -> None:
-    """Whichever rank is first dies; the other ends with it, and nothing of either stays."""
+    """Kills the first rank to get there; the other ends with it, and nothing of either remains."""
     once = short_dir / "died"
     monkeypatch.setenv("PRISM_FAULT_STAGE", stage)
     monkeypatch.setenv("PRISM_FAULT_ONCE", str(once))

@@ -1,4 +1,4 @@
-"""Hints of the cluster scheduler: read once, in line, and every one answered."""
+"""Prefetch hints of the cluster scheduler are read once, in order, and all answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved_model(directory: Path, name: str, elements: int = 1 << 16) -> ModelSpe
 
 
 class Line:
-    """A prefetcher with a store of its own, and what it answered."""
+    """Prefetcher with a separate store, and its answers."""
 
     def __init__(self, directory: Path, with_store: bool = True) -> None:
         self.store = WeightStore.open(directory / "store") if with_store else None
@@ -120,7 +120,7 @@ def test_stopping_leaves_nothing_half_read(tmp_path: Path) -> None:
 async def test_an_agent_obeys_a_hint(
     redis_server: BundledRedis, short_dir: Path, namespace: str, tmp_path: Path
 ) -> None:
-    """While its models serve; the store is the one that its engines share."""
+    """Prefetches while its models serve, into the store that its engines share."""
     config = make_config(short_dir, namespace, redis_server.url)
     engine = msgspec.structs.replace(config.engine, weight_store=str(tmp_path / "store"))
     config = msgspec.structs.replace(config, engine=engine)

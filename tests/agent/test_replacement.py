@@ -1,4 +1,4 @@
-"""Engines make way: free ones that do not suit a model, and those that must not go on."""
+"""Engines are replaced: free ones that do not suit a model, and those that must not continue."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_pool_has_engines_of_each_adapter_and_more_of_one_that_models_wait_for
 
 
 def test_a_used_engine_makes_way_for_a_fresh_one() -> None:
-    """A model failed its self-check, and the fresh engine that came for it was taken meanwhile."""
+    """Covers a failed self-check whose fresh engine was taken by another model meanwhile."""
     bench = Bench(1)
     used = bench.serve("a")
     bench.lifecycle.evict(EvictModel(1, "a"))
@@ -82,7 +82,7 @@ def test_an_idle_engine_is_replaced_at_once() -> None:
 
 
 def test_a_models_requests_leave_an_engine_before_it_is_replaced() -> None:
-    """They stop where they are, and the model comes up on another engine without an order."""
+    """Stops the requests where they are; the model is activated elsewhere without an order."""
     bench = Bench(1)
     engine = bench.serve("a")
     bench.effects.load[engine.id] = 2

@@ -1,5 +1,7 @@
-"""The table of requests under random events, with a queue that fails and answers late: nothing
-runs twice, nothing is lost, and the table never contradicts itself."""
+"""The table of requests under random events, with a queue that fails and answers late.
+
+No request runs twice or is lost, and the table never contradicts itself.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ class RequestsMachine(RuleBasedStateMachine):
                 self.restore()
 
     def leave(self, run: Request) -> None:
-        """Its model moves to another machine, where it goes on when its KV is there."""
+        """Moves the request's model to another machine, where it resumes when its KV is there."""
         hosted = self.state.models.hosted["a"]
         hosted.kv_target = "host:0@b"
         tracked = self.table.get(run.id)
@@ -163,7 +165,7 @@ class RequestsMachine(RuleBasedStateMachine):
         return {record.entry_id for record in found}
 
     def hand_over(self) -> None:
-        """The engine does as it was told: what runs goes back to the queue, output and all."""
+        """Returns what runs to the queue, output included, as the engine was ordered to."""
         assert self.engine.exporting
         self.engine.exporting = False
         requests = []
@@ -176,13 +178,13 @@ class RequestsMachine(RuleBasedStateMachine):
         self.serving.moved(self.engine_id, requests)
 
     def lose_data(self) -> None:
-        """Redis is empty; the agent, which finds its epoch gone, tells it again what runs."""
+        """Empties Redis; the agent finds its epoch gone and writes again what runs."""
         self.queue.records.clear()
         self.table.register()
         self.serving.replayed(())
 
     def restore(self) -> None:
-        """The frontend sends again what it has open."""
+        """Sends the frontend's open requests again."""
         for each in list(self.frontend.open.values()):
             self.queue.enqueue(each)
 
@@ -232,7 +234,7 @@ class RequestsMachine(RuleBasedStateMachine):
         assert len(running) == 1 or not any(each.is_on_trial for each in running)
 
     def teardown(self) -> None:
-        """Everything that is open ends, and Redis knows of nothing any more."""
+        """Ends all open requests; Redis has none afterwards."""
         self.restore()
         while self.leaving:
             self.go_on(self.leaving.pop())
@@ -249,7 +251,7 @@ class RequestsMachine(RuleBasedStateMachine):
 
 
 def finished(turn: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end: the queue's calls suspend nothing."""
+    """Runs the coroutine to its end: the queue's calls suspend nothing."""
     with suppress(StopIteration):
         turn.send(None)
         raise AssertionError("it waits for something")
@@ -260,7 +262,7 @@ TestRequests.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 def started(*events: Event) -> RequestsMachine:
-    """Request "1" runs; then these happen."""
+    """Returns a machine in which request "1" runs, after these events."""
     machine = RequestsMachine()
     for event in (("send", 0), ("read", 0)):
         machine.do(event)
@@ -272,8 +274,10 @@ def started(*events: Event) -> RequestsMachine:
 
 
 def test_an_end_that_redis_does_not_know_of_holds_the_next_attempt_back() -> None:
-    """The first attempt ends, and the second comes, while Redis is told of something else: the
-    acknowledgement of the first must not reach Redis while the second runs."""
+    """Ends the first attempt, and starts the second, during another call to Redis.
+
+    The acknowledgement of the first must not reach Redis while the second runs.
+    """
     machine = started(("send", 1), ("read", 0), ("cancel", 1))
     machine.turn(meanwhile=[[("output", 0), ("retry", 0), ("read", 0)]])
     assert machine.engine.runs == {}
@@ -295,7 +299,7 @@ def test_a_newer_attempt_needs_no_acknowledgement_of_the_older() -> None:
 
 
 def test_a_cancelled_retry_leaves_redis_too() -> None:
-    """The frontend could not take it out of the queue itself."""
+    """Covers a frontend that could not take it out of the queue itself."""
     machine = started(("retry", 0), ("read", 0), ("cancel", 0), ("output", 0))
     for _ in range(3):
         machine.do(("read", 0))
@@ -306,7 +310,7 @@ def test_a_cancelled_retry_leaves_redis_too() -> None:
 
 
 def test_what_leaves_runs_for_redis_until_its_kv_is_there() -> None:
-    """Its engine may die meanwhile, or serve another model: nobody is told of a failure."""
+    """Reports no failure if its engine dies meanwhile or serves another model."""
     machine = started(("leave", 0), ("engine lost", 0), ("read", 0))
     machine.turn()
     assert machine.queue.records["1"].runs

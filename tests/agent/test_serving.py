@@ -1,4 +1,4 @@
-"""Requests through a whole agent."""
+"""Requests through a complete agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frontends that show no life: suspended, cut off, or unable to write to Redis."""
+"""Frontends without heartbeats: suspended, cut off, or unable to write to Redis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.agent.harness import FakeFrontend, World, until
 
 
 async def test_a_silent_frontend_is_told_what_was_stopped(agent_world: World) -> None:
-    """It may wake up. What waits and what runs: four at a time."""
+    """Covers waiting and running requests (four at a time); the frontend may resume."""
     await agent_world.serve("a")
     this = FakeFrontend(agent_world.context, agent_world.config, agent_world.queue, "f1")
     hearing = asyncio.create_task(this.run())
@@ -28,8 +28,10 @@ async def test_a_silent_frontend_is_told_what_was_stopped(agent_world: World) ->
 
 
 async def test_what_a_dead_frontend_left_goes_at_once(agent_world: World) -> None:
-    """Its heartbeat goes on, so it is the launcher's word that counts: for what runs, what waits
-    here, what waits for a place, and what comes out of the queue after it."""
+    """Uses the launcher's message, since the heartbeat continues.
+
+    Covers requests that run, wait here, wait for a place, and leave the queue afterwards.
+    """
     await agent_world.serve("a")
     this = FakeFrontend(agent_world.context, agent_world.config, agent_world.queue, "f1.1")
     beating = asyncio.create_task(this.beat())
@@ -38,7 +40,7 @@ async def test_what_a_dead_frontend_left_goes_at_once(agent_world: World) -> Non
     stays = agent_world.frontend
     others = [*await stays.send(1, "a"), *await stays.send(1, "b")]
     await until(lambda: (model := agent_world.scheduler.model("a")) and model.waiting)
-    await this.tell(FrontendGone("f1.1"))
+    await this.send_message(FrontendGone("f1.1"))
     await stays.finish(others[:1])
     await until(lambda: not agent_world.agent_requests())
     while await agent_world.queue.unplaced_counts() != {"b": 1}:

@@ -1,4 +1,4 @@
-"""Everything goes wrong in a random order; every request still ends with exactly its tokens."""
+"""Random faults in random order; every request still ends with exactly its tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def restart_redis(_: World, server: BundledRedis, rng: random.Random) -> N
 
 
 async def move(this: World, _: BundledRedis, rng: random.Random) -> None:
-    """Away and back, as the cluster scheduler would."""
+    """Evicts a model and activates it again, as the cluster scheduler would."""
     model = rng.choice(MODELS)
     await this.queue.route(model)
     await this.scheduler.evict(model)
@@ -55,7 +55,7 @@ async def test_storm(short_dir: Path, namespace: str, seed: int) -> None:
         async with world(make_config(short_dir, namespace, server.url), timing) as this:
             await this.serve(*MODELS)
             this.stop_listening()
-            frontend = Retrying(this, keeps_blame=False)  # kills from outside blame nobody
+            frontend = Retrying(this, keeps_blame=False)  # external kills blame no request
             receiver = asyncio.create_task(frontend.receive())
             for _ in range(12):
                 for _ in range(4):

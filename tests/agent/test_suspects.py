@@ -10,7 +10,7 @@ from tests.agent.test_requests import RequestsMachine, started
 
 
 def test_suspects_run_one_at_a_time_and_the_guilty_one_ends() -> None:
-    """Both died with their engine. The first to be tried outlives it; the second one does not."""
+    """Tries both, which died with their engine: the engine survives the first, not the second."""
     machine = started(("send", 1), ("read", 0))
     machine.turn()
     assert sorted(machine.engine.runs) == ["1", "2"]
@@ -33,7 +33,7 @@ def one_token(machine: RequestsMachine, request_id: str, attempt: int) -> None:
 
 
 def give_way(machine: RequestsMachine) -> None:
-    """What runs makes way for a suspect that waits."""
+    """Preempts what runs in favour of a suspect that waits."""
     machine.turn()
     machine.hand_over()
     machine.turn()
@@ -42,7 +42,7 @@ def give_way(machine: RequestsMachine) -> None:
 
 
 def test_a_cleared_suspect_is_on_no_engine_on_which_another_is_tried() -> None:
-    """It may have killed the first engine all the same, and would kill the second one now."""
+    """Excludes it, because it may have killed the first engine and would kill the second."""
     machine = started(("send", 1), ("read", 0))
     machine.turn()
     machine.do(("engine lost", 0))
@@ -118,7 +118,7 @@ def test_a_death_that_has_another_cause_makes_no_suspects() -> None:
 
 
 def test_no_verdict_is_spoken_over_two() -> None:
-    """However the second one came to run beside the suspect."""
+    """Covers a second request that ran with the suspect, for whatever reason."""
     machine = started(("send", 1), ("read", 0))
     machine.turn()
     suspect = machine.table.get("1")
@@ -130,7 +130,7 @@ def test_no_verdict_is_spoken_over_two() -> None:
 
 
 def test_only_a_death_that_made_suspects_is_taken_back() -> None:
-    """A request kills an engine; a replacement has its own cause; then the request is tried."""
+    """Covers a death by a request, a replacement for another reason, and the request's trial."""
     bench = Bench()
     bench.serve("a")
     for n, (by_request, blames) in enumerate([(True, False), (False, False), (True, True)]):

@@ -13,7 +13,7 @@ from prism.errors import ConfigError
 
 
 def bomb(first: str, level: str) -> str:
-    """Each of 40 levels holds ten of the one before."""
+    """Returns 40 levels of aliases, each with ten of the level before."""
     levels = (f"a{n}: &a{n} {level % ', '.join([f'*a{n - 1}'] * 10)}\n" for n in range(1, 41))
     return f"a0: &a0 {first}\n" + "".join(levels)
 

@@ -1,4 +1,4 @@
-"""Which models make vectors: by their files, by the YAML, and the one line of each mistake."""
+"""Embedding models by their files and by the YAML, and the one-line error of each mistake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True, "pooling
 
 
 def make_embedding_model(path: Path, pooling: object = LAST, *more: str, **config: Any) -> Path:
-    """As sentence-transformers lays it out."""
+    """Writes a model in the layout of sentence-transformers."""
     make_model(path, **config)
     kinds = ["Transformer", "Pooling", *(more or ("Normalize",))]
     modules = [

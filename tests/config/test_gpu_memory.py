@@ -1,4 +1,4 @@
-"""What fits on a GPU: contexts of idle engines, an engine's share, weights and KV."""
+"""Memory of a GPU: contexts of idle engines, an engine's share, weights and KV."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_capacity_it_names_is_enough(folder: Path) -> None:
 
 
 def test_too_small_a_static_names_one_that_would_do(folder: Path) -> None:
-    """The wide model's ranks need NCCL."""
+    """Includes NCCL, which the wide model's ranks need."""
     with pytest.raises(ConfigError) as caught:
         loaded(folder, static="700MiB")
     assert str(caught.value).endswith(

@@ -1,4 +1,4 @@
-"""engine.kv_layout: which arrangement each model gets, and what memory it then needs."""
+"""engine.kv_layout: the arrangement of each model's KV, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.frontend.tiny_model import make_model
 
 
 def loaded(folder: Path, kv_layout: str | None, **device: Any) -> ClusterConfig:
-    """Four copies of one tiny model; "d" is pinned to a device of its own."""
+    """Returns a configuration with four copies of a tiny model; "d" has a device for itself."""
     for name in "abcd":
         make_model(folder / name)
     wide = {"name": "host:0", "capacity": "64MiB", "page": "64KiB", **device}

@@ -1,4 +1,4 @@
-"""The YAML: what it becomes, and the one line that each mistake gets."""
+"""The YAML: the configuration that it gives, and the one-line error of each mistake."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(folder: Path, data: object) -> Path:
 
 
 def test_bounds_of_copies_follow_the_devices(folder: Path) -> None:
-    """By default as many as there are devices; a model with a device of its own has one place."""
+    """Defaults to the number of devices, or to one for a model that has a device for itself."""
     data = copy.deepcopy(GOOD)
     a, b = load(written(folder, data)).models
     assert [(m.replicas_min, m.replicas_max) for m in (a, b)] == [(1, 2), (1, 1)]

@@ -1,4 +1,4 @@
-"""LoRA adapters and aliases in the YAML: what they become, and the one line of each mistake."""
+"""LoRA adapters and aliases in the YAML, and the one-line error of each mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Edit = Callable[[dict[str, Any], Path], object]
 
 
 def make_adapter(folder: Path, rank: int, *modules: str) -> Path:
-    """Of zeros."""
+    """Writes an adapter of zeros."""
     folder.mkdir()
     tensors = {}
     for module in modules:

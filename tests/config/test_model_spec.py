@@ -22,7 +22,7 @@ def geometry(files: ModelFiles) -> tuple[int, int, int, int]:
 
 
 def model(directory: Path, **config: Any) -> Path:
-    """A model directory with exactly this config.json."""
+    """Writes a model directory with exactly this config.json."""
     make_model(directory)
     (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -1,4 +1,4 @@
-"""Several machines in one YAML: names, addresses, and mistakes that are named."""
+"""Several machines in one YAML: names, addresses, and the error of each mistake."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
-    """TEST-NET-1: no machine has it."""
+    """Uses TEST-NET-1, which no machine has."""
     config = loaded(tmp_path, "n0", nodes=nodes({"address": "192.0.2.1"}))
     with pytest.raises(ConfigError, match=r"n0 cannot listen on 192.0.2.1 port 7300"):
         check_ports(config)
@@ -210,7 +210,7 @@ def test_nodes_compare_what_they_must_have_in_common(tmp_path: Path) -> None:
 
 
 def test_policies_see_machines(tmp_path: Path) -> None:
-    """TP stays within what `GpuView.node` says, which tells machines apart."""
+    """Sets `GpuView.node` to the machine, within which TP stays."""
     views = [
         GpuView(d.name, d.models_bytes, engines_total=1, node=d.node)
         for d in loaded(tmp_path).devices

@@ -1,4 +1,4 @@
-"""The references of both YAMLs are what their classes say, and every field has a note."""
+"""The references of both YAMLs match their classes, and every field has a note."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = ROOT / "scripts" / "config_reference.py"
 
 
 def test_the_reference_is_current() -> None:
-    """If not: python scripts/config_reference.py, and commit what it writes."""
+    """Fails if it is stale: run python scripts/config_reference.py and commit its output."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False
     )

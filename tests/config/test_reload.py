@@ -1,4 +1,4 @@
-"""What another YAML may change of a cluster that runs."""
+"""Changes of a running cluster's configuration by another YAML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUNNING = ClusterConfig(
     preloaded=True,
     port=8123,
 )
-# As `load` gives it: nothing of the run is known, and nothing was measured.
+# Result of `load`, without the state and the measurements of a run.
 LOADED = replace(
     RUNNING,
     namespace="",
@@ -61,7 +61,7 @@ def test_the_same_file_changes_nothing() -> None:
 
 
 def test_models_come_and_go_and_come_back() -> None:
-    """One that leaves is kept from nothing else; one that is back is what it was."""
+    """Clears the bounds of a leaving model; one that returns before it is gone keeps its path."""
     pinned = replace(RUNNING, models=[spec("a"), spec("b", never_evict=True, replicas_min=2)])
     after = reloaded(pinned, replace(LOADED, models=[spec("c"), spec("a")]), [])
     assert [m.name for m in after.models] == ["c", "a"]
@@ -162,7 +162,7 @@ def test_processes_take_a_newer_file_and_no_other(
     assert file.newer() == file.config == newer
     path.unlink()
     assert file.newer() is None
-    write_resolved(RUNNING, path)  # one that was made again, of before
+    write_resolved(RUNNING, path)  # an older revision, written again
     assert file.newer() is None
     path.write_bytes(msgspec.json.encode({"nothing": "of it"}))
     assert file.newer() is None
@@ -177,7 +177,7 @@ def several(*names: str, **more: Any) -> ClusterConfig:
 
 
 def test_machines_come_and_go() -> None:
-    """What was measured here stays."""
+    """Keeps the measurements of this machine."""
     running = several("1", "2", node="1", run_dir="/run/1")
     running.devices[0] = replace(running.devices[0], idle_bytes=7)
     after = reloaded(running, several("1", "2", "3", node="1"), [])

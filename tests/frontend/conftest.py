@@ -81,7 +81,7 @@ def make_config(url: str, namespace: str, run_dir: Path, **frontend: float) -> C
 
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """Serve `app` on a free port; yields its URL."""
+    """Serves `app` on a free port and yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = UvicornServer(uvicorn.Config(app, log_config=None, lifespan="off"))
     async with app.router.lifespan_context(app):
@@ -114,7 +114,7 @@ async def stack(
 
 @pytest.fixture(scope="module")
 def parser_modules() -> Iterator[None]:
-    """The parsers' stand-ins must not meet another test's SGLang."""
+    """Drops the parsers' stand-ins from sys.modules: other tests import the real SGLang."""
     before = dict(sys.modules)
     yield
     for name in set(sys.modules) - set(before):

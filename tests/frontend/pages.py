@@ -1,4 +1,4 @@
-"""A status to look at: two devices, models in all states, one with a hostile name."""
+"""Example status of a cluster: two devices, models in all states, one with a hostile name."""
 
 from __future__ import annotations
 

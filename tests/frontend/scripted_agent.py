@@ -94,13 +94,13 @@ class ScriptedAgent:
 
 
 async def while_redis_lives(work: Coroutine[Any, Any, None]) -> None:
-    """Tests stop Redis under an agent; what it did then ends in silence."""
+    """Runs `work` and ignores that a test has stopped Redis meanwhile."""
     with suppress(QueueUnavailableError):
         await work
 
 
 async def silent(request: Request) -> AsyncIterator[Chunk | Failure]:
-    """Never answers."""
+    """Sends nothing."""
     await asyncio.Event().wait()
     yield died(request)
 
@@ -110,7 +110,7 @@ def tokens(request: Request, first: int, ids: list[int], finish_reason: str | No
 
 
 def rest(request: Request, ids: list[int]) -> Chunk:
-    """What an engine still owes: `ids` behind the output that came with the request."""
+    """Returns the chunk with the rest of `ids` after the output that came with the request."""
     first = len(request.resume.output_ids) if request.resume else 0
     return tokens(request, first, ids[first:], "stop")
 
@@ -120,7 +120,7 @@ def died(request: Request, retryable: bool = True) -> Failure:
 
 
 def answering(ids: list[int], finish_reason: str = "stop", step: int = 1) -> Script:
-    """Sends `ids`, `step` at a time, at most max_tokens."""
+    """Returns a script that sends `ids`, `step` at a time, at most max_tokens."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         room = request.sampling.max_tokens

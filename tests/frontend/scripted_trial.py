@@ -1,4 +1,4 @@
-"""A process that stands where grammars are tried: what it does is the grammar's text."""
+"""Stand-in for the process that tries grammars: a grammar's text selects the behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ for tried, line in enumerate(sys.stdin, 1):
         signal.setitimer(signal.ITIMER_REAL, asked["cpu_s_max"])
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGPROF))
         time.sleep(600)
-    # Beside another grammar than the one that every process begins with.
+    # "dies late": after another grammar in addition to the one that every process begins with.
     if text == "dies" or (text == "dies late" and tried > 2):
         os._exit(1)
     named = os.environ.get("PRISM_PARENT_PID") == str(os.getppid())

@@ -26,7 +26,7 @@ TURNS_MAX = 1000
 
 
 async def arrival(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the request's `arrived_s`, if its protocol says that."""
+    """Answers with the request's `arrived_s` if its protocol has one."""
     said = str(scope["state"].get("arrived_s", 1.0)).encode().rjust(20)
     headers = [(b"content-length", b"20")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -67,7 +67,7 @@ def opened(kind: str, folder: Path) -> socket.socket:
 
 
 async def turns_until(done: Callable[[], bool]) -> int:
-    """Turns of the event loop."""
+    """Returns the number of turns of the event loop until `done`."""
     for turn in range(TURNS_MAX):
         if done():
             return turn
@@ -83,7 +83,7 @@ async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> f
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_a_burst_takes_few_turns(kind: str, short_dir: Path) -> None:
-    """uvloop's own server takes a turn for each connection."""
+    """Accepts several connections in each turn, where uvloop's own server accepts one."""
     count = 4 * ACCEPTED_PER_TURN
 
     async def burst() -> None:
@@ -104,7 +104,7 @@ def test_a_burst_takes_few_turns(kind: str, short_dir: Path) -> None:
 
 
 def test_frontends_that_share_a_listener_share_a_burst() -> None:
-    """In each turn a frontend takes a part; what is left is the others' as well."""
+    """Frontends accept a part of the burst in each turn and leave the rest to the others."""
 
     async def burst() -> None:
         listener = opened("tcp", Path())
@@ -121,7 +121,7 @@ def test_frontends_that_share_a_listener_share_a_burst() -> None:
 
 
 class FailingListener(socket.socket):
-    """Its first accepts fail with `errors`."""
+    """Listener whose first accepts fail with `errors`."""
 
     errors: list[int]
     accepts = 0
@@ -134,7 +134,7 @@ class FailingListener(socket.socket):
 
 
 def test_a_lack_of_descriptors_leaves_clients_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once, and the loop does not spin; a client that went away is passed over."""
+    """Warns once and does not spin; skips a connection that its client has closed."""
 
     async def lack() -> None:
         listener = FailingListener(fileno=opened("tcp", Path()).detach())
@@ -153,7 +153,7 @@ def test_a_lack_of_descriptors_leaves_clients_waiting(caplog: pytest.LogCaptureF
 
 
 def test_a_server_that_leaves_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its successor on the same socket does; what it has accepted it serves."""
+    """Serves the connections that it accepted; its successor on the socket accepts the others."""
 
     async def replaced() -> None:
         listener = opened("tcp", Path())
@@ -176,7 +176,7 @@ def test_a_server_that_leaves_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tls(tmp_path: Path) -> None:
-    """A client that breaks its handshake off, or speaks no TLS, disturbs nobody."""
+    """Clients that abort the handshake or do not use TLS do not delay others."""
     certificate, key = make_certificate(tmp_path, "-nodes")
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False

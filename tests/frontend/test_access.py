@@ -1,4 +1,4 @@
-"""API keys: who gets in, to which models, and how often."""
+"""API keys: access, allowed models, and rates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_what_each_key_may(guarded: Stack) -> None:
     page = await guarded.client.get("/dashboard/", auth=("anybody", ROOT))
     assert page.status_code == 200
     assert (await guarded.client.get("/dashboard/", auth=("root", ROOT + "x"))).status_code == 401
-    # A browser would send the password for a page of anybody's.
+    # A browser would send the password for another site's page, too.
     asked = {"model": "base", "prompt": "x"}
     posted = await guarded.client.post("/v1/completions", json=asked, auth=("root", ROOT))
     assert posted.status_code == 401
@@ -96,7 +96,7 @@ async def test_what_each_key_may(guarded: Stack) -> None:
 
 
 async def test_clients_of_two_keys_may_count_alike(guarded: Stack) -> None:
-    """Neither gets the other's answer, nor what an Idempotency-Key says of another body."""
+    """Answers and bodies under an Idempotency-Key are separate for each API key."""
     answers = []
     for key, prompt in ((ALL, "hello"), (ONE, "hello"), (ROOT, "bye"), (ONE, "hello")):
         headers = {**bearer(key), "Idempotency-Key": "1"}
@@ -121,7 +121,7 @@ async def test_rates_say_when_to_try_again(guarded: Stack) -> None:
 async def test_what_is_refused_costs_nothing(
     redis_server: BundledRedis, namespace: str, short_dir: Path
 ) -> None:
-    """Neither of a key's rate, nor in the counters."""
+    """Counts rejected requests neither against a key's rate nor in its token counters."""
     config = make_config(redis_server.url, namespace, short_dir, max_open_requests=1)
     async with stack_of(msgspec.structs.replace(config, keys=KEYS)) as stack:
         first = asyncio.create_task(ask(stack, ALL))
@@ -157,7 +157,7 @@ async def test_a_key_with_a_rate_waits_for_redis(namespace: str, short_dir: Path
 
 
 async def test_rates_hold_for_all_frontends(redis_server: BundledRedis, namespace: str) -> None:
-    """Two connections of their own; tokens are owed after the answer."""
+    """Shares rates between connections; output tokens are charged after the answer."""
     one, two = (RequestQueue.connect(redis_server.url, namespace) for _ in range(2))
     try:
         waits = await asyncio.gather(*(q.take_rate("k", 6, 0, 5) for q in (one, two) * 6))

@@ -20,14 +20,17 @@ from tests.frontend.test_accepting import GET, asked, opened, run, server_of, tu
 
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock of `connections` that shows the last of these."""
+    """Returns the readings of the clock of `connections`, which shows the last one."""
     shown = [1.0]
     monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: shown[-1]))
     return shown
 
 
 def test_a_request_counts_from_its_accept(ticks: list[float]) -> None:
-    """A loop that comes to it late does not hide that. A later one counts from its first byte."""
+    """Counts from the accept even if the event loop reads late.
+
+    The next request on the connection counts from its first byte.
+    """
 
     async def ask() -> None:
         listener = opened("tcp", Path())
@@ -49,7 +52,7 @@ def test_a_request_counts_from_its_accept(ticks: list[float]) -> None:
 
 
 def test_a_connection_without_a_request_does_not_count(ticks: list[float]) -> None:
-    """Clients open some ahead of need."""
+    """Clients may open connections before they need them."""
 
     async def ask() -> None:
         listener = opened("tcp", Path())
@@ -68,7 +71,7 @@ def test_a_connection_without_a_request_does_not_count(ticks: list[float]) -> No
 def test_deadlines_and_ttft_count_from_the_arrival(
     redis_server: BundledRedis, namespace: str, short_dir: Path, ticks: list[float]
 ) -> None:
-    """Also while the body is on its way."""
+    """Includes the time in which the body arrives."""
     config = make_config(redis_server.url, namespace, short_dir)
     ticks.append(time.monotonic() - 100)
     body = b'{"model": "base", "prompt": "x", "return_slo": true}'

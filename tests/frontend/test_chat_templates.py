@@ -20,7 +20,7 @@ from tests.frontend.tiny_model import make_model
 FOLDER = Path(__file__).parent / "templates"
 TEMPLATES = sorted(file.stem for file in FOLDER.glob("*.jinja"))
 # What each family's own pages say of messages: content always in parts, or in parts as well;
-# arguments of calls as JSON text; no content beside calls.
+# arguments of calls as JSON text; no content with calls.
 ONLY_PARTS = {"idefics3", "llava"}
 PARTS_TOO = {"gemma3", "glm4", "kimi_k2", "llama4", "qwen25_vl"}
 TEXT_ARGUMENTS = {"deepseek_r1", "deepseek_v3"}
@@ -92,7 +92,7 @@ def source_of(family: str) -> str:
 
 
 def native(message: dict[str, Any], family: str) -> dict[str, Any]:
-    """Returns the message as the family's own pages have it."""
+    """Returns the message in the form that the family's model page documents."""
     made, content = dict(message), message["content"]
     if isinstance(content, list) and family not in ONLY_PARTS | PARTS_TOO:
         made["content"] = "\n".join(each["text"] for each in content)
@@ -183,7 +183,7 @@ def test_what_templates_may_say(theirs: Any, name: str) -> None:
 
 
 def test_calls_in_openais_older_shape() -> None:
-    """And arguments as an object, as Ollama's clients send them."""
+    """Renders `function_call`, and arguments as an object (Ollama's clients), like `tool_calls`."""
     function = {"name": "weather", "arguments": '{"city": "Köln"}'}
     older = [
         USER,

@@ -26,12 +26,13 @@ TEXT = "größer"
 
 
 def number_of(request: Request) -> int:
-    """Of its choice."""
+    """Returns the number of the request's choice."""
     return int(request.id.rsplit("-", 1)[1])
 
 
 def probable(ids: list[int], value: float = -0.5) -> Script:
-    """Sends `ids` one by one with log probabilities: each token and its neighbour."""
+    """Returns a script that sends `ids` one by one with log probabilities of each and its
+    neighbour."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         prompt = request.prompt_ids[1:]
@@ -101,7 +102,10 @@ async def test_cached_tokens_are_those_before_the_first_choice(stack: Stack) -> 
 async def test_the_first_choice_computes_what_all_show_of_the_prompt(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, inline: bool
 ) -> None:
-    """Though another one begins before it. Many log probabilities are made beside the loop."""
+    """Holds even if another choice begins first.
+
+    Many log probabilities are computed in a thread outside the event loop.
+    """
     monkeypatch.setattr(replies, "_INLINE_TOKENS_MAX", 1 << 20 if inline else 8)
     part, threads = CompletionLogprobs.part, set[threading.Thread]()
 
@@ -145,7 +149,7 @@ def test_a_tokens_text_is_looked_up_once(
 
 
 async def test_an_echo_with_log_probabilities(stack: Stack) -> None:
-    """As the evaluation harness sends it for log-likelihoods: ids, one token, echo."""
+    """Accepts the evaluation harness's form for log-likelihoods: token ids, one token, echo."""
     stack.agent.script = probable(ids_of(TEXT))
     prompt = ids_of("the fox €")
     body = {"model": "base", "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 200}
@@ -189,7 +193,7 @@ async def test_a_prompt_is_scored_without_an_output(stack: Stack) -> None:
 
 @pytest.mark.parametrize(("prompt", "text"), [("<|end|>hi", "<|end|>hi"), (None, "hi")])
 async def test_offsets_beside_special_tokens(stack: Stack, prompt: str | None, text: str) -> None:
-    """They are in an echo where the client wrote them, and not where it sent ids."""
+    """Shows special tokens in an echo if the client wrote them as text, not if it sent ids."""
     stack.agent.script = probable(ids_of("yes"))
     ids = ids_of("<|end|>hi")
     body = {"model": "base", "echo": True, "logprobs": 0, "prompt": prompt or ids}
@@ -258,7 +262,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def tools_tokenizer(tmp_path: Path) -> ModelTokenizer:
-    """A model whose template has tools, and that has sampling defaults."""
+    """Returns the tokenizer of a model whose template has tools and that has sampling defaults."""
     path = make_model(tmp_path / "tools")
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -17,8 +17,8 @@ from prism.messages.gpu import ForeignProcess, GpuMemory
 from tests.serve.test_metrics import MOVE
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Of a frontend's own requests; tests/serve/test_metrics.py, test_access.py and test_health.py move
-# them with real ones.
+# Metrics of a frontend's own requests. tests/serve/test_metrics.py, test_access.py and
+# test_health.py check them with real requests.
 OWN = {
     *(name.removesuffix("_count") for name in MOVE),
     "prism_key_requests_total",
@@ -28,7 +28,7 @@ OWN = {
 
 
 def filled(kind: type[Any], step: int, **given: Any) -> Any:
-    """A message whose every number and mapping of numbers grows with `step`."""
+    """Returns a message in which every number and mapping of numbers grows with `step`."""
     values: dict[str, Any] = {}
     for number, field in enumerate(msgspec.structs.fields(kind), 1):
         value = number * 1000 + step
@@ -42,7 +42,7 @@ def filled(kind: type[Any], step: int, **given: Any) -> Any:
 
 
 def samples(step: int) -> dict[str, dict[Any, float]]:
-    """Metric -> labels -> value."""
+    """Returns the values of each metric by labels."""
     model = filled(ModelReport, step, model="m", state="active" if step else "activating")
     memory = filled(GpuMemory, step, foreign=(ForeignProcess(1, 10 + step),))
     agent = filled(AgentReport, step, device="cuda:0", models=[model], gpu=memory)

@@ -21,7 +21,7 @@ TEXT = "the quick brown fox, größer als 1 €, 😀!"
 
 
 async def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The stream's events; checks its end."""
+    """Returns the stream's events; checks that it ends with [DONE]."""
     lines = [line async for line in response.aiter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
@@ -86,7 +86,7 @@ async def test_a_stream_joins_to_the_same_text(stack: Stack, step: int) -> None:
 async def test_steps_of_many_streams_share_events(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a frontend is late it rests, here until the test has sent two steps more."""
+    """Pauses a late frontend, here until the test has sent two more steps."""
     rested, ids, agent = asyncio.Event(), ids_of(TEXT)[:3], stack.agent
     monkeypatch.setattr(dispatcher, "_pause", lambda _: rested.wait())
     monkeypatch.setattr(dispatcher, "_LATE_IN_A_ROW", 0)
@@ -108,8 +108,11 @@ async def test_steps_of_many_streams_share_events(
 
 
 class ScriptedInbox:
-    """Steps of 256 streams: `on_time` of them come after the step before was written, and then
-    `behind` more come during each of `late` writings."""
+    """Inbox of steps of 256 streams.
+
+    `on_time` steps arrive after the previous step was written. During each of the `late` writes
+    that follow, several more arrive.
+    """
 
     def __init__(self, on_time: int, late: int, behind: int) -> None:
         self._numbers = count()
@@ -125,7 +128,7 @@ class ScriptedInbox:
         return b"", self._step()
 
     def arrived(self) -> list[EngineOutput]:
-        """The dispatcher asks before and after each writing."""
+        """Returns the steps that have arrived; the dispatcher asks before and after each write."""
         self._asked += 1
         if self._on_time or self._asked % 2 or not self._late:
             return []
@@ -144,7 +147,7 @@ class ScriptedInbox:
 async def test_a_frontend_rests_only_where_it_is_late(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int, int], rests: int
 ) -> None:
-    """However many tokens a step has: two steps more after each of three writings are late."""
+    """Rests when two more steps arrive during each of three writes, however large a step is."""
     rested: list[float] = []
 
     async def rest(wrote_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard in a real headless Chromium: what it shows, follows and refuses."""
+"""The dashboard in a real headless Chromium: contents, updates, and the content policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def browser_path() -> str:
-    """Of an installed browser."""
+    """Returns the path of an installed browser."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip(f"no browser is installed; one of {', '.join(BROWSERS)} must be in PATH")
@@ -33,7 +33,7 @@ def browser_path() -> str:
 
 @asynccontextmanager
 async def open_page(url: str, password: str = "") -> AsyncIterator[tuple[Page, list[str]]]:
-    """The dashboard, and what its browser complains about: errors, and what the policy forbids."""
+    """Yields the dashboard and its browser's complaints: errors and violations of the policy."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=browser_path(), args=["--no-sandbox"]
@@ -51,7 +51,7 @@ async def open_page(url: str, password: str = "") -> AsyncIterator[tuple[Page, l
 
 
 async def test_the_page_in_a_browser(stack: Stack) -> None:
-    """One browser for all: it is started once."""
+    """Runs all checks in one browser, which is slow to start."""
     stack.agent.script = answering([7, 8, 0])
     await stack.services.queue.publish_status(busy())
     await stack.client.post("/v1/completions", json={"model": "base", "prompt": [9, 9]})
@@ -68,7 +68,7 @@ async def test_the_page_in_a_browser(stack: Stack) -> None:
 
 
 async def shows_names_as_text(page: Page) -> None:
-    """No name of a model is taken for HTML."""
+    """Asserts that HTML in a model's name is shown as text."""
     await expect(page.locator("#models .model", has_text=HOSTILE)).to_be_visible()
     await expect(page.locator("#decisions .reason").nth(1)).to_contain_text(HOSTILE)
     assert await page.locator("main img, main script").count() == 0
@@ -89,7 +89,7 @@ async def shows_models_and_decisions(page: Page) -> None:
 
 
 async def follows_the_memory(page: Page, stack: Stack) -> None:
-    """A bar's segments are as wide as what they stand for, and change with it."""
+    """Asserts that a bar's segments are proportional to their bytes and follow changes."""
     used = page.locator(".device").first.locator(".part").first.locator(".used")
     await expect(used).to_have_attribute("aria-label", re.compile(r"KV in use 12\.0 GiB \(15"))
     await stack.services.queue.publish_status(busy(llama_used_gib=24.0))
@@ -130,7 +130,7 @@ async def says_what_is_drained(page: Page, stack: Stack) -> None:
 
 
 async def has_two_themes(page: Page) -> None:
-    """The system's, until one is chosen."""
+    """Asserts that the theme is the system's until one is chosen."""
     colour = "getComputedStyle(document.body).backgroundColor"
     light = await page.evaluate(colour)
     await page.emulate_media(color_scheme="dark")
@@ -155,7 +155,7 @@ GROWTH = """async () => {
 
 
 async def counts_what_it_saw_grow(page: Page) -> None:
-    """f0 began again; f1 did not answer in time for the first sample."""
+    """Asserts the growth of two frontends: f0 restarted; f1 missed the first sample."""
     assert await page.evaluate(GROWTH) == {"count": 3 + 7, "seconds": 2}
 
 
@@ -171,7 +171,7 @@ async def test_an_operator_s_password_shows_it(
 
 
 async def test_its_files_come_with_a_strict_policy(stack: Stack) -> None:
-    """Nothing inline, nothing from elsewhere."""
+    """Allows neither inline code nor other origins."""
     client = httpx.AsyncClient(base_url=stack.url, follow_redirects=True)
     async with client:
         page = await client.get("/dashboard")

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: OpenAI's interface to models that make vectors."""
+"""POST /v1/embeddings: OpenAI's interface to embedding models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {"model": "base", "input": "the dog"}
 
 
 async def answer(request: Request) -> AsyncIterator[Chunk | Failure]:
-    """As the fake engine."""
+    """Answers like the fake engine."""
     found = expected_embedding(request.prompt_ids, SIZE).tobytes()
     yield Chunk(request.id, request.attempt, 0, [], "stop", embedding=found)
 
@@ -36,7 +36,7 @@ async def answer(request: Request) -> AsyncIterator[Chunk | Failure]:
 async def stack(
     redis_server: BundledRedis, namespace: str, short_dir: Path
 ) -> AsyncIterator[Stack]:
-    """`chat` generates, `base` makes vectors."""
+    """Yields a cluster in which `chat` generates text and `base` makes embeddings."""
     config = make_config(redis_server.url, namespace, short_dir, shed=True)
     chat, base = config.models
     spec = EmbeddingSpec(SIZE, dimensions=(4,))
@@ -47,7 +47,8 @@ async def stack(
 
 
 async def test_the_openai_sdk_gets_vectors(stack: Stack) -> None:
-    """It asks for base64 unless it is told otherwise. Texts and token ids, one and several."""
+    """Covers base64 (the SDK's default) and floats, texts and token ids, single and several
+    inputs."""
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
         one, two = ids_of("the dog"), ids_of("fox")
         for given in ("the dog", one, ["the dog"], [one]):
@@ -123,7 +124,7 @@ async def test_an_embedding_model_generates_no_text(
 
 
 async def test_it_is_tried_again_and_counted_as_any_request(stack: Stack) -> None:
-    """The time to the answer is its TTFT."""
+    """Reports the time to the answer as TTFT."""
 
     async def dies_once(request: Request) -> AsyncIterator[Chunk | Failure]:
         if request.attempt == 1:

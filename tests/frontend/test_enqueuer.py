@@ -1,4 +1,4 @@
-"""Requests that come at once go to Redis together, and none is lost or doubled on the way."""
+"""Concurrent requests go to Redis in one batch, and none is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from prism.queueing import UNPLACED, BundledRedis, RequestQueue
 
 
 class WatchedQueue(RequestQueue):
-    """On a real server. Keeps the sizes of batches; each waits for `may_go`; `lossy`: it is taken,
-    and the answer is lost."""
+    """Queue on a real server that records the sizes of batches.
+
+    Each batch waits for `may_go`. If `lossy`, Redis takes the batch and the answer is lost.
+    """
 
     lossy = False
 
@@ -64,7 +66,7 @@ def log() -> RequestLog:
 async def test_what_comes_at_once_goes_together(
     queue: WatchedQueue, log: RequestLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order, each HTTP request's choices side by side, and no batch without a bound."""
+    """Keeps the order and each HTTP request's choices together; batches are bounded."""
     monkeypatch.setattr(enqueuer, "_SLOW_S", 60.0)
     entries = opened(log, *(str(number) for number in range(600)))
     into = Enqueuer(queue, log)
@@ -75,7 +77,8 @@ async def test_what_comes_at_once_goes_together(
 
 
 async def test_what_follows_at_once_goes_with_it(queue: WatchedQueue, log: RequestLog) -> None:
-    """Sockets are read one after another: an engine's first step should have all of a burst."""
+    """Sockets are read one after another, but an engine's first step should have the whole
+    burst."""
     into, puts = Enqueuer(queue, log), []
     for entry in opened(log, *"abcd"):
         puts.append(asyncio.create_task(into.put([entry])))
@@ -102,7 +105,7 @@ async def test_a_put_beyond_the_bound_goes_whole(queue: WatchedQueue, log: Reque
 
 
 async def test_a_lost_answer_doubles_nothing(queue: WatchedQueue, log: RequestLog) -> None:
-    """All of the batch hear of it, and all may be put again."""
+    """Raises for every put of the batch; each may be repeated."""
     entries, into = opened(log, *"abc"), Enqueuer(queue, log)
     queue.lossy = True
     puts = [into.put([each]) for each in entries]
@@ -115,7 +118,7 @@ async def test_a_lost_answer_doubles_nothing(queue: WatchedQueue, log: RequestLo
 
 
 async def test_who_goes_before_the_batch_is_not_in_it(queue: WatchedQueue, log: RequestLog) -> None:
-    """Neither a request that was closed meanwhile, nor one whose client has gone."""
+    """Drops requests that were closed, or whose client has gone, before their batch is sent."""
     entries, into = opened(log, *"abcd"), Enqueuer(queue, log)
     queue.may_go.clear()
     puts = [asyncio.create_task(into.put(entries[:1]))]
@@ -150,8 +153,10 @@ async def test_a_silent_call_holds_up_nobody(
 async def test_a_loop_that_stood_still_begins_no_empty_batch(
     queue: WatchedQueue, log: RequestLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long turn of the loop between a put and its batch's first turn, as for another client's
-    large body. What is put next does not wait for _SLOW_S."""
+    """Requests that come after a long turn of the loop do not wait for _SLOW_S.
+
+    The long turn, as for another client's large body, is between a put and its batch's first turn.
+    """
     monkeypatch.setattr(enqueuer, "_SLOW_S", 0.5)
     errors: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(what))

@@ -1,4 +1,4 @@
-"""Bad input gets OpenAI's error shape and a message that names what to change."""
+"""Invalid input gets OpenAI's error format and a message that says what to change."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_a_text_that_no_tokens_could_fit_is_refused_untokenised(
 
 
 async def test_a_long_text_is_tokenised_beside_the_event_loop(stack: Stack) -> None:
-    """The loop sends heartbeats: held up for seconds, agents take the frontend for dead."""
+    """Heartbeats continue: without them for seconds, agents take the frontend for dead."""
     tokenizer = stack.services.tokenizers["base"]
     text = "hello " * 300_000
     encoding = asyncio.create_task(tokenizer.encode([text], special_tokens=False))

@@ -1,4 +1,4 @@
-"""One number of a body must not end an engine: extremes are refused by name, or fit the tensors."""
+"""Extreme numbers in a body are rejected, or fit the engine's tensors; no engine dies of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PROMPTS = st.just("x") | st.lists(NUMBERS, min_size=1, max_size=3)
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Services:
-    """What turns bodies into requests, and nothing that sends them."""
+    """Returns services that build requests and cannot send them."""
     config = make_config("", "n", tmp_path_factory.mktemp("models"))
     log = RequestLog(open_max=1024)
     return Services(
@@ -65,7 +65,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Services:
 
 
 def request_of(services: Services, kind: type[GenerationBody], body: dict[str, Any]) -> Request:
-    """As it would wait in the queue. Raises RequestError."""
+    """Returns the request as it would be in the queue. Raises RequestError."""
     parsed = parse_body(kind, json.dumps(body).encode())
     if isinstance(parsed, ChatBody):
         spec = asyncio.run(chat_spec(services, parsed))
@@ -77,7 +77,7 @@ def request_of(services: Services, kind: type[GenerationBody], body: dict[str, A
 
 
 def check_fits(sampling: Sampling) -> None:
-    """The tensors that engines make of it, in their types and without a loss that changes it."""
+    """Asserts that the values fit the types of the engines' tensors without a relevant loss."""
     assert 1 <= sampling.max_tokens < CONTEXT
     assert sampling.top_k == -1 or 1 <= np.int32(sampling.top_k) < VOCAB_SIZE
     assert 0 < np.float32(sampling.top_p) <= 1

@@ -1,4 +1,4 @@
-"""A flood of one model's requests leaves other models their part of the frontend."""
+"""Other models keep their part of the frontend while one model's requests flood it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(model: str, number: int = 1) -> list[OpenRequest]:
 
 
 def fill(log: RequestLog, model: str) -> list[OpenRequest]:
-    """As many as it takes."""
+    """Adds requests of the model until the log is full for it; returns them."""
     taken: list[OpenRequest] = []
     while True:
         entries = opened(model)
@@ -67,7 +67,7 @@ def test_all_choices_of_a_request_or_none() -> None:
 
 
 def test_random_arrivals_never_take_anothers_part() -> None:
-    """Whatever has come and gone, a model below its part finds room."""
+    """Finds room for each model below its part, whichever requests came and went before."""
     chance = random.Random(1)
     log, here = RequestLog(100, models=5), dict[str, list[OpenRequest]]()
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""Engines that die, clients that go, and shutting down."""
+"""Engines that die, clients that disconnect, and shutdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ WHOLE = [*ids_of("the lazy dog"), 0]
 def failing(
     failures: int, cut: int, blame: Literal["", "suspect"] = ""
 ) -> Callable[[Request], AsyncIterator[Chunk | Failure]]:
-    """The first `failures` attempts die behind `cut` more tokens of WHOLE; the next one ends it."""
+    """Returns a script whose first `failures` attempts die after `cut` more tokens of WHOLE each.
+
+    The next attempt sends the rest.
+    """
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         last = rest(request, WHOLE)
@@ -56,7 +59,8 @@ def failing(
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("cut", [0, 1, 5])
 async def test_a_stream_goes_on_behind_what_came(stack: Stack, cut: int, temperature: int) -> None:
-    """Whether or not the client has seen it, and nothing is computed or shown twice."""
+    """Resumes whether or not the client has read the output; no token is computed or shown
+    twice."""
     stack.agent.script = failing(2, cut)
     got = await stream(stack, "/v1/completions", **BODY, temperature=temperature)
     assert "".join(e["choices"][0]["text"] for e in got) == "the lazy dog"
@@ -122,7 +126,7 @@ async def test_a_failure_that_is_not_retryable_keeps_its_code(stack: Stack) -> N
 
 
 async def test_a_second_run_of_the_same_attempt_is_skipped_over(stack: Stack) -> None:
-    """A replaced agent runs the request again from its start; greedy output repeats itself."""
+    """Skips the repeated tokens when a new agent runs a greedy request again from its start."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         ids = ids_of("repeated")
@@ -213,7 +217,8 @@ async def test_a_frontend_whose_dispatcher_breaks_ends(
     short_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would look healthy and serve nobody; the launcher starts another."""
+    """Ends the process, which would look healthy and serve no requests; the launcher restarts
+    it."""
 
     async def beat(*_: object) -> None:
         raise ValueError("a bug")

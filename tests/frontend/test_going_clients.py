@@ -1,4 +1,4 @@
-"""Work for a client ends when the client goes away, and by nothing else that it does."""
+"""Work for a client is cancelled when the client disconnects, and for no other reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prism.frontend.requests.replies import _finished_before_disconnect
 
 
 class Client:
-    """One that has sent its body."""
+    """Client that has sent its body."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -24,7 +24,7 @@ class Client:
 
 
 async def _served(client: Client, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work was done. What its task does afterwards must not be cancelled."""
+    """Returns whether the work was done. A late cancellation would raise in the sleep."""
     done = await _finished_before_disconnect(client.receive, work)
     await asyncio.sleep(0.01)
     return done

@@ -1,4 +1,4 @@
-"""Grammars are tried one at a time, by a process that may die, and what a body may ask for."""
+"""Grammars are tried one at a time by a process that may die, and bodies may ask for them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ time.sleep(600)
 
 
 def test_the_process_ends_with_its_frontend() -> None:
-    """Also while it compiles, and does not see that nobody asks any more."""
+    """Ends even while it compiles, when it cannot notice that its frontend is gone."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", ORPHAN], stdin=pipe, stdout=pipe) as frontend:
         assert frontend.stdin is not None
@@ -231,7 +231,7 @@ def test_a_schema_that_is_no_text_is_refused() -> None:
 
 
 def test_bounds_beside_a_pattern_are_refused() -> None:
-    """The engine's grammar would leave them out."""
+    """Rejects the schema, because the engine's grammar would ignore the bounds."""
     both = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
     for schema in (both, {"properties": {"s": {"items": both}}}, {"anyOf": [both]}):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Clients that connect and send nothing, or half of something, over raw sockets."""
+"""Clients that connect and send nothing, or half of a request, over raw sockets."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Connection:
         await self.writer.drain()
 
     async def answer(self) -> bytes:
-        """An answer's headers."""
+        """Returns an answer's headers."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.reader.readuntil(b"\r\n\r\n")
 
     async def rest(self) -> bytes:
-        """All until the server closes."""
+        """Returns all bytes until the server closes the connection."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.reader.read()
 
@@ -116,7 +116,8 @@ async def test_headers_have_a_size(app_config: ClusterConfig) -> None:
 
 
 async def is_cut_off(connection: Connection, flood: bytes) -> bool:
-    """Without another answer, into which this one would break."""
+    """Returns whether the server closes without another answer, which would corrupt the current
+    one."""
     try:
         await connection.send(flood)
         return await connection.rest() == b""
@@ -125,7 +126,7 @@ async def is_cut_off(connection: Connection, flood: bytes) -> bool:
 
 
 async def test_headers_have_a_size_while_a_request_is_served(app_config: ClusterConfig) -> None:
-    """Those of the next request, and the trailers of a body."""
+    """Limits the headers of the next request and the trailers of a body."""
     field = b"X-Flood: %s\r\n" % (b"x" * 1000)
     flood = field * (4 * HEAD_BYTES_MAX // len(field))
     body = b'{"model": "base", "prompt": "x"}'
@@ -137,7 +138,7 @@ async def test_headers_have_a_size_while_a_request_is_served(app_config: Cluster
         await until(lambda: not len(this.services.dispatcher.log))
         unfinished = await this.connect(chunked + b"%x\r\n%s\r\n" % (len(body), body))
         assert await is_cut_off(unfinished, b"0\r\n" + flood)
-        # Much more than that in small pieces is no header.
+        # Many more bytes in small chunks of a body do not count as headers.
         whole = await this.connect(chunked)
         piece = b"400\r\n%s\r\n" % (b" " * 1024)
         for _ in range(200):
@@ -161,7 +162,7 @@ async def test_a_byte_now_and_then_moves_no_deadline(app_config: ClusterConfig) 
 
 
 async def test_idle_connections_are_kept(app_config: ClusterConfig) -> None:
-    """Behind an answer the time for headers begins with their first byte."""
+    """Starts the time for the next request's headers at their first byte."""
     async with guarded(app_config, 100, 0.1) as this:
         connection = await this.connect(MODELS)
         await connection.reader.readuntil(b"]}")
@@ -182,7 +183,7 @@ async def test_a_body_has_a_deadline(
 
 
 async def test_half_open_connections_make_room(app_config: ClusterConfig) -> None:
-    """Three times as many as there is room for: those that were there first go first."""
+    """Closes the oldest connections when three times as many arrive as there is room for."""
     async with guarded(app_config, 20, 30) as this:
         half = [await this.connect(MODELS[:20]) for _ in range(60)]
         assert await this.serves()
@@ -211,7 +212,7 @@ async def test_served_connections_are_not_closed_for_new_ones(app_config: Cluste
 
 
 async def test_pipelined_requests_have_a_bound(app_config: ClusterConfig) -> None:
-    """One read may have thousands. Those within the bound are answered."""
+    """Answers the requests within the bound; one read may contain thousands."""
     body = b'{"model": "base", "prompt": "x"}'
     async with guarded(app_config, 100, 30) as this:
         few = await this.connect(MODELS * (PIPELINED_MAX + 1))
@@ -254,7 +255,7 @@ async def test_a_body_behind_its_answer_is_no_headers(app_config: ClusterConfig)
 async def test_memory_for_bodies_is_bounded(
     app_config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small bodies always have room; large ones have it again when the others have gone."""
+    """Accepts small bodies always, and large ones again when the others have gone."""
     monkeypatch.setattr(bodies, "BODIES_BYTES_MAX", 300_000)
     large, small = HEAD % 500_000 + b" " * 200_000, b'{"model": "base"}'
     async with guarded(app_config, 100, 30) as this:
@@ -270,7 +271,7 @@ async def test_memory_for_bodies_is_bounded(
 
 @pytest.mark.parametrize("reads", [False, True])
 async def test_a_client_that_does_not_read_has_a_deadline(reads: bool) -> None:
-    """One that reads, however long the answer is, has none."""
+    """Clients that read have no deadline, however long the answer is."""
     gone = asyncio.Event()
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -309,7 +310,7 @@ async def test_a_client_that_does_not_read_has_a_deadline(reads: bool) -> None:
 async def test_a_client_reads_that_its_body_is_too_large(
     app_config: ClusterConfig, how: str
 ) -> None:
-    """One that sends all of it first, as most do: it met a reset connection instead."""
+    """Answers 413 to a client that sends all of the body first, instead of a reset connection."""
     size = 24 << 20
     head = HEAD.replace(b"Content-Length: %d", how.replace("%d", str(size)).encode())
     begin, end = (b"%x\r\n" % size, b"\r\n0\r\n\r\n") if "chunked" in how else (b"", b"")

@@ -106,7 +106,7 @@ def _change_password(client: Redis, password: str) -> None:
 
 
 Act = Callable[[Redis], object]
-# What an operator, a provider or a failover does to it, and how it ends.
+# Refused writes, as an operator, a provider or a failover causes them: (begin, end).
 REFUSALS: dict[str, tuple[Act, Act]] = {
     "maxmemory": (lambda c: c.config_set("maxmemory", 1), lambda c: c.config_set("maxmemory", 0)),
     "a replica": (lambda c: c.replicaof("127.0.0.1", 1), lambda c: c.replicaof("NO", "ONE")),
@@ -126,7 +126,7 @@ REFUSALS: dict[str, tuple[Act, Act]] = {
 async def ready_stack(
     namespace: str, folder: Path, directory: Path
 ) -> AsyncIterator[tuple[Stack, Redis]]:
-    """Ready, with a Redis of its own whose files are in `directory`."""
+    """Yields a ready cluster and its separate Redis, whose files are in `directory`."""
     with BundledRedis(directory) as server, Redis.from_url(server.url) as client:
         async with stack_of(make_config(server.url, namespace, folder)) as stack:
             await stack.services.queue.publish_status(published())
@@ -135,7 +135,7 @@ async def ready_stack(
 
 
 async def refusal(stack: Stack) -> str:
-    """The reason, after a result that is kept for a second has become stale."""
+    """Returns the reason of the 503, after the result that is cached for a second has expired."""
     await asyncio.sleep(1.1)
     began_s = time.monotonic()
     answer = await stack.client.get("/health")
@@ -229,7 +229,7 @@ async def test_many_probes_are_one_write(namespace: str, short_dir: Path) -> Non
 
 
 async def test_a_busy_frontend_is_ready(stack: Stack) -> None:
-    """Time in which its event loop stands still is not Redis's."""
+    """Pauses of the event loop do not count as Redis's."""
     await stack.services.queue.publish_status(published())
     asked = asyncio.create_task(stack.services.writes.failure())
     await asyncio.sleep(0)

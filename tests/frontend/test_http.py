@@ -155,7 +155,7 @@ async def test_pages_of_other_sites_have_nothing_computed(
 async def test_browsers_that_do_not_name_the_site_are_judged_by_origin(
     stack: Stack, origin: str | None, host: str | None, status: int
 ) -> None:
-    """As old ones, and all of them where the server is another machine without TLS."""
+    """Covers old browsers, and all browsers when the server is another machine without TLS."""
     sent = {"Origin": origin, "Host": host, "Content-Type": "text/plain"}
     headers = {name: value for name, value in sent.items() if value is not None}
     stack.agent.script = answering(ids_of("yes"))

@@ -1,4 +1,4 @@
-"""What one client sends must not hold up the event loop: its heartbeat keeps all requests alive."""
+"""Large bodies do not block the event loop, whose heartbeat keeps all requests alive."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_too_large_a_conversation_is_refused_by_name(stack: Stack, what: s
 async def test_hundred_thousands_of_empty_messages_are_never_parsed(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four at once: each of them took the loop for seconds."""
+    """Rejects four at once; each of them blocked the event loop for seconds."""
 
     def parse(*_: object) -> None:
         raise AssertionError("hundreds of thousands of objects would be made")
@@ -90,7 +90,7 @@ def test_braces_in_a_text_are_no_objects(text: str) -> None:
 
 
 def test_a_string_without_an_end_is_searched_once() -> None:
-    """Searched from each of its quotes, this one takes minutes."""
+    """Takes minutes if searched from each of its quotes."""
     body = b'{"model":"' + rb"\"" * 500_000 + b"[" * 33_000
     with pytest.raises(BadRequestError, match="EOF while parsing"):
         parse_body(CompletionBody, body)
@@ -107,7 +107,7 @@ def test_a_string_without_an_end_is_searched_once() -> None:
 def test_floods_of_values_are_never_parsed(
     flood: bytes, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parser lets nothing else run: half a second for 8 MB."""
+    """Rejects them before the parser, which blocks the event loop for 0.5 s per 8 MB."""
     monkeypatch.setattr(CompletionBody, "model_validate_json", None)
     with pytest.raises(BadRequestError, match=f"the body has more than {what}; send fewer"):
         parse_body(CompletionBody, b'{"model": "base", "prompt": "x",' + flood + b"}")
@@ -211,7 +211,7 @@ async def test_prompts_are_echoed_beside_the_event_loop(
 
 
 async def test_log_probabilities_are_made_into_text_token_by_token(stack: Stack) -> None:
-    """Those of 32,000 tokens were encoded in one go, for 0.3 s with 20 for each."""
+    """Encodes each token separately: in one piece, 32,000 tokens with 20 each took 0.3 s."""
     tokenizer = stack.services.tokenizers["base"]
     top = Logprobs([-0.5] * 3, [[5, 6]] * 3, [[-0.5, -1e9]] * 3)
     chat = chat_logprobs(tokenizer, [5, 6, 5], top)["content"]

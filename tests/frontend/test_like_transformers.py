@@ -20,7 +20,7 @@ from tests.frontend.tiny_model import VOCAB_SIZE, make_model
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelTokenizer, Any]:
-    """Ours and theirs."""
+    """Returns Prism's tokenizer and that of transformers."""
     from prism.models.hugging_face import import_transformers
 
     directory: Path = make_model(tmp_path_factory.mktemp("m"))

@@ -1,5 +1,7 @@
-"""Requests whose end never reached the frontend: agents took it for dead while it was suspended,
-a socket was full, Redis lost its data."""
+"""Requests whose end never reached the frontend.
+
+Agents took it for dead while it was suspended, a socket was full, or Redis lost its data.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
 def lost_once(
     stack: Stack, output: list[int], end: Callable[[Request], Failure] | None = None
 ) -> Script:
-    """The first run leaves the queue behind `output`, with `end` or in silence."""
+    """Returns a script whose first run leaves the queue after `output`, with `end` or silently."""
     runs: list[str] = []
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
@@ -82,7 +84,7 @@ async def test_a_request_that_vanished_is_sent_again(stack: Stack, temperature: 
 async def test_a_stream_that_vanished_goes_on(
     stack: Stack, temperature: int, attempts: list[int]
 ) -> None:
-    """Only greedy output repeats itself: sampled output goes on in another attempt."""
+    """Repeats greedy output only; sampled output resumes in another attempt."""
     stack.agent.script = lost_once(stack, HALF)
     got = await stream(stack, "/v1/completions", **BODY, temperature=temperature)
     assert text_of(got) == "the lazy dog"
@@ -114,7 +116,7 @@ async def test_a_stream_that_was_stopped_in_the_frontends_sleep_goes_on(
 
 
 async def test_a_second_run_of_a_sampled_attempt_is_not_shown(stack: Stack) -> None:
-    """Both have arrived before the client's stream has taken the first one."""
+    """Discards the second run even if both arrive before the client's stream reads the first."""
     other = ids_of("a quick fox")
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
@@ -135,7 +137,7 @@ def opened(number: int) -> OpenRequest:
 
 
 async def test_what_the_queue_has_is_not_lost(redis_server: BundledRedis, namespace: str) -> None:
-    """Waiting or running, however long; what has just made progress, or is about to be sent."""
+    """Requests are not lost while they wait, run, made recent progress or are about to be sent."""
     queue = RequestQueue.connect(redis_server.url, namespace)
     log, lost = RequestLog(9), []
     entries = [opened(number) for number in range(6)]
@@ -159,7 +161,7 @@ async def test_what_the_queue_has_is_not_lost(redis_server: BundledRedis, namesp
 
 
 async def test_what_has_ended_is_not_lost(stack: Stack) -> None:
-    """Its client has not taken the last chunk: nothing that comes later breaks the other choice."""
+    """Failures after a choice's unread last chunk do not break the other choice."""
     ended = asyncio.Event()
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
@@ -182,7 +184,7 @@ def begun(log: RequestLog, agent: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_of_two_agents_the_last_one_answers(temperature: float) -> None:
-    """The first was cut off, its queue was taken away, and it does not know that yet."""
+    """Ignores the first agent, which was cut off and lost its queue without noticing."""
     log, entry = RequestLog(9), opened(0)
     sampling = msgspec.structs.replace(entry.request.sampling, temperature=temperature)
     entry.request = msgspec.structs.replace(entry.request, sampling=sampling)
@@ -212,7 +214,7 @@ def test_output_of_an_agent_whose_start_was_lost_goes_on_elsewhere() -> None:
 
 
 def test_a_request_may_come_back_to_an_agent() -> None:
-    """It was moved away, and back, within one attempt."""
+    """Moves the request away and back within one attempt."""
     log, entry = RequestLog(9), opened(0)
     log.add([entry])
     for index, agent in enumerate(("one", "two", "one")):
@@ -232,7 +234,7 @@ def test_nothing_moves_what_has_ended() -> None:
 
 
 async def test_a_failure_behind_the_last_chunk_is_none(stack: Stack) -> None:
-    """A stop string ends a choice before its engine does."""
+    """Ends the choice at a stop string, before its engine ends it."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         if request.id.endswith("-0"):

@@ -1,4 +1,4 @@
-"""The Messages API: Anthropic's own client and types, and what is refused by name."""
+"""The Messages API with Anthropic's own client and types, and the fields that it rejects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def whole(stack: Stack, **body: Any) -> Message:
 
 
 async def streamed(stack: Stack, **body: Any) -> list[Any]:
-    """Events in Anthropic's types; checks the frames and the numbers of blocks."""
+    """Returns the events in Anthropic's types; checks the frames and the numbers of blocks."""
     async with stack.client.stream(
         "POST", "/v1/messages", json={**ASKED, "stream": True, **body}
     ) as response:
@@ -64,8 +64,8 @@ async def streamed(stack: Stack, **body: Any) -> list[Any]:
     return events
 
 
-async def told(stack: Stack, **body: Any) -> Message:
-    """What the SDK makes of a stream. It knows no sampling any more."""
+async def final_message(stack: Stack, **body: Any) -> Message:
+    """Returns the SDK's message of a stream. The SDK no longer has sampling parameters."""
     extra = {name: body.pop(name) for name in ("temperature", "top_k") if name in body}
     async with (
         anthropic.AsyncAnthropic(base_url=stack.url, api_key="none", max_retries=0) as client,
@@ -97,7 +97,7 @@ async def test_a_text(stack: Stack) -> None:
     assert set(kinds[2:-3]) == {"content_block_delta"}
     assert "".join(event.delta.text for event in events[2:-3]) == TEXT
     assert events[-2].usage.output_tokens == made.usage.output_tokens
-    same(await told(stack, **asked), made)
+    same(await final_message(stack, **asked), made)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ async def test_why_it_ended(stack: Stack, body: Any, reason: str, stop: str | No
     stack.agent.script = answering([*ids_of(TEXT), 0])
     made = await whole(stack, **body)
     assert (made.stop_reason, made.stop_sequence) == (reason, stop)
-    same(await told(stack, **body), made)
+    same(await final_message(stack, **body), made)
 
 
 async def test_an_empty_answer_is_an_empty_text(stack: Stack) -> None:
@@ -120,7 +120,7 @@ async def test_an_empty_answer_is_an_empty_text(stack: Stack) -> None:
     assert [block.model_dump(exclude_none=True) for block in made.content] == [
         {"type": "text", "text": ""}
     ]
-    same(await told(stack), made)
+    same(await final_message(stack), made)
 
 
 async def test_what_fails_says_so_in_anthropics_words(stack: Stack) -> None:
@@ -130,7 +130,7 @@ async def test_what_fails_says_so_in_anthropics_words(stack: Stack) -> None:
     error = {"type": "overloaded_error", "message": "engine_died: the engine died"}
     assert answer.json() == {"type": "error", "error": error}
     with pytest.raises(anthropic.APIStatusError, match="engine_died"):
-        await told(stack)
+        await final_message(stack)
     async with stack.client.stream(
         "POST", "/v1/messages", json=ASKED | {"stream": True}
     ) as response:
@@ -151,8 +151,8 @@ async def test_thinking_text_and_calls(tools_stack: Stack, step: int) -> None:  
         ("weather", {"city": "Rome"}),
     ]
     assert (made.stop_reason, len({call.id for call in calls})) == ("tool_use", 2)
-    again = await told(tools_stack, tools=[WEATHER])
-    for message in (made, again):  # each request's calls have ids of their own
+    again = await final_message(tools_stack, tools=[WEATHER])
+    for message in (made, again):  # ids of calls differ between requests
         message.content[1].text = message.content[1].text.strip()
         for call in message.content[2:]:
             call.id = ""
@@ -191,7 +191,7 @@ async def test_a_call_that_is_cut(tools_stack: Stack) -> None:  # noqa: F811
     limit = len(ids_of(CALLS[: CALLS.index("Oslo") + 2]))
     tools_stack.agent.script = answering(ids_of(CALLS))
     for made in (
-        await told(tools_stack, tools=[WEATHER], max_tokens=limit),
+        await final_message(tools_stack, tools=[WEATHER], max_tokens=limit),
         await whole(tools_stack, tools=[WEATHER], max_tokens=limit),
     ):
         assert made.stop_reason == "max_tokens"
@@ -200,7 +200,7 @@ async def test_a_call_that_is_cut(tools_stack: Stack) -> None:  # noqa: F811
 
 
 def chat_of(**body: Any) -> dict[str, Any]:
-    """The chat completion that a body asks for."""
+    """Returns the chat completion that a body asks for."""
     made = CountBody.model_validate({"model": "chat", "messages": [USER], **body})
     made.prepare()
     return made.chat.model_dump(exclude_unset=True, exclude_none=True)
@@ -279,7 +279,7 @@ def test_what_a_body_asks_for(body: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("compiled", ["stack"], indirect=True)
 async def test_structured_output(stack: Stack, compiled: list[Any]) -> None:  # noqa: F811
-    """As Anthropic's client asks for it."""
+    """Accepts the format that Anthropic's client sends."""
     stack.agent.script = answering([*ids_of('{"name": "Oslo"}'), 0])
     async with anthropic.AsyncAnthropic(base_url=stack.url, api_key="none") as client:
         made = await client.messages.parse(**ASKED, output_format=City)

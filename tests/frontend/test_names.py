@@ -1,4 +1,4 @@
-"""What requests may call models: aliases, and LoRA adapters."""
+"""Names of models in requests: aliases and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def listed(stack: Stack, key: str) -> list[tuple[str, str, str | None]]:
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_requests_go_to_the_model_with_the_adapter(named: Stack, path: str) -> None:
-    """Its queue, its SLOs and its metrics are the model's; the answer has the name asked for."""
+    """Uses the model's queue, SLOs and metrics; the answer has the requested name."""
     for name, adapter in (("chat", ""), ("prod", ""), ("chat:pirate", "pirate")):
         answer = await post(named, path, name)
         assert (answer.status_code, answer.json()["model"]) == (200, name)
@@ -103,7 +103,7 @@ async def test_tokens_are_counted_for_every_name(named: Stack) -> None:
 
 
 async def test_keys_name_adapters_one_by_one(named: Stack) -> None:
-    """An alias is the model itself."""
+    """Aliases count as the model itself."""
     assert await listed(named, BASE) == [("chat", "chat", None), ("prod", "chat", None)]
     assert await listed(named, ADAPTER) == [("chat:pirate", "chat:pirate", "chat")]
     allowed = {BASE: ("chat", "prod"), ADAPTER: ("chat:pirate",)}

@@ -1,4 +1,4 @@
-"""Requests wait for Redis, for a time, and leave nothing."""
+"""Requests wait for Redis for a limited time and leave nothing in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_redis_down_and_up_again(namespace: str, short_dir: Path) -> None:
 
 
 async def test_a_redis_that_takes_no_writes_is_an_outage(namespace: str, short_dir: Path) -> None:
-    """Full memory, as a managed server has it: 503, and the frontend lives on when it is over."""
+    """Returns 503 while Redis's memory is full, as on a managed server, and then recovers."""
     (short_dir / "redis").mkdir()
     with BundledRedis(short_dir / "redis") as server, Redis.from_url(server.url) as redis:
         config = make_config(server.url, namespace, short_dir, queue_timeout_s=0.5)

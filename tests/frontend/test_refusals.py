@@ -24,7 +24,7 @@ WAIT_S = 0.5
 async def test_a_model_without_a_place_is_answered_with_the_reason(
     redis_server: BundledRedis, namespace: str, short_dir: Path
 ) -> None:
-    """And not before its time; another model's request is not touched."""
+    """Answers after `refused_timeout_s`; another model's request is unaffected."""
     config = make_config(redis_server.url, namespace, short_dir, refused_timeout_s=WAIT_S)
     refused = ClusterStatus(0.0, "prism", {}, [], refusals={"base": "123 bytes are missing"})
     async with stack_of(config) as stack:
@@ -46,7 +46,7 @@ async def test_a_model_without_a_place_is_answered_with_the_reason(
 
 
 async def test_a_stream_that_is_sent_again_counts_from_then_on() -> None:
-    """It waits like a new one, however much output it had."""
+    """Restarts its wait, however much output it had."""
     requests, mailbox = RequestLog(9), Mailbox()
     request = Request("r", "m", [1], Sampling(9), 0.0, 1.0, 1.0, "f")
     entry = OpenRequest(request, 0, mailbox)
@@ -72,7 +72,7 @@ def status(*models: ModelReport, reason: str = "") -> ClusterStatus:
 
 
 async def test_only_long_refusals_count() -> None:
-    """A model that was up in between was not refused for so long; one that was tried was."""
+    """Restarts the wait if the model was active in between, not if it was only tried."""
     requests, mailbox = RequestLog(9), Mailbox()
     for number, arrival_unix_s in enumerate((0.0, 15.0)):
         request = Request(
@@ -100,7 +100,7 @@ async def test_only_long_refusals_count() -> None:
 
 
 async def test_a_model_that_cannot_be_loaded_is_not_waited_for() -> None:
-    """Two looks find it so; a try of it in between, or on another device, is waited for."""
+    """Waits until two reports in a row say so, and while it is tried on another device."""
     requests, mailbox = RequestLog(9), Mailbox()
     request = Request("r", "m", [1], Sampling(1), 10.0, 1.0, 1.0, "f")
     requests.add([OpenRequest(request, 0, mailbox)])

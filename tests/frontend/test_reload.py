@@ -81,7 +81,7 @@ async def test_a_model_is_added_and_bounds_change(stack: Stack) -> None:
 async def test_keys_come_and_go(
     redis_server: BundledRedis, namespace: str, short_dir: Path
 ) -> None:
-    """By way of the file that all processes look at."""
+    """Reads them from the file that all processes watch."""
     old, new = ApiKey("old", hashed("o" * 30)), ApiKey("new", hashed("n" * 30))
     config = replace(make_config(redis_server.url, namespace, short_dir), keys=[old])
     path = short_dir / "cluster.json"

@@ -1,4 +1,4 @@
-"""Requests that come again with their Idempotency-Key: one answer, computed once."""
+"""Requests that are repeated with their Idempotency-Key: one answer, computed once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDS = [*ids_of(TEXT), 0]
 
 
 class Gate:
-    """Answers once it is opened; half of it comes before."""
+    """Script that sends two tokens, and the rest once `open` is set."""
 
     def __init__(self) -> None:
         self.began, self.open = asyncio.Event(), asyncio.Event()
@@ -59,7 +59,7 @@ async def another_frontend(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def written(stack: Stack) -> bytes:
-    """All keys and values in Redis."""
+    """Returns all keys and values in Redis."""
     redis = stack.services.queue._redis
     found = b""
     async for key in redis.scan_iter(stack.services.queue._prefix + "*"):
@@ -101,7 +101,7 @@ async def test_stop_strings_end_it_at_the_same_place(stack: Stack) -> None:
 
 
 async def test_what_runs_is_joined(stack: Stack) -> None:
-    """At the same frontend as it grows, at another one when it has ended."""
+    """Joins it at the same frontend while it runs, and at another one when it has ended."""
     gate = stack.agent.script = Gate()
     async with another_frontend(stack) as other:
         jobs = [asyncio.create_task(post(stack.client))]
@@ -182,7 +182,7 @@ async def test_what_never_began_leaves_nothing(
 
 
 async def test_what_a_dead_frontend_left_is_computed_once(stack: Stack) -> None:
-    """Its claim ends with it; here it is buried, as its launcher has it done."""
+    """Claims end with their frontend; the test removes it, as the launcher would."""
     stack.agent.script = answering(IDS)
     queue = stack.services.queue
     await queue.beat("dead", 30)
@@ -200,7 +200,7 @@ async def test_what_a_dead_frontend_left_is_computed_once(stack: Stack) -> None:
 
 
 async def claimed(stack: Stack) -> tuple[str, str]:
-    """Name and fingerprint of a request that never runs."""
+    """Returns the key and fingerprint of a request that never runs."""
     found: list[tuple[str, str]] = []
     claim = stack.services.queue.claim
 

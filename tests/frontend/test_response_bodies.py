@@ -1,4 +1,4 @@
-"""Bodies of the Responses API: what is asked of the model, and what is refused by name."""
+"""Bodies of the Responses API: the prompts that they make, and the fields that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Responses API: OpenAI's own client and types, and what is refused by name."""
+"""The Responses API with OpenAI's own client and types, and the fields that it rejects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def whole(stack: Stack, **body: Any) -> Response:
 
 
 async def streamed(stack: Stack, **body: Any) -> list[Any]:
-    """Events in OpenAI's types; checks the frames and numbers."""
+    """Returns the events in OpenAI's types; checks the frames and numbers."""
     body = {"model": "chat", "input": "x", "stream": True, **body}
     async with stack.client.stream("POST", "/v1/responses", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -57,7 +57,7 @@ async def streamed(stack: Stack, **body: Any) -> list[Any]:
 
 
 def kinds(events: list[Any]) -> list[str]:
-    """Types in their order, each run of deltas as one."""
+    """Returns the events' types in order, each run of deltas as one."""
     names = [event.type.removeprefix("response.") for event in events]
     return [name for at, name in enumerate(names) if "delta" not in name or name != names[at - 1]]
 
@@ -159,7 +159,7 @@ async def test_a_repeat_is_the_same(stack: Stack) -> None:
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest) -> list[Any]:
-    """Any grammar will do; those that were checked."""
+    """Accepts any grammar; returns the grammars that were checked."""
     stack: Stack = request.getfixturevalue(request.param)
     seen: list[Any] = []
 
@@ -246,7 +246,7 @@ def test_a_calls_end_comes_before_the_text_of_the_same_delta() -> None:
 async def test_the_sdk_streams_calls_and_sends_its_items_back(
     tools_stack: Stack,  # noqa: F811
 ) -> None:
-    """Two turns of an unchanged client: its helper, and the output as the next input."""
+    """Runs two turns of an unchanged client: its stream helper, and the output as next input."""
     said: Any = [{"role": "user", "content": "x"}]
     async with openai.AsyncOpenAI(base_url=f"{tools_stack.url}/v1", api_key="none") as client:
         tools_stack.agent.script = answering([*ids_of(THOUGHT), 0])

@@ -64,7 +64,7 @@ async def test_bounds_and_shedding(
 
 
 def started_late(stack: Stack) -> None:
-    """An agent that begins each request 0.3 s after its arrival, and each choice a second later."""
+    """Makes the agent start each request 0.3 s after its arrival, and each choice 1 s later."""
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         began_unix_s = request.arrival_unix_s + 0.3 + int(request.id.rpartition("-")[2])
@@ -92,7 +92,7 @@ async def test_the_usage_says_whether_the_slo_was_met(stack: Stack) -> None:
     for each in (slo["ttft"], slo["tpot"]):
         assert each["met"] is (each["actual_s"] <= each["target_s"])
     assert slo["tpot"]["actual_s"] >= 0.01  # two more tokens after 25 ms, by another clock
-    # Whoever asks for one is told, and each of its targets is judged by itself.
+    # Setting an SLO also asks for the report; each of its targets is judged by itself.
     long_ms, short_ms = 3.6e6, 1e-3
     slo = (await usage_of(stack, slo_ttft_ms=long_ms, slo_tpot_ms=short_ms))["slo"]
     assert (slo["ttft"]["target_s"], slo["tpot"]["target_s"]) == (3600, 1e-6)
@@ -107,7 +107,7 @@ async def test_the_slo_of_several_choices_and_of_one_token(stack: Stack) -> None
     started_late(stack)
     slo = (await usage_of(stack, return_slo=True, n=2, seed=1))["slo"]
     assert slo["queue_s"] == 1.3
-    stack.agent.script = answering([7])  # nobody says when it began
+    stack.agent.script = answering([7])  # without a Started message
     slo = (await usage_of(stack, return_slo=True))["slo"]
     assert (slo["queue_s"], slo["tpot"]) == (None, None)
     assert slo["ttft"]["target_s"] == 2.0

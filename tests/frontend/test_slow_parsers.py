@@ -1,7 +1,7 @@
-"""Answers for which a parser would take minutes: they end in time, as text, and hold up no others.
+"""Answers on which a parser takes minutes end in time, as text, and do not delay others.
 
-A model writes what its client tells it to. SGLang's parsers have expressions that backtrack, and
-read all that may be a call again with each token.
+A model writes what its client tells it to. SGLang's parsers have expressions that backtrack,
+and may read a whole call again with each token.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ REPEATED = {
 
 
 def budgets_of(parser: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Characters that the parser's calls read, from now on. Each takes a microsecond of its budget,
-    whatever the machine's speed."""
+    """Records the characters that each of the parser's calls reads from now on.
+
+    Each character costs a microsecond of the budget, whatever the machine's speed.
+    """
     read: list[int] = []
 
     def call(self: CpuBudget, function: Any, *args: Any) -> Any:
@@ -83,7 +85,7 @@ def test_an_answer_that_a_parser_backtracks_on_is_text(name: str, step: int) -> 
 def test_what_a_parser_reads_grows_with_the_answer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not with its square."""
+    """Grows linearly, not with the square."""
     for chars in (16_000, 64_000):
         text = (REPEATED[name] * (chars // len(REPEATED[name]) + 1))[:chars]
         parser = parser_of(name)
@@ -95,7 +97,7 @@ def test_what_a_parser_reads_grows_with_the_answer(
 
 
 def test_a_parser_without_a_buffer_is_dropped_when_its_calls_take_long() -> None:
-    """GPT-OSS's reads all of this with each token: 64,000 characters took 268 s."""
+    """Drops GPT-OSS's, which reads all of this with each token: 64,000 characters took 268 s."""
     parser, text = parser_of("gpt-oss"), "<|start|>" * 3000
     said = "".join(parser.push(text[at : at + 4]).text for at in range(0, len(text), 4))
     assert parser._calls is None
@@ -127,7 +129,7 @@ async def pythonic(
 async def test_others_are_answered_while_such_an_answer_is_parsed(
     pythonic: Stack, stream: bool
 ) -> None:
-    """16 choices: the loop turns between two of them."""
+    """Yields to the event loop between two of the 16 choices."""
     pythonic.agent.script = answering([*ids_of(BOMB), 0], "stop", 10**6)
     body = {"model": "chat", "messages": SAID, "tools": [WEATHER], "n": 16, "stream": stream}
     asked = asyncio.create_task(pythonic.client.post("/v1/chat/completions", json=body))

@@ -50,7 +50,7 @@ def test_a_handshake_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_key_with_a_passphrase_is_refused(tmp_path: Path) -> None:
-    """OpenSSL would ask for it on the terminal."""
+    """Rejects the key, for whose passphrase OpenSSL would ask on the terminal."""
     certificate, key = make_certificate(tmp_path, "-passout", "pass:secret")
     with pytest.raises(ConfigError, match=r"^frontend\.tls_key: .*key\.pem has a passphrase"):
         _with_tls(FrontendConfig(tls_certificate=certificate, tls_key=key), tmp_path)

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the engine is given, by the same rules, without an engine."""
+"""/tokenize and /detokenize apply the engine's input rules without an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAID: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 async def stack(stack: Stack) -> AsyncIterator[Stack]:
-    """Its tokenizer begins each text with a special token."""
+    """Yields a cluster in which the tokenizer of `base` begins each text with a special token."""
     tokenizer = stack.services.tokenizers["base"].tokenizer
     tokenizer.post_processor = TemplateProcessing(f"{EOS} $A", special_tokens=[(EOS, 0)])
     yield stack
@@ -86,7 +86,7 @@ async def test_the_openai_client(stack: Stack) -> None:
 
 
 async def test_more_than_the_context_is_counted(stack: Stack) -> None:
-    """How much it is too long is what clients ask; but no text that could never fit."""
+    """Counts texts beyond the context, because clients ask by how much they exceed it."""
     assert (await post(stack, "/tokenize", prompt="x" * 300))["count"] == 301
     assert (await post(stack, "/detokenize", tokens=[9] * 300))["prompt"]
 

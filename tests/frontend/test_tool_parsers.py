@@ -1,4 +1,4 @@
-"""SGLang's parsers of tool calls and reasoning, fed as answers come: in any pieces."""
+"""SGLang's parsers of tool calls and reasoning, fed with streamed pieces of any size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def streamed_by(parser: Any, text: str, step: int) -> tuple[str, list[tuple[str,
 
 
 def streamed(parser: Any, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Text and calls of an answer that comes in these."""
+    """Returns the text and calls of an answer that arrives in these parts."""
     said, calls = "", dict[int, tuple[str, str]]()
     for at, part in enumerate(parts, 1):
         piece = parser.push(part, last=at == len(parts))
@@ -48,7 +48,7 @@ def streamed(parser: Any, parts: list[str]) -> tuple[str, list[tuple[str, str]]]
 
 
 def pieces_of(name: str, text: str, step: int) -> list[str]:
-    """As a detokenizer gives them: marks of the parser and special tokens whole."""
+    """Splits text as a detokenizer does: the parser's marks and special tokens stay whole."""
     parser = parser_of(name)
     found, at = list[str](), 0
     while at < len(text):
@@ -61,7 +61,7 @@ def pieces_of(name: str, text: str, step: int) -> list[str]:
 
 
 def sglangs(name: str, pieces: list[str], tool: Any = WEATHER) -> tuple[str, list[tuple[str, str]]]:
-    """What its own parser says of these."""
+    """Returns the text and calls that SGLang's own parser finds in these pieces."""
     from prism.engines.sglang import parsers
 
     parser = parsers.library().calls.FunctionCallParser(parsers.checked_tools([tool]), name)
@@ -87,7 +87,7 @@ def test_each_parser_has_a_form() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_parser_says_what_it_says_in_sglang(name: str) -> None:
-    """However many tokens come at a time, and whole."""
+    """Holds however many tokens arrive at a time, and for whole answers."""
     begin = "" if name in ("gpt-oss", "muse") else "So: "
     text = begin + FORMS[name]
     said, calls = sglangs(name, pieces_of(name, text, 1))
@@ -112,7 +112,7 @@ VALUES = ("", "São Paulo", "New York, NY", "O'Hare", "12", "true", "東京🗼"
 
 @pytest.mark.parametrize("name", FORMS)
 def test_other_values_more_calls_and_text_behind_are_as_in_sglang(name: str) -> None:
-    """But for white space, and a bracket that Mistral's parser may leave between two lists."""
+    """Ignores white space, and a bracket that Mistral's parser may leave between two lists."""
     begin, form = ("" if name in ("gpt-oss", "muse") else "So: "), FORMS[name]
     texts = [begin + form.replace("Oslo", value) for value in VALUES]
     texts += [begin + form + form, begin + form + "\n" + form.replace("Oslo", "Rome")]
@@ -144,7 +144,8 @@ def test_nested_arguments_are_as_in_sglang(name: str, escaped: bool) -> None:
 
 
 def damaged(name: str) -> list[str]:
-    """Its form with another tool's name, cut off, and with a token lost, doubled or put between."""
+    """Returns the form with another tool's name, cut off, and with a token lost, doubled or
+    inserted."""
     begin = "" if name in ("gpt-oss", "muse") else "So: "
     tokens = pieces_of(name, begin + FORMS[name], 1)
     texts = [begin + FORMS[name].replace("weather", "wether")]
@@ -157,7 +158,7 @@ def damaged(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_of_a_damaged_call_no_more_is_lost_than_in_sglang(name: str) -> None:
-    """The same calls, and at least the same text: what SGLang drops without a call may be said."""
+    """Finds the same calls and at least the same text, some of which SGLang drops."""
     for text in damaged(name):
         said, calls = sglangs(name, pieces_of(name, text, 1))
         for step in (1, 6):
@@ -172,7 +173,7 @@ def test_of_a_damaged_call_no_more_is_lost_than_in_sglang(name: str) -> None:
 
 
 def fails_at(parser: Any, turn: int) -> None:
-    """Its detector raises from this turn on."""
+    """Makes the parser's detector raise from this turn on."""
     detector, turns = parser._detector, iter(range(10**6))
     before = detector.parse_streaming_increment
 
@@ -205,7 +206,7 @@ def test_from_where_a_parser_fails_on_all_is_text(choice: str) -> None:
 
 
 def test_a_schema_that_a_parser_cannot_read_ends_no_stream() -> None:
-    """SGLang 0.5.23's for MiMo expects one type, not a list of them."""
+    """Covers SGLang 0.5.23's parser for MiMo, which expects one type, not a list of types."""
     from prism.engines.sglang import parsers
 
     nullable = {"type": "object", "properties": {"city": {"type": ["string", "null"]}}}
@@ -226,7 +227,7 @@ def test_a_schema_that_a_parser_cannot_read_ends_no_stream() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_without_a_call_is_said_once_and_wholly(name: str) -> None:
-    """Also one that ends within a mark. Some parsers keep what they have said."""
+    """Holds for answers that end within a mark. Some parsers keep text that they have emitted."""
     begin = FORMS[name][:4]
     for text in ("Plain text, with [brackets] and <tags>.", "So: ", f"So: {begin}"):
         for step in (1, 4, len(text)):
@@ -235,7 +236,7 @@ def test_an_answer_without_a_call_is_said_once_and_wholly(name: str) -> None:
 
 
 def parses_of(parser: Any) -> list[int]:
-    """How much each turn of the parser reads, from now on."""
+    """Records how many characters each turn of the parser reads from now on."""
     lengths: list[int] = []
     detector = parser._detector
     before = detector.parse_streaming_increment
@@ -270,7 +271,7 @@ LONG_FORMS = {
 @pytest.mark.parametrize("name", LONG_FORMS)
 @pytest.mark.parametrize("step", [3, 1000, 10**6])
 def test_a_long_call_is_streamed_in_pieces_that_grow(name: str, step: int) -> None:
-    """SGLang reads all of it again for each."""
+    """Reads each character few times; SGLang reads the whole call again for each piece."""
     city = ("Øs}l (o) \n" if name == "pythonic" else "Øs}l] (o) \n") * 2000
     form, _ = LONG_FORMS[name]
     text = "So: " + form % (city if name == "pythonic" else json.dumps({"city": city}))
@@ -295,7 +296,8 @@ def test_a_piece_may_hold_the_ends_of_several_calls(step: int) -> None:
 
 
 def test_no_part_of_a_mark_is_text_wherever_the_text_is_cut() -> None:
-    """That between two calls was, where a piece had its end and the begin of the next one."""
+    """Drops the mark between two calls even if a piece has its end and the start of the next
+    one."""
     for step in range(1, 24):
         for first in range(step):
             starts = range(first, len(CALLS), step)
@@ -338,7 +340,7 @@ def test_what_a_parser_does_not_expect_stays_text() -> None:
     ],
 )
 def test_a_structure_begins_behind_the_reasoning(name: str, prompt: str, opens: bool) -> None:
-    """Where the parser sees the reasoning end."""
+    """Starts where the parser sees the reasoning end."""
     from prism.engines.sglang import parsers
 
     asked = ("json", '{"type": "object"}')

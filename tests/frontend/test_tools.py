@@ -1,4 +1,4 @@
-"""Tool calls and reasoning, told apart by SGLang's parsers, whole and streamed."""
+"""Tool calls and reasoning, separated by SGLang's parsers, whole and streamed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def tools_stack(
 async def ask(
     stack: Stack, text: str, step: int = 1, end: str = "stop", **body: Any
 ) -> tuple[Any, list[Any]]:
-    """The answer whole, and its chunks."""
+    """Returns the whole answer, and the chunks of a streamed one."""
     stack.agent.script = answering([*ids_of(text), *([0] if end == "stop" else [])], end, step)
     asked: Any = {"model": "chat", "messages": SAID, **body}
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
@@ -84,7 +84,7 @@ async def test_calls_beside_text_and_reasoning(tools_stack: Stack, step: int) ->
 
 
 async def test_a_call_that_is_cut_off_is_the_same_whole_and_streamed(tools_stack: Stack) -> None:
-    """But for its very last characters, which parsers hold back."""
+    """Ignores the last few characters, which parsers hold back."""
     text = f"<think>Hm.</think>So: {CALLS}"
     for end in range(len("<think>Hm.</think>"), len(text), 7):
         whole, chunks = await ask(tools_stack, text[:end], 3, "length", tools=[WEATHER])
@@ -128,7 +128,8 @@ async def test_without_calls_the_answer_is_text(tools_stack: Stack) -> None:
 
 
 async def test_a_call_that_must_be_made_has_a_grammar(tools_stack: Stack) -> None:
-    """Of the one tool, in the form that the parser reads; tried as other grammars are."""
+    """Restricts output to the chosen tools in the parser's form; is checked as other grammars
+    are."""
     other = {"type": "function", "function": {"name": "other"}}
     tried: list[str] = []
 
@@ -207,7 +208,7 @@ def test_schemas_stay_as_they_are() -> None:
 
 async def test_what_excludes_another_is_refused(tools_stack: Stack) -> None:
     async def check(*_: Any) -> None:
-        """Any grammar will do."""
+        """Accepts any grammar."""
 
     chat = tools_stack.services.config.models[0]
     tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """Its address, and the spans that came."""
+    """Yields the collector's address and the spans that it has received."""
     spans: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -65,14 +65,14 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 async def slow(request: Request) -> AsyncIterator[Chunk | Failure]:
-    """Two tokens, 50 ms apart."""
+    """Sends two tokens, 50 ms apart."""
     for index, end in enumerate((None, "stop")):
         await asyncio.sleep(0.05)
         yield Chunk(request.id, request.attempt, index, [7], end)
 
 
 async def ask(stack: Stack) -> None:
-    """The scripted agent says that it started the request 20 ms after it came."""
+    """Sends a request that the scripted agent starts 20 ms after its arrival."""
 
     async def started(request: Request) -> AsyncIterator[Chunk | Failure]:
         at = Started(request.id, 1, "host:0", request.arrival_unix_s + 0.02)

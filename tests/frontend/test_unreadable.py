@@ -1,4 +1,4 @@
-"""A model whose tokenizer cannot be read is left out by name; the others are served."""
+"""Models whose tokenizer cannot be read are reported and left out; the others are served."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_template_that_is_not_jinja_is_named(config: Any, source: str) -> None
 async def test_a_broken_template_costs_conversations_of_its_model_alone(
     sound: Any, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only until the file is repaired."""
+    """Recovers when the file is repaired."""
     monkeypatch.setattr(config_watcher, "RETRY_S", 0.05)
     config = sound
     settings = Path(config.model("chat").path) / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""A model directory of a few KB in Hugging Face's layout: what the frontend and launcher read."""
+"""A model directory of a few KB in Hugging Face's layout, with the files that Prism reads."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ CONFIG: dict[str, Any] = {
 
 
 def tokenizer() -> Tokenizer:
-    """Byte-level BPE, id 0 is the end-of-sequence token; characters outside ASCII take several
-    tokens."""
+    """Returns a byte-level BPE tokenizer whose id 0 is the end-of-sequence token.
+
+    Characters outside ASCII take several tokens.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -51,7 +53,7 @@ def tokenizer() -> Tokenizer:
 
 
 def make_model(directory: Path, chat: bool = True, **config: Any) -> Path:
-    """Write the files; `config` overrides keys of config.json (None removes one)."""
+    """Writes the files; `config` overrides keys of config.json (None removes one)."""
     directory.mkdir(parents=True, exist_ok=True)
     merged = {k: v for k, v in {**CONFIG, **config}.items() if v is not None}
     (directory / "config.json").write_text(json.dumps(merged))

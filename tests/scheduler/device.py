@@ -1,4 +1,4 @@
-"""A device in plain numbers, whose engines share its free bytes; it carries out plans."""
+"""A device in plain numbers that carries out plans; its engines share its free bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Engine:
 
 
 class Device:
-    """Every dispatch is checked: slots and memory must really be there."""
+    """Device that checks at each dispatch that slots and memory are available."""
 
     def __init__(self, free_bytes: int, engines: dict[str, Engine]) -> None:
         self.capacity_bytes = free_bytes
@@ -70,7 +70,7 @@ class Device:
         )
 
     def step(self, scheduler: LocalScheduler, now_s: float) -> list[str]:
-        """Carry out what the scheduler plans."""
+        """Carries out the scheduler's plan; returns the ids that it starts."""
         plan = scheduler.step(now_s, self.views())
         for model, request_ids in plan.starts.items():
             self.dispatch(model, request_ids)
@@ -91,7 +91,7 @@ class Device:
         assert len(engine.running) <= engine.max_running
 
     def advance(self) -> None:
-        """Each running request gets a token if there is room for it; idle memory goes back."""
+        """Decodes a token of each running request that has room for it; frees idle memory."""
         for engine in self.engines.values():
             for request_id in list(engine.running):
                 self._decode(engine, request_id)

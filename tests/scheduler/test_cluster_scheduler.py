@@ -110,8 +110,10 @@ def random_cluster(dice: random.Random) -> FakeCluster:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_long_random_runs_serve_everybody(seed: int) -> None:
-    """The fake asserts capacity, engines, and that no busy or protected model is evicted; every
-    request must be served soon after the others' traffic pauses."""
+    """Serves every request soon after the others' traffic pauses.
+
+    The fake asserts capacity, engines, and that no busy or protected model is evicted.
+    """
     dice = random.Random(seed)
     cluster = random_cluster(dice)
     loop = scheduler(cluster)
@@ -157,7 +159,7 @@ def test_the_static_policy_never_moves_anything() -> None:
 
 
 def test_what_a_copy_can_serve_is_noted_while_all_serve() -> None:
-    """A copy on its way has its share of the rate, too, so the others' would be too low."""
+    """Excludes a copy that is activating, whose share of the rate makes the others' too low."""
     load = {"token_rate": 60.0, "waiting": 9, "oldest_wait_s": 9.0, "replicas_max": 4}
     one = active("a", "host:0", **load)
     half = structs.replace(one, token_rate=30.0)

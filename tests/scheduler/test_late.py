@@ -15,8 +15,10 @@ MODELS = tuple(f"m{n:02}" for n in range(64))
 
 
 class Backlog:
-    """Models with late requests, and never fewer than one on-time request each. Engines end
-    what they run within a step. Ids begin with the model's name and "late" or "soon"."""
+    """Models with late requests, and always at least one on-time request each.
+
+    Engines end what they run within a step. Ids begin with the model's name and "late" or "soon".
+    """
 
     def __init__(self, models: int, slots: int = 1, late_every: int = 4) -> None:
         self.models = MODELS[:models]
@@ -49,7 +51,7 @@ class Backlog:
 def test_late_ones_get_one_start_in_five_at_most_however_many_models_have_some(
     models: int, one_at_a_time: bool
 ) -> None:
-    """Whether engines take requests in turn or all in the same step."""
+    """Holds whether engines take requests in turn or all in the same step."""
     backlog = Backlog(models)
     for n in range(240):
         backlog.add(backlog.models[n % models], late=True)
@@ -77,7 +79,7 @@ def test_turns_come_within_one_step_too() -> None:
 
 
 def test_who_cannot_start_leaves_the_turn_to_the_next_late_one() -> None:
-    """Its own turn is not lost: it is the next late one to start once its engine takes it."""
+    """Keeps the turn: it is the next late one to start once its engine takes it."""
     backlog = Backlog(3, late_every=2)
     stuck = backlog.device.engines["m00"]
     stuck.max_running = 0
@@ -98,7 +100,7 @@ def test_who_cannot_start_leaves_the_turn_to_the_next_late_one() -> None:
 
 
 def test_who_comes_late_has_no_turn_saved_up() -> None:
-    """Starts count from when a late one waits."""
+    """Counts starts only while a late one waits."""
     backlog = Backlog(2, late_every=3)
     for _ in range(9):
         backlog.add("m00", late=False)
@@ -110,7 +112,7 @@ def test_who_comes_late_has_no_turn_saved_up() -> None:
 
 
 def able(late: list[str], shut: set[str]) -> str | None:
-    """The oldest of `late` whose engine takes requests."""
+    """Returns the oldest of `late` whose engine takes requests."""
     return next((id for id in late if id[:3] not in shut), None)
 
 
@@ -125,9 +127,13 @@ def able(late: list[str], shut: set[str]) -> str | None:
 def test_the_oldest_late_one_is_passed_a_bounded_number_of_times(
     models: int, slots: int, late_every: int, closed: list[list[int]], late: list[int]
 ) -> None:
-    """`closed`: for each step, engines that take nothing. While a late request is the oldest
-    whose engine takes some, at most `late_every` and one step's start before it. Between two late
-    ones there are at least `late_every`."""
+    """Bounds the starts before the oldest late request whose engine takes requests.
+
+    There are at most `late_every` and one step's starts before it, and at least `late_every`
+    between two late ones.
+
+    `closed`: for each step, engines that take nothing.
+    """
     backlog = Backlog(models, slots, late_every)
     waiting = [backlog.add(backlog.models[n % models], late=True) for n in late]
     for model in backlog.models:
@@ -155,8 +161,10 @@ def test_the_oldest_late_one_is_passed_a_bounded_number_of_times(
 
 
 def test_late_ones_that_fill_idle_engines_take_no_turn_from_the_oldest() -> None:
-    """On-time requests of its own model fill its engine in each step, before its turn has come;
-    another model's late ones start because nothing else can there."""
+    """Starts the oldest in its turn, although on-time requests of its model fill its engine.
+
+    Late ones of another model start because nothing else can there.
+    """
     backlog = Backlog(2)
     oldest = backlog.add("m00", late=True)
     started: list[str] = []
@@ -181,7 +189,7 @@ def test_a_higher_priority_starts_first_whoever_is_late() -> None:
 
 
 def test_one_that_comes_overtakes_those_of_lower_priority_that_wait() -> None:
-    """Before the order is computed anew, too."""
+    """Holds before the order is computed again, too."""
     backlog = Backlog(1, slots=0)
     low = [backlog.add("m00", late=False, priority=-1) for _ in range(2)]
     backlog.step()

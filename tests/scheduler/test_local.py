@@ -1,4 +1,4 @@
-"""The local scheduler's admission: what starts, what blocks whom, and for how long."""
+"""Admission by the local scheduler: which requests start, which block others, and how long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scheduler.device import Device, Engine
 
 
 class World:
-    """A scheduler and its device; `add` in order of arrival unless told otherwise."""
+    """Scheduler and its device; `add` makes requests in order of arrival by default."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class World:
 
 
 class Counted:
-    """Moore-Hodgson's order, and how often it was asked for."""
+    """Moore-Hodgson's order with a count of its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -101,7 +101,7 @@ def test_a_model_that_is_not_ready_blocks_only_itself() -> None:
 
 
 def test_activation_that_outlasts_the_deadline_makes_late() -> None:
-    """It takes no time from those that can be on time."""
+    """Takes no time from requests that can be on time."""
     engines = {"coming": Engine(ready_in_s=5.0), "a": Engine(max_running=1)}
     world = World(1000, engines)
     world.add("hopeless", "coming", prompt=100, deadline=3.9)
@@ -121,7 +121,7 @@ def test_an_activation_that_ends_early_gives_its_requests_their_chance() -> None
 
 
 def test_prefill_in_flight_counts_against_deadlines() -> None:
-    """1 s of work is in flight elsewhere: of two that need 0.5 s by 1.6 s, one is late."""
+    """Counts 1 s of work in flight elsewhere: of two that need 0.5 s by 1.6 s, one is late."""
     engines = {"a": Engine(max_running=1), "b": Engine(pending_prefill_s=1.0)}
     world = World(1000, engines, prefill_horizon_s=9.0)
     world.add("longer", prompt=60, deadline=1.61)
@@ -204,7 +204,7 @@ def test_the_order_is_the_policys() -> None:
 
 
 def test_the_order_is_computed_where_it_decides() -> None:
-    """Not while no slot is free; there only its age counts."""
+    """Skips it while no slot is free; then only its age counts."""
     order = Counted()
     engine = Engine(max_running=0)
     world = World(1000, {"a": engine}, order=order, order_age_s=10)
@@ -225,7 +225,7 @@ def test_the_order_is_computed_where_it_decides() -> None:
 
 
 def test_what_starts_is_chosen_by_an_order_of_that_moment() -> None:
-    """Whoever cannot be on time any more is given up, however lately the scheduler looked."""
+    """Gives up a request that can no longer be on time, however recent the last order is."""
     for looked_s in (1.0, 1.9, 1.999, 2.0):
         engine = Engine(max_running=0)
         world = World(1000, {"a": engine}, order_age_s=10)
@@ -250,7 +250,7 @@ def test_a_huge_queue_is_ordered_only_so_often() -> None:
 
 
 def test_who_is_put_back_into_a_huge_queue_starts_once() -> None:
-    """An order of so many is kept for a while, and has those that it let start before."""
+    """Covers an order of so many that it is kept for a while, with requests that it has started."""
     engine = Engine(max_running=2, prefill_tokens_per_s=1e9)
     world = World(1_000_000, {"a": engine})
     for n in range(2 * CHEAP_ORDER):
@@ -267,7 +267,7 @@ def test_who_is_put_back_into_a_huge_queue_starts_once() -> None:
 
 
 def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> None:
-    """What "small" is guaranteed could never help "big"; the rest of the device is kept."""
+    """Keeps the rest of the device for "big", which the guarantee of "small" could never help."""
     views = [
         EngineView("big", 8, 1, 9, 2, 100.0, shared_tokens=8),
         EngineView("small", 20, 1, 9, 2, 100.0, shared_tokens=8, guaranteed_tokens=12),
@@ -288,7 +288,7 @@ def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> No
 
 
 def test_an_engine_at_its_own_limit_takes_nothing_from_others() -> None:
-    """No memory of others would help it: none is asked for, none is kept."""
+    """Asks for no memory and keeps none, because other models' memory would not help it."""
     views = [
         EngineView("full", 8, 1, 9, 2, 100.0, shared_tokens=64, limit_tokens=8),
         EngineView("free", 64, 1, 9, 2, 100.0, shared_tokens=64),
@@ -317,8 +317,10 @@ def test_what_others_take_does_not_count_against_a_limit() -> None:
 
 
 def test_suspects_start_one_at_a_time_before_all_others_of_their_engine() -> None:
-    """The one with the least output first, on an idle engine. While it is on trial, nothing else
-    starts there; then it makes way for the next one."""
+    """Starts the one with the least output first, on an idle engine.
+
+    Nothing else starts there during its trial; then it is preempted for the next one.
+    """
     scheduler = LocalScheduler(Limits(headroom_tokens=2))
     scheduler.add(Waiting("plain", "a", 1, 2, 0.0, 1.0))
     scheduler.add(Waiting("late suspect", "a", 1, 2, 0.0, 2.0, suspected_at=9))

@@ -1,6 +1,6 @@
-"""The local scheduler over random devices and loads: nothing lost, nobody starves, no overcommit.
+"""The local scheduler on random devices and loads: no loss, no starvation, no overcommitment.
 
-The device model itself asserts at each dispatch that slots and memory are really there.
+The device model itself asserts at each dispatch that slots and memory are available.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_every_request_starts_exactly_once(
 def test_a_flood_of_others_overtakes_a_bounded_number_of_times(
     passes_max: int, late_every: int, prompt: int, late: bool, flood: list[int]
 ) -> None:
-    """Small urgent requests of two models never stop; the victim starts all the same."""
+    """Starts the victim although small urgent requests never stop."""
     engines = {model: Engine(max_running=4) for model in MODELS}
     device = Device(64, engines)
     limits = Limits(headroom_tokens=2, passes_max=passes_max, late_every=late_every)

@@ -22,7 +22,7 @@ ENTRIES = st.lists(
 def test_walk_is_the_order_without_who_is_blocked(
     entries: list[tuple[str, str, int]], gone: set[int], limits: dict[str, int]
 ) -> None:
-    """Each model of `limits` is blocked after so many of its requests."""
+    """Blocks each model of `limits` after so many of its requests."""
     jobs = [
         AdmissionJob(f"{i:03}", model, 0.0, 0.0, 0.0, priority=priority)
         for i, (model, _, priority) in enumerate(entries)

@@ -1,5 +1,7 @@
-"""SGLang's load generator as it is: python with_bench_serving.py SITE ARGUMENTS. What it needs
-beside SGLang comes from SITE, behind this environment's own packages."""
+"""SGLang's load generator as it is: python with_bench_serving.py SITE ARGUMENTS.
+
+SITE has its further requirements; this environment's own packages come first.
+"""
 
 import runpy
 import sys

@@ -21,7 +21,7 @@ class Person(BaseModel):
 
 
 class Provider:
-    """The model, by the name of one of LiteLLM's ways to speak to such servers."""
+    """Model under the name of one of LiteLLM's providers for such servers."""
 
     def __init__(self, name: str) -> None:
         server = {"api_base": sys.argv[1], "api_key": "none", "num_retries": 0}
