@@ -1,4 +1,4 @@
-"""Junk for the keys of Redis: other types, random bytes, what is cut, huge."""
+"""Junk for the keys of Redis: other types, random bytes, truncated values, huge values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
 
 
 def junk_into(client: Redis, key: str, kind: str, rng: Random) -> None:
-    """Replaces whatever is there, or parts of it. Begins again if the key's owner writes it between
-    two commands, so that the second one finds another type."""
+    """Replaces the value or parts of it. Retries if the key's owner writes it between two commands,
+    so that the second one finds another type."""
     for _ in range(_TRIES - 1):
         with suppress(ResponseError):
             return JUNK[kind](client, key, rng)

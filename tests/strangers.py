@@ -1,4 +1,4 @@
-"""Another user of the machine, for tests of what one may not do."""
+"""Another user of the machine, for tests of permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster's clock is Redis's, whatever a machine's own clock says."""
+"""The cluster's clock is Redis's, whatever the wall clocks of its machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets beyond the machine: whom they let in, and what of the machine's own stays as it was."""
+"""Sockets beyond the machine accept only peers with a key; the machine's own need none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefill speed that admission reckons with."""
+"""The prefill speed that admission uses for its estimates."""
 
 from __future__ import annotations
 

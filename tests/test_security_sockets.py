@@ -1,4 +1,5 @@
-"""Sockets, pipes and socket pairs: whom they listen to, and what they do with nonsense."""
+"""Sockets, pipes and socket pairs: the peers that they accept, and their handling of malformed
+data."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SMALL = {
 
 
 def run(name: str, *arguments: str) -> str:
-    # What is for a GPU is rehearsed on the test libcuda, or on torch's CUDA front over it.
+    # Benchmarks of GPUs are rehearsed on the test libcuda, or on torch's CUDA front over it.
     driver = {"KVCACHED_LIBCUDA": str(build_libcuda())} if name.startswith("gpu_") else {}
     driver = cuda_environment() if name == "gpu_attention" else driver
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""A schedule of faults under load, and what came of it.
+"""A schedule of faults under load, and its results.
 
-It prints each fault, when the cluster has got over it: together with the seed, that is the journal.
+Prints each fault when the cluster has recovered from it. With the seed, that is the journal.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ COPIES: dict[str, Any] = {
 }
 RECOVERED_S = 240.0
 SETTLED_S = 120.0
-# So many faults are followed by the next one at once.
+# Fraction of the faults that the next one follows at once.
 _OVERLAPPING = 0.15
-# A client may hear of a frontend's death so much later.
+# Delay after which a client may notice a frontend's death.
 _CUT_LATE_S = 5.0
 # The errors by which a stream may end when faults have struck. An "internal_error" is none.
 NAMES = {
@@ -52,7 +52,8 @@ NAMES = {
 
 @dataclass
 class Struck:
-    """A fault as it happened. Times are monotonic. Others may have moved on before it was over."""
+    """A fault as it happened. Times are monotonic. The cluster may have recovered before it was
+    over."""
 
     fault: Fault
     began_s: float
@@ -95,7 +96,8 @@ def chaos_cluster(folder: Path, **changes: Any) -> Iterator[Cluster]:
 
 
 class Campaign:
-    """`run` strikes one fault after another. The journal and the tally say what happened."""
+    """Schedule of faults that `run` applies one after another. The journal and the tally have the
+    results."""
 
     def __init__(self, cluster: Cluster, load: Load, models: Sequence[str] = MODELS) -> None:
         self.cluster, self.load, self.models = cluster, load, models
@@ -161,7 +163,8 @@ class Campaign:
         self.check_peace()
 
     def check_peace(self) -> None:
-        """Models that have gone come back with a request, and then all is as before."""
+        """Checks that evicted models come back with a request, and that the cluster is then as
+        before."""
 
         def is_as_before() -> bool:
             for model in self.models:

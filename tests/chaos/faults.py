@@ -1,4 +1,4 @@
-"""Faults of a running cluster: what is struck and when is a pure function of a seed."""
+"""Faults of a running cluster: their targets and times are a pure function of a seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ check(libc.mount(None, b"/", None, 0x44000, None))
 for path, size in ((b"/dev/shm", {shm}), ({logs!r}, {log})):
     check(libc.mount(b"tmpfs", path, b"tmpfs", 0, b"mode=%o,size=%d" % (0o700, size)))
 """
-# Command line, or the name of what is forked -> part.
+# Command line, or name of a forked process -> part.
 PARTS = {
     "prism.frontend": "frontend",
     "prism.agent": "agent",
@@ -51,7 +51,8 @@ _FULL_S = 5.0
 
 @dataclass(frozen=True)
 class Fault:
-    """`pick` chooses among several of a kind; `pause_s` passes before it, `length_s` during it."""
+    """One fault: `pick` chooses among several targets; `pause_s` passes before it, `length_s`
+    during it."""
 
     kind: str
     target: str
@@ -121,8 +122,8 @@ def parts(cluster: Cluster) -> dict[int, str]:
 
 
 class Striker:
-    """Carries faults out. `strike` returns when the fault itself is over; how the cluster gets on
-    is for others to watch. Blocks: call it from a thread."""
+    """Applies faults. `strike` returns when the fault itself is over, not when the cluster has
+    recovered. Blocks: call it from a thread."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -246,7 +247,7 @@ class Striker:
             yield client
 
 
-# Keys that are there from their first use on, bounded each.
+# Keys that exist from their first use, each of bounded size.
 _COME_WITH_USE = ("malformed", "queue:", "left:", "begun:")
 
 

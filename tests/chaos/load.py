@@ -1,6 +1,6 @@
-"""Steady load of streaming requests, and an exact model of what each stream must be.
+"""Steady load of streaming requests, and an exact model of each stream.
 
-What a client asks is a pure function of the seed and its number. The fake engine's tokens are a
+A client's request is a pure function of the seed and its number. The fake engine's tokens are a
 pure function of the prompt, so each stream is known beforehand, token by token.
 """
 
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from prism.engines.fake import expected_tokens
 
-# No stream may stay without an end for so long, whatever is killed or stopped around it.
+# Limit for a stream's end, whatever is killed or stopped.
 END_S = 240.0
 REFUSED_PAUSE_S = 0.2
 PAUSED_S = 0.1
@@ -31,7 +31,7 @@ _SHARED_PREFIX = tuple(range(100, 132))
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. `leaves_after`: the client goes away after so many tokens."""
+    """One request. `leaves_after`: the client disconnects after this number of tokens."""
 
     model: str
     prompt: tuple[int, ...]
@@ -207,9 +207,9 @@ async def _read_refusal(reader: asyncio.StreamReader, stream: Stream) -> None:
 
 
 class Load:
-    """Clients that ask one request after another until `stop`. For one event loop.
+    """Clients that send one request after another until `stop`. For one event loop.
 
-    answered_s: model -> when its latest request that has got a token was sent.
+    answered_s: model -> send time of its latest request that has received a token.
     """
 
     def __init__(self, url: str, clients: int, make: Callable[[int], Asked]) -> None:

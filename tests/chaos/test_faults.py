@@ -1,8 +1,8 @@
-"""Whatever is killed, stopped, cut off, filled or corrupted: no stream is lost, doubled or changed,
-and everything is afterwards as it was before.
+"""Processes are killed and stopped, connections cut, disks filled, data corrupted: no stream is
+lost, doubled or changed, and the cluster is afterwards as before.
 
-PRISM_CHAOS_SEED chooses the schedule and the requests; PRISM_CHAOS_KILLS and PRISM_CHAOS_STOPS how
-many there are of each kind in the long form.
+PRISM_CHAOS_SEED chooses the schedule and the requests; PRISM_CHAOS_KILLS and PRISM_CHAOS_STOPS the
+number of each kind in the long form.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class FullDisk(Striker):
                 time.sleep(1.0)
             filler.unlink()
         if death == "later":
-            time.sleep(fault.length_s)  # what is written now follows what could not be
+            time.sleep(fault.length_s)  # later writes follow the failed ones
             self._end_redis()
         return f"rewrite {rewrite}, death {death}"
 
@@ -73,8 +73,8 @@ class FullDisk(Striker):
 
 
 def _fill_up(fd: int, seconds: float) -> None:
-    """Leaves no room for so long, whatever others remove; a byte at a time at the end, as any
-    short write of theirs."""
+    """Leaves no room for `length_s`, whatever other processes remove. Writes single bytes at the
+    end, as any short write of other processes would."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         for size in (1 << 16, 1 << 9):
@@ -109,7 +109,7 @@ def test_a_full_disk_and_a_death_of_redis(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk_cluster(folder: Path) -> Iterator[Cluster]:
-    """Logs are on another disk, so that they say what happened."""
+    """Starts a cluster whose logs are on another disk, so that they stay complete."""
     for name in MODELS:
         make_model(folder / name)
     data: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Junk in every key of Redis and every file of the run directory hurts only what it describes.
+"""Junk in every key of Redis and every file of the run directory affects only its subject.
 
-Streams that run finish, what comes is served, and the console lives. PRISM_CHAOS_SEED chooses.
+Running streams finish, new requests are served, and the console lives. PRISM_CHAOS_SEED chooses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BETWEEN_S = 0.5
 
 
 class Vandal(Striker):
-    """`target` of a fault: a kind of junk, for one key after another; or files."""
+    """Striker whose target is a kind of junk, for one key after another, or files."""
 
     def _junk(self, fault: Fault) -> str:
         rng, prefix = Random(fault.pick), f"{self.config.namespace}:"

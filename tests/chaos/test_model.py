@@ -1,4 +1,4 @@
-"""The model of a stream knows what must not happen, and a seed says what does."""
+"""The model of a stream detects wrong streams, and a seed determines the schedule."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Twenty times more than the cluster can serve, clients that dawdle, a model that floods the rest.
+"""Overload twenty times over capacity, slow clients, and a flood of requests for one model.
 
-PRISM_CHAOS_OVERLOAD_S is how long each phase takes: five minutes by default.
+PRISM_CHAOS_OVERLOAD_S is the duration of each phase: five minutes by default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same on SGLang: engines are killed with streams in flight, and greedy answers stay greedy."""
+"""Faults on SGLang: engines are killed with streams in flight, and greedy answers stay greedy."""
 
 from __future__ import annotations
 

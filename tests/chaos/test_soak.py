@@ -1,6 +1,6 @@
-"""Requests without end, a fault every ten seconds: none is lost, and memory is flat.
+"""Endless requests with a fault every ten seconds: none is lost, and memory is flat.
 
-PRISM_CHAOS_SOAK_S is how long it takes: an hour by default.
+PRISM_CHAOS_SOAK_S is the duration: an hour by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 SOAK_S = float(os.environ.get("PRISM_CHAOS_SOAK_S", "3600"))
 FAULT_EVERY_S = 10.0
-# What kills no long-lived part: their memory is what is measured.
+# Faults that kill no long-lived process: the test measures their memory.
 FAULTS = {
     ("kill", "engine", 0.0): 4,
     ("stop", "engine", 5.0): 1,

@@ -31,7 +31,7 @@ from prism.queueing.requests import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.cluster.scripted import ScriptedAgent, eventually
 
-MODEL_BYTES = 57344  # what memory_need says of `spec`: 40960 of weights, 16384 of KV
+MODEL_BYTES = 57344  # result of memory_need for `spec`: 40960 of weights, 16384 of KV
 TIMING = SchedulerTiming(
     probe_after_s=0.4,
     lost_after_s=2.0,
@@ -84,7 +84,7 @@ class Cluster:
             DeviceConfig(f"host:{i}", int(room * MODEL_BYTES) // 4096 * 4096, 4096, engines)
             for i, room in enumerate(rooms)
         ]
-        # Devices are full here: what is idle over the threshold would go.
+        # Devices are full here: models idle over the threshold would be evicted.
         settings = {"interval_s": 0.3, "idle_threshold_s": 60.0}
         settings |= more.pop("scheduler", {})
         self.config = ClusterConfig(

@@ -35,7 +35,7 @@ TICK_S = 0.02
 
 @dataclass
 class Resident:
-    """A model on the device; `need_bytes` stays taken until it has left."""
+    """A model on the device; `need_bytes` stay charged until it has left."""
 
     need_bytes: int
     state: str = "activating"

@@ -1,4 +1,4 @@
-"""Operators drain devices: models leave, nothing comes, and a restart of the scheduler knows it."""
+"""Operators drain devices: models leave, none arrives, and a restarted scheduler still drains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers of several nodes: one leads, and another one when it is gone."""
+"""Schedulers of several nodes: one leads, and another one takes over after its death."""
 
 from __future__ import annotations
 

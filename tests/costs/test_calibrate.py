@@ -1,4 +1,4 @@
-"""Measuring a live server: a scripted one, and a whole cluster with the fake engine."""
+"""Measurements of a live server: a scripted one, and a whole cluster with the fake engine."""
 
 from __future__ import annotations
 

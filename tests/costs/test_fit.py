@@ -1,4 +1,4 @@
-"""The fit recovers a table from its own steps, and says how far off it is where it cannot."""
+"""The fit recovers a table from its own steps; otherwise it reports its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TableCost: closed forms against loops over steps, and what tables may not hold."""
+"""TableCost: closed forms against loops over steps, and errors of invalid tables."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.engines.harness import DeviceUnderTest
 from tests.engines.subjects import Subject, fake_subject, sglang_subject, vllm_subject
 
 SUBJECTS = {"fake": fake_subject, "sglang": sglang_subject, "vllm": vllm_subject}
-# Of what starts real engines. vLLM's environment takes minutes to install.
+# Marks of tests with real engines. vLLM's environment takes minutes to install.
 MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
     "sglang": (pytest.mark.sglang,),
     "vllm": (pytest.mark.long, pytest.mark.timeout(1800)),

@@ -65,7 +65,7 @@ def request(
 
 @dataclass
 class Stream:
-    """All that an engine said about one request."""
+    """All chunks and failures of one request."""
 
     chunks: list[Chunk] = field(default_factory=list)
     failure: Failure | None = None

@@ -31,7 +31,7 @@ MESSAGE_BYTES = 1 << 20
 
 
 class Preloaded:
-    """A process that `start` forked: what the harness and its tests use of Popen."""
+    """A process that `start` forked, with the part of Popen's interface that the tests use."""
 
     def __init__(self, arguments: Sequence[str], env: dict[str, str], log: IO[bytes]) -> None:
         inputs, outputs, status = os.pipe(), os.pipe(), os.pipe()

@@ -23,7 +23,7 @@ PAGE = 64 << 10
 
 
 class Pair:
-    """Two servers on one device by the names of their models, and the device as others see it."""
+    """Two servers on one device, keyed by model, and the device as another process opens it."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Pair:
                 server.await_ready()
                 self.names[model] = server.name
             self.device = Device.open(name, namespace=self.namespace)
-            # What an empty cache keeps: the slab of the padding block.
+            # An empty cache keeps the slab of the padding block.
             self.floors_bytes = {
                 model: max(self.of(model).committed_bytes, 128 * token_bytes(model))
                 for model in classes

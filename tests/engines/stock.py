@@ -1,4 +1,4 @@
-"""Stock servers, as a user starts them: what tests of every engine's adapter share."""
+"""Stock servers, as a user starts them, for the tests of every engine's adapter."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from prism.messages.models import ModelSpec
 from prism.messages.requests import Request
 from tests.engines.harness import DEVICE, DeviceUnderTest, request
 
-QUIET = 4  # requests at once that compete for nothing
+QUIET = 4  # concurrent requests that do not compete for memory
 MODELS = Path(__file__).parent.parent.parent / ".cache" / "models"
 
 

@@ -85,7 +85,7 @@ def test_trim_returns_the_prefix_cache(
     assert usage is not None
     assert usage.committed_bytes == floor_bytes
     assert device.memory.resident_bytes() <= floor_bytes + usage.static_bytes
-    # What is left of the cache shares a slab with the padding block.
+    # The rest of the cache shares a slab with the padding block.
     after = device.settled_status(lambda s: s.kv_mapped_bytes == floor_bytes, engine)
     assert after.evictable_tokens < status.evictable_tokens
     assert after.unmaps_total > status.unmaps_total

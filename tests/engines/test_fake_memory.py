@@ -47,7 +47,8 @@ class CountedBlocks:
 @settings(deadline=None)
 @given(SEQUENCES, st.integers(0, 2**32))
 def test_prefix_cache_keeps_what_it_promises(sequences: list[list[int]], seed: int) -> None:
-    """Sequences live concurrently; what `take` returns always holds exactly the asked prefix."""
+    """Holds sequences concurrently; `take` always returns blocks with exactly the requested
+    prefix."""
     rng = random.Random(seed)
     memory, cache = CountedBlocks(), BlockCache(BLOCK)
     content: dict[int, tuple[int, ...]] = {}

@@ -34,9 +34,10 @@ NEEDS = GpuNeeds(
 
 
 class ScriptedDevice:
-    """A ledger on a host device that passes for a GPU's, and a driver that says what it is told.
+    """A ledger on a host device that acts as a GPU's, and a driver with scripted answers.
 
-    `answers`: one after another; the last is said for ever."""
+    `answers`: one after another; the last one repeats.
+    """
 
     def __init__(self, ledger: kvcached.Device) -> None:
         self.ledger = ledger

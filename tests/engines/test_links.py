@@ -1,5 +1,6 @@
 """Engine processes that load weights over the links of all GPUs of their node, on four GPUs of the
-test libcuda. The fake engine compares every byte of its weights before it says that it serves."""
+test libcuda. The fake engine compares every byte of its weights before it reports that it
+serves."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_an_activation_over_four_links(node: Node, model: ModelSpec) -> None:
         node.engine.send(Submit([request("r", "m", [1, 2, 3], 8)]))
         assert node.engine.finish("r")[0].token_ids == expected_tokens([1, 2, 3], 8)
         node.deactivate()
-        assert node.charged()[0] == 0  # weights, KV and share; what was lent stays a while
+        assert node.charged()[0] == 0  # weights, KV and share; lent memory stays a while
     node.engine.end()
     assert node.charged() == [0, 0, 0, 0]
 

@@ -1,4 +1,4 @@
-"""Requests whose KV does not come in time; the same wait of the same code for every adapter."""
+"""Requests whose KV does not arrive in time; every adapter waits with the same code."""
 
 from __future__ import annotations
 

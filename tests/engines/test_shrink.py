@@ -107,7 +107,7 @@ def test_a_lower_limit_is_kept_at_once(
         device.memory.set_limit(engine, None)
 
 
-# --- a model comes up where others hold the memory
+# --- a model is activated while others hold the memory
 
 
 def fill_cache(device: DeviceUnderTest, engine: str, subject: Subject) -> list[Request]:

@@ -1,4 +1,4 @@
-"""The tiny models: the same bytes every time, and usable by what reads model directories."""
+"""The tiny models: the same bytes every time, and usable by readers of model directories."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Imports the modules named as arguments, in a torch that claims an H200.
 
-For imports alone: nothing here can compute. Prints one line for each module, or the traceback.
+For imports alone: computation is not possible. Prints one line for each module, or the traceback.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A virtual environment that has one wheel and what a test lends it, and nothing else."""
+"""A virtual environment with one wheel and the packages that a test lends it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 
 class Environment:
-    """An empty environment of this Python below `path`. Nothing in it comes from a network."""
+    """An empty environment of this Python below `path`, installed without a network."""
 
     def __init__(self, path: Path) -> None:
         venv.create(path, with_pip=False)

@@ -1,4 +1,5 @@
-"""The files of deploy/: systemd's units and KubeRay's manifest, against what reads them."""
+"""The files of deploy/: systemd's units and KubeRay's manifest, against the programs that read
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The wheels: built from the source distributions, installed where nothing else is, and tested."""
+"""The wheels: built from the source distributions, installed in an empty environment, and
+tested."""
 
 from __future__ import annotations
 
@@ -182,7 +183,7 @@ def test_a_wheel_and_what_it_requires_make_its_commands(
 
 
 def install(environment: Environment, *wheels: Path) -> None:
-    """Installs the wheels, and lends the packages of others that they require."""
+    """Installs the wheels, and lends the third-party packages that they require."""
     for wheel in wheels:
         environment.install(wheel)
         named = [re.split(r"[\[<>=;]", line)[0] for line in required(wheel)]

@@ -1,4 +1,4 @@
-"""Ablations change the part that they name and nothing else."""
+"""Ablations change only the part that they name."""
 
 from __future__ import annotations
 

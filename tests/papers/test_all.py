@@ -1,4 +1,4 @@
-"""Every study runs from nothing at the size for tests and leaves what it says."""
+"""Every study runs from an empty folder at the size for tests and writes its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ablations compare like with like, and name no cause where nothing is missing."""
+"""Ablations compare equal settings, and name no cause for an equal result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts say what the figures say."""
+"""Verdicts agree with the figures."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def a_lab(folder: Path) -> Lab:
 def test_no_policy_has_a_larger_budget(
     tmp_path: Path, policy: str, tried: tuple[tuning.Settings, ...]
 ) -> None:
-    """Settings that are the shipped ones again, or two alike, would only look like a budget."""
+    """Settings that repeat the shipped ones or each other would only look like a budget."""
     assert 1 < len(tried) <= tuning.TRIES
     assert tried[0] == {}
     path = a_lab(tmp_path).write("small", SMALL)

@@ -1,4 +1,4 @@
-"""The command line: what it writes, its exit codes, one line for each mistake."""
+"""The command line: its output files, its exit codes, one line for each mistake."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NASTY = '<b>$x_1$ & "m"'
 
 
 class Page(HTMLParser):
-    """Collects what a browser would load, element ids, and the visible text."""
+    """Parser that collects the loads of a browser, element ids, and the visible text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The trace format: what is read back, and which errors name file, line and key."""
+"""The trace format: round trips, and errors that name file, line and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms: same seed same trace, and what each keeps."""
+"""Transforms: same seed same trace, and the properties that each keeps."""
 
 from __future__ import annotations
 

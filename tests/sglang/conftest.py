@@ -85,7 +85,7 @@ def ledger_of(device: DeviceUnderTest) -> kvcached.Device:
 
 
 def kv_committed_bytes(device: DeviceUnderTest) -> int:
-    """Pages of all engines' KV; weights are leased as memory that does not come and go."""
+    """Returns the KV pages of all engines; weights are leased as static memory."""
     return ledger_of(device).usage().committed_bytes
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of several architectures, and what Hugging Face transformers say they answer."""
+"""Tiny models of several architectures, and the outputs of Hugging Face transformers for them."""
 
 from __future__ import annotations
 

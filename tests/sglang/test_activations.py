@@ -1,4 +1,4 @@
-"""Many activations in one process: nothing grows, and every answer is right."""
+"""Many activations in one process: memory does not grow, and every answer is right."""
 
 from __future__ import annotations
 

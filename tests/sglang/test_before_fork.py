@@ -14,7 +14,7 @@ from tests.torchcuda import cuda_environment
 
 pytestmark = pytest.mark.sglang
 
-# Those whose imports ask for a GPU's properties, as SGLang 0.5.23 has them.
+# Modules of SGLang 0.5.23 that read a GPU's properties when they are imported.
 ASKING = (
     "sglang.srt.layers.quantization.fp8_utils",
     "sglang.kernels.ops.attention.fla.utils",

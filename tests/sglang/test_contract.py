@@ -386,7 +386,7 @@ def test_what_grammars_and_log_probabilities_rest_on() -> None:
     for name in (*polls, *ranks, "is_grammar_sync_entry", "grammar_backend", "grammar_queue"):
         assert f"self.{name}" in manager, name
     assert manager.count(grammars._TIMED_OUT) == 2  # for the cache, and the request
-    # All that a step asks of a request's grammar.
+    # All attributes of a request's grammar that a step uses.
     sampling = inspect.getsource(
         resolve("sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask")
     )
@@ -401,7 +401,7 @@ def test_what_grammars_and_log_probabilities_rest_on() -> None:
     assert "self.grammar_compiler" in xgrammar
     least = inspect.getsource(resolve("sampling.penaltylib:BatchedMinNewTokensPenalizer"))
     assert "self.len_output_tokens += 1" in least
-    # All that SGLang asks of a request's tokenizer while no stop string is given to it.
+    # All attributes of a request's tokenizer that SGLang uses without stop strings.
     assert set(re.findall(r"req\.tokenizer\.(\w+)", least)) == {
         "additional_stop_token_ids",
         "eos_token_id",

@@ -1,4 +1,5 @@
-"""The contract names everything that the adapter takes from SGLang; no SGLang is needed to look."""
+"""Completeness of the contract: it names everything that the adapter uses of SGLang. Runs without
+SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Extreme values of a request's sampling: refused or served, and the engine lives."""
+"""Extreme values of a request's sampling: the request is refused or served, and the engine
+lives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The CUDA side of the adapter, as far as it goes without a GPU: what it asks SGLang for, when it
-is refused, and its memory on the test libcuda."""
+"""The CUDA side of the adapter without a GPU: the settings for SGLang, the errors, and its memory
+on the test libcuda."""
 
 from __future__ import annotations
 

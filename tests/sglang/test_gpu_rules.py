@@ -143,7 +143,7 @@ def test_noise_is_ours_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Kv:
-    """Blocks are numbered from 1; what is freed is noted."""
+    """KV cache whose blocks are numbered from 1; records freed blocks."""
 
     num_blocks = 128
 
@@ -293,7 +293,7 @@ def test_what_was_not_written_is_found(namespace: str) -> None:
 
 
 class Captures:
-    """SGLang's runner without SGLang: what it captures is noted, and fails if told so."""
+    """SGLang's runner without SGLang: records its captures, and fails on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner

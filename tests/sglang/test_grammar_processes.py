@@ -1,5 +1,5 @@
-"""Processes that match grammars, without an engine: a call that takes too long ends its process and
-one request, and what the engine's thread does never waits longer than it says."""
+"""Processes that match grammars, without an engine. A call that takes too long ends its process and
+one request. The engine's thread never waits longer than its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models come and go in one process: bad files, requests cut off, memory given back to the OS."""
+"""Repeated activations in one process: bad files, requests cut off, memory given back to the OS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start-up check's claim is what an activation of SGLang leases."""
+"""The start-up check's claim is equal to the lease of an activation of SGLang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_check_claims_what_an_activation_leases(name: str) -> None:
             ActivateEngine(spec),
             capacity_bytes=device.capacity_bytes,
             page_bytes=page_bytes,
-            # What `GpuShare.model_bytes` answers when the context is as planned.
+            # The result of `GpuShare.model_bytes` when the context is as planned.
             static_bytes=engine.static_on(name) - idle_bytes,
         )
         assert claim.kv_bytes == leased.reserve_bytes, (shape, context_length, page_bytes)

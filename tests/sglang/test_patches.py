@@ -1,4 +1,4 @@
-"""The stock wheel is enough; if ever not, patches stay small and apply to the pristine files."""
+"""The stock wheel is enough; otherwise patches stay small and apply to the pristine files."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_the_half_computed_prompt_steps_back_for_the_running_request(
     asked = start_two(device, "stolen")
     with everything_taken(device):
         device.finish("stolen-decodes")
-        assert not device.stream("stolen-prefills").chunks  # so what was retracted is a prefill
+        assert not device.stream("stolen-prefills").chunks  # so a prefill was retracted
         assert own_usage(device).committed_bytes <= activated.reserve_bytes
         check_both(device, asked)
     status = device.settled_status(lambda s: not s.running and not s.waiting)
@@ -102,7 +102,7 @@ def test_a_lowered_limit_squeezes_and_a_raised_one_lets_go(
     device.trim()
     asked = start_two(device, "limited")
     with stopped(device):
-        device.send(SetLimit(kv_limit_bytes=1))  # raised by the engine to what one request needs
+        device.send(SetLimit(kv_limit_bytes=1))  # raised by the engine to one request's need
     check_both(device, asked)
     usage = own_usage(device)
     assert usage.limit_bytes == activated.reserve_bytes

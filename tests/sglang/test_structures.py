@@ -1,5 +1,5 @@
-"""Outputs that match a grammar, biased ones, and log probabilities: with transformers' figures, and
-an engine that outlives what cannot be compiled."""
+"""Outputs that match a grammar, biased outputs, and log probabilities, against transformers'
+figures. The engine survives grammars that do not compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small simulated clusters, with costs that are easy to reckon with."""
+"""Small simulated clusters, with costs that are easy to calculate."""
 
 from __future__ import annotations
 

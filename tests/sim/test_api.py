@@ -1,4 +1,4 @@
-"""`prism_sim` as a Python API: what notebooks call, and the tables that it gives."""
+"""`prism_sim` as a Python API: the calls of notebooks, and the tables that it returns."""
 
 from __future__ import annotations
 

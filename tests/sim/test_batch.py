@@ -1,4 +1,4 @@
-"""A batch advanced in runs counts what one advanced step by step counts."""
+"""Batches advanced in runs give the same counts as batches advanced step by step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Over random clusters, traces and policies: every request ends exactly once, memory is never
-overfilled, time never runs backwards, and the same input gives the same bytes.
+"""Conservation over random clusters, traces and policies.
 
-Memory and double ends are checked inside the simulator at each change (`Ledger`, `Records`); these
-tests are what drives it there.
+Every request ends exactly once, memory is never overfilled, time never runs backwards, and the same
+input gives the same bytes. The simulator itself checks memory and double ends at each change
+(`Ledger`, `Records`); these tests drive it there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step control: engines run the steps that the policy names, and no others."""
+"""Step control: engines run only the steps that the policy names."""
 
 from __future__ import annotations
 

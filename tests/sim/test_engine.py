@@ -1,5 +1,5 @@
-"""One engine's steps: chunks of prompts, mixed steps, retraction and recomputation, readmission,
-and what a shared pool of blocks costs. Read off the steps that the cost model is asked for."""
+"""One engine's steps: chunks of prompts, mixed steps, retraction, recomputation and readmission,
+and the cost of a shared pool of blocks. Tests read the steps that the cost model receives."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_others_decode_beside_a_chunk_only_where_steps_are_mixed() -> None:
     assert [batch for _, batch in steps] == [0, 0, 0]
     mixed, steps = served(*trace, mixed_chunk=True)
     assert [batch for _, batch in steps] == [0, 1, 1]
-    # a mixed step takes as long as both, and gives the one that decodes its token
+    # a mixed step takes as long as both, and gives the decoding request its token
     assert mixed.end_s[0] == pytest.approx(apart.end_s[0], abs=1e-9)
     assert mixed.first_s[1] > apart.first_s[1]
 
@@ -91,7 +91,7 @@ def test_the_newest_gives_way_when_memory_ends_and_is_computed_again() -> None:
     again = [chunks for chunks, _ in steps[4:]]
     recomputed = sum(sum(chunks) for chunks in again)
     assert 800 < recomputed < 1200
-    # what it had given out is kept: only its KV is made anew
+    # its output is kept: only its KV is computed again
     assert records.first_s[1] < 0.4
     alone, _ = served(trace[0], kv_mib=2)
     assert records.end_s[1] > alone.end_s[0]

@@ -1,5 +1,5 @@
-"""Confidence intervals over seeds: t quantiles as printed tables have them, and what is made of
-them in sweeps and plans."""
+"""Confidence intervals over seeds: t quantiles as printed tables have them, and their use in sweeps
+and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events come in order of time, then of scheduling."""
+"""Events are ordered by time, then by scheduling."""
 
 from __future__ import annotations
 

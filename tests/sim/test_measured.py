@@ -1,4 +1,4 @@
-"""Times that were measured on a live cluster, in place of the simulator's own."""
+"""Times measured on a live cluster, instead of the simulator's own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SLOW, FAST = 0.99 * KV_BYTES_S, 1.01 * KV_BYTES_S
 
 
 def setup(network_bytes_s: float = SLOW, **changes: Any) -> ClusterSetup:
-    """Devices 0 and 1 are of one node, 2 and 3 of another. Weights are there at once."""
+    """Puts devices 0 and 1 on one node, 2 and 3 on another. Weights are loaded at once."""
     one = model(0, "a", pinned_device="gpu:0", activation_s=0.0, **changes)
     speeds = ActivationSettings(
         layout_s=0.0, peer_bytes_s=10.0 * MIB, network_bytes_s=network_bytes_s
@@ -249,4 +249,4 @@ def test_who_waits_for_another_copy_has_a_deadline_from_then_on() -> None:
     moved_s = resumed.deadline_s - 0.2
     assert moved_s == pytest.approx(AT_S, abs=0.05)
     assert resumed.arrival_s == pytest.approx(moved_s)
-    assert resumed.prompt_tokens > 500  # its prompt and what it has given out
+    assert resumed.prompt_tokens > 500  # its prompt and its output so far

@@ -1,4 +1,4 @@
-"""Prefix reuse: what an engine keeps, what gives way, and that nothing else changes."""
+"""Prefix reuse: which blocks an engine keeps and evicts; all other results are unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prompt(
 
 @st.composite
 def shared_traces(draw: st.DrawFn) -> list[TraceRequest]:
-    """Prompts of up to four blocks that often begin alike."""
+    """Draws prompts of up to four blocks that often share a prefix."""
     seconds = draw(st.sampled_from([1.0, 30.0, 120.0]))
     ids = st.lists(st.integers(1, POOL), max_size=4)
     return [
@@ -154,7 +154,7 @@ def test_only_what_is_not_cached_is_computed() -> None:
     trace = [prompt(0.0, [1, 2]), prompt(10.0, [1, 2]), prompt(20.0, [1, 3]), prompt(30.0, [4])]
     trace.append(prompt(40.0, [1, 2], rest=0))
     _, records = simulate(setup, trace)
-    # of a prompt that is there as a whole the last block is computed for its first token
+    # for a fully cached prompt, the last block is computed for its first token
     assert records.cached_tokens.tolist() == [0, 1024, 512, 0, 512]
     took_s = [first - at for first, at in zip(records.first_s, (0, 10, 20, 30, 40), strict=True)]
     assert took_s[1] < 0.1 * took_s[0]

@@ -1,4 +1,4 @@
-"""Priorities of a trace's requests: the simulated queue starts them as the live one does."""
+"""Priorities of a trace's requests: the simulated queue starts them in the live queue's order."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_every_request_ends_once_and_memory_is_given_back(
 ) -> None:
     world, records = moved(setup, trace, asked, UNBOUNDED_STEPS)
     assert_ends_once_and_in_order(world, records)
-    if not records.errors:  # what ran out of patience was cut off where it was
+    if not records.errors:  # requests out of patience ended in place
         assert_memory_is_given_back(world)
 
 

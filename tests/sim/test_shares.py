@@ -47,7 +47,7 @@ def test_each_rank_holds_its_part_and_an_engine(tmp_path: Path, given: int, tp: 
     (view,) = made.view().models
     assert (view.tp, view.weight_bytes) == (tp, 2 * GIB + tp * GIB)
     assert part(view).weight_bytes == 2 * GIB // tp + GIB
-    for wide in (1, 2, 4):  # as a new placement reckons with it
+    for wide in (1, 2, 4):  # as a new placement assumes
         floor_bytes = view.kv_floor_bytes // wide
         assert part_bytes(view, wide) == pytest.approx(2 * GIB // wide + GIB + floor_bytes, abs=1)
 

@@ -1,4 +1,4 @@
-"""Weights come from the node's host memory, another node's, or the disk."""
+"""Sources of weights: the node's host memory, another node's, or the disk."""
 
 from __future__ import annotations
 

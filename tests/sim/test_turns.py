@@ -1,4 +1,4 @@
-"""Token-level switching in the simulator: nothing is lost, memory is kept to, times by hand, and a
+"""Token-level switching in the simulator: conservation of requests and memory, times by hand, and a
 whole run from a YAML."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's environment below the checkout's cache, with the packages of this checkout in it.
 
-Made where it is not there or its requirements have changed, which takes minutes and a package
+It is installed if it is missing or its requirements have changed, which takes minutes and a package
 index.
 """
 
@@ -56,7 +56,7 @@ def variables() -> dict[str, str]:
 
 
 def _run(*command: str | Path) -> None:
-    """Fails with what it says unless it exits 0."""
+    """Runs a command; fails with its output unless it exits 0."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         list(map(str, command)),

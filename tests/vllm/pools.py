@@ -2,8 +2,8 @@
 
     python pools.py SEED
 
-While there is room for all that both count on they answer alike: the same prefixes are found. Then
-other clients ask for memory in between, and the accounts must add up.
+While there is room for both, their answers are equal: they find the same prefixes. Then other
+clients take memory in between, and the accounts must add up.
 """
 
 from __future__ import annotations

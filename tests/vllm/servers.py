@@ -14,7 +14,7 @@ BLOCK_TOKENS = 32
 
 
 class VllmServer(Server):
-    """`vllm serve`; that command of the CPU wheel cannot be used, what it starts can."""
+    """`vllm serve`: the CPU wheel's command cannot be used, so its module is started."""
 
     def command(self, environment: dict[str, str]) -> list[str]:
         ours = {k: v for k, v in environment.items() if k.startswith("KVCACHED_")}

@@ -1,6 +1,6 @@
 """vLLM and SGLang in the pool of prism-serve: one cluster, one device, a model of each.
 
-`tests/engines` checks what an engine must do by itself.
+`tests/engines` checks each engine alone.
 """
 
 from __future__ import annotations
