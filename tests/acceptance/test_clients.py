@@ -183,7 +183,7 @@ def test_schemathesis_finds_no_fault(python: Path, tmp_path: Path) -> None:
                 schema["properties"]["model"] = {"enum": ["a", "b"]}
         path = tmp_path / "openapi.json"
         path.write_text(json.dumps(document))
-        # Its phase of coverage ends itself on Python 3.11 (a SystemError of `ast.parse`).
+        # Its coverage phase crashes on Python 3.11 (a SystemError of `ast.parse`).
         phases = ("--phases", "fuzzing,stateful")
         asked = ("--checks", ",".join(CHECKS), "--max-examples", "50", "--seed", "1")
         command = (python.parent / "schemathesis", "run", path, "--url", cluster.url)

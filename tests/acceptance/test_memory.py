@@ -32,7 +32,7 @@ from tests.acceptance.reference import judge, prompts
 pytestmark = pytest.mark.sglang
 
 MIB = 1 << 20
-PROMPT = 320  # tokens that a request of the busy model takes at once
+PROMPT = 320  # tokens in a prompt of the busy model
 
 
 def two_models(

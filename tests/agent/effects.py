@@ -24,7 +24,7 @@ class Recorder:
     answers: list[ActionResult] = field(default_factory=list)
     records: list[ActivationRecord] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    blames: bool = False  # a request, for an engine's death
+    blames: bool = False  # a request is blamed for an engine's death
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
         self.sent.append((engine_id, message))

@@ -78,7 +78,7 @@ async def background(*loops: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def keep_placed(this: World) -> None:
-    """Routes the model again after each outage, as the cluster scheduler does."""
+    """Routes the model whenever it has no placement, as the cluster scheduler does."""
     while True:
         with suppress(QueueUnavailableError):
             if await this.queue.placement() != {"a": (DEVICE,)}:

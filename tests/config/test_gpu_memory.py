@@ -78,7 +78,7 @@ def test_the_capacity_it_names_is_enough(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(folder, "2GiB")
     enough = str(caught.value).split("raise capacity to ")[1].split(" ")[0]
-    with pytest.raises(ConfigError, match=r"models\[1\]\.tp: wide needs"):  # not a any more
+    with pytest.raises(ConfigError, match=r"models\[1\]\.tp: wide needs"):  # no longer a's
         loaded(folder, enough)
     loaded(folder, "4GiB")
 

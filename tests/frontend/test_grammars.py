@@ -1,4 +1,4 @@
-"""Grammars are tried one at a time by a process that may die, and bodies may ask for them."""
+"""Trials of grammars in a process that may die, and the grammars that bodies may ask for."""
 
 from __future__ import annotations
 

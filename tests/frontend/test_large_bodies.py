@@ -90,7 +90,7 @@ def test_braces_in_a_text_are_no_objects(text: str) -> None:
 
 
 def test_a_string_without_an_end_is_searched_once() -> None:
-    """Takes minutes if searched from each of its quotes."""
+    """Takes minutes on this body if searched from each of its quotes."""
     body = b'{"model":"' + rb"\"" * 500_000 + b"[" * 33_000
     with pytest.raises(BadRequestError, match="EOF while parsing"):
         parse_body(CompletionBody, body)

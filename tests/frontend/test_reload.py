@@ -52,7 +52,7 @@ async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack)
     assert answer.json()["choices"][0]["text"] == "the lazy dog"
     async with asyncio.timeout(10):
         await says(FrontendState(1))
-    # One that was read before the reload and comes to the queue only now.
+    # A request that was read before the reload and is enqueued only now.
     with pytest.raises(UnknownModelError):
         services.tokenizer("base")
 

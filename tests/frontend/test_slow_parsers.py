@@ -27,7 +27,7 @@ from tests.frontend.tool_forms import FORMS
 
 pytestmark = pytest.mark.usefixtures("parser_modules")
 
-BOMB = f"[a({'a=,' * 60}]"  # backtracked on for longer than the universe is old
+BOMB = f"[a({'a=,' * 60}]"  # backtracking takes longer than the age of the universe
 # Parser -> answers that its expressions backtrack on.
 BACKTRACKING = {
     "pythonic": (BOMB, f"[{'x' * 32_000}", FORMS["pythonic"][:14] * 2000),
@@ -35,7 +35,7 @@ BACKTRACKING = {
     "hunyuan": (FORMS["hunyuan"][:60] * 600,),
     "interns1": (f"<|action_start|> <|plugin|>{' ' * 32_000}",),
 }
-# Parser -> what makes it read all again with each token, when it comes again and again.
+# Parser -> text whose repetition makes it read everything again with each token.
 REPEATED = {
     "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",  # noqa: RUF001
     "gemma4": "<|tool_call>call:weather{city:",

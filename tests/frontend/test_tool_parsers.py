@@ -70,7 +70,7 @@ def sglangs(name: str, pieces: list[str], tool: Any = WEATHER) -> tuple[str, lis
     for item in (item for _, items in found for item in items):
         if item.name:
             calls.append((item.name, ""))
-        if calls:  # some tell arguments before any call
+        if calls:  # some report arguments before any call
             calls[-1] = calls[-1][0], calls[-1][1] + (item.parameters or "")
     return "".join(said or "" for said, _ in found), calls
 
