@@ -1,4 +1,4 @@
-// The backends that one conformance suite runs on, and how a test looks at memory on each.
+// The backends of the conformance suite, and how a test reads memory on each.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Backend {
   bool (*is_readable)(uint64_t address);
   void (*fill)(uint64_t address, uint64_t bytes, int value);  // done when it returns
   int (*read_at)(uint64_t address);
-  // Physical memory that the Vmm holds, in the words of the OS or the driver. REQUIRES: every page
+  // Physical memory that the Vmm holds, as the OS or the driver counts it. REQUIRES: every page
   // was filled (the host device takes memory at the first touch), and one Vmm at a time.
   uint64_t (*held_bytes)(const Vmm& vmm);
 };
@@ -23,9 +23,9 @@ struct Backend {
 // Host and, where a driver can be loaded, cuda:0; each bare and below the fault decorator.
 std::vector<Backend> backends();
 
-// What vmm.h says of windows (test_windows.cpp).
+// Checks the rules of vmm.h for windows (test_windows.cpp).
 void windows_conform(const Backend& backend);
-// What it says of blocks (test_blocks.cpp).
+// Checks the rules of vmm.h for blocks (test_blocks.cpp).
 void blocks_conform(const Backend& backend);
 
 // Bound of the error of `held_bytes`, since a driver also takes and frees memory itself. 0 on the
@@ -42,10 +42,10 @@ bool can_steer_cuda();
 // Returns false, and prints the leaks, if anything was not released.
 bool nothing_leaked();
 
-// Where this process reads memory at that address of a host device or of the test libcuda's
-// devices, whose own addresses no CPU reaches.
+// Returns where this process reads memory at that address of a host device or of the test
+// libcuda's devices. The CPU cannot access those devices' own addresses.
 uint64_t cpu_view(uint64_t address);
-// Whether the device can read the byte there.
+// Returns whether the device can read the byte there.
 bool is_accessible(uint64_t address);
 
 void* find_cuda_symbol(const char* name);

@@ -39,11 +39,11 @@ T value_of(Result<T> result) {
   return std::move(result.value());
 }
 
-// Bytes that the OS holds for a file.
+// Returns the bytes that the OS holds for a file.
 uint64_t resident_bytes(int fd);
-// Whether this process can read the byte at `address`, asked of the kernel.
+// Returns whether this process can read the byte at `address`, according to the kernel.
 bool is_readable(uint64_t address);
-// A ledger path of this process's own, which does not exist yet.
+// Returns a ledger path of this process that does not exist yet.
 std::string fresh_ledger_path();
 
 void test_vmm();

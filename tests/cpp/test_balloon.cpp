@@ -23,7 +23,7 @@ void hold(Ledger& ledger, const Member& member, uint64_t pages) {
   CHECK_OK(ledger.commit(member.slot, pages * kPage));
 }
 
-// As a waiting client does it: until there is room or the time is over.
+// Asks as a waiting client does, until there is room or the time is over.
 bool wait_until_room(Ledger& ledger, int slot, uint64_t pages, int64_t until_ns) {
   while (true) {
     const std::optional<uint32_t> seen =
@@ -133,7 +133,7 @@ void a_wait_ends_in_time_and_keeps_nothing_after_it() {
   const int64_t until_ns = monotonic_ns() + kSecond / 50;
   CHECK(!wait_until_room(*f.ledger, late.slot, 10, until_ns));
   CHECK(monotonic_ns() >= until_ns);
-  // It never says that it is done, as a stopped process would not.
+  // It never answers, as a stopped process does not.
   CHECK_OK(f.ledger->release(holder.slot, 5 * kPage));
   CHECK(value_of(f.ledger->available(holder.slot)) == 5 * kPage);
 }
@@ -166,7 +166,7 @@ void a_request_that_comes_during_an_answer_stays() {
   CHECK_OK(f.ledger->answer(target.slot, first, {2 * kPage}));
   CHECK(f.ledger->has_request(target.slot));
   CHECK(value_of(f.ledger->shrink_request(target.slot))->bytes == 3 * kPage);
-  CHECK(record_of(*f.ledger, target).ask_not_before_ns > 0);  // it gave less than it was asked for
+  CHECK(record_of(*f.ledger, target).ask_not_before_ns > 0);  // it gave less than the request
 }
 
 void requests_go_to_whom_they_were_meant_for() {
@@ -204,7 +204,7 @@ void a_lower_limit_is_a_request() {
   CHECK_OK(f.ledger->set_limit({.name = "member", .pid = {}}, 20 * kPage));
   CHECK(value_of(f.ledger->shrink_request(target.slot))->bytes == 30 * kPage);
   CHECK_OK(f.ledger->release(target.slot, 30 * kPage));
-  CHECK(!value_of(f.ledger->shrink_request(target.slot)));  // it came down by itself
+  CHECK(!value_of(f.ledger->shrink_request(target.slot)));  // it shrank by itself
   CHECK(!f.ledger->has_request(target.slot));
 }
 

@@ -1,4 +1,4 @@
-// What vmm.h says of blocks: pages that are made, moved and given back together.
+// The rules of vmm.h for blocks: pages that are created, mapped and released together.
 #include "backends.h"
 #include "check.h"
 
@@ -27,11 +27,11 @@ void a_block_is_moved_whole(const Backend& b) {
   CHECK_CODE(vmm->unmap(address + 2 * page, page), Code::invalid_argument);
   CHECK_CODE(vmm->set_access(address + 2 * page, page), Code::invalid_argument);
   CHECK(b.read_at(address + 4 * page) == 6);
-  // Mapped again elsewhere it holds what it held.
+  // Mapped again elsewhere, it keeps its content.
   CHECK_OK(vmm->unmap(address, 5 * page));
   CHECK_OK(vmm->map_accessible(address + 4 * page, all));
   CHECK(b.read_at(address + 4 * page) == 6 && b.read_at(address + 7 * page) == 6);
-  // Released while it is mapped, it goes with its unmap.
+  // Released while it is mapped, it is freed by its unmap.
   CHECK_OK(vmm->release(all));
   CHECK(b.read_at(address + 5 * page) == 6);
   CHECK_OK(vmm->unmap(address + 4 * page, 4 * page));

@@ -33,7 +33,7 @@ struct Fixture {
   }
   uint64_t used_pages() const { return driver.used_bytes(1) / kPage; }
   // Runs `call` with its driver calls failing one after another, `times` in a row, until it
-  // passes; `unchanged` is checked after each failure. Returns how many there were.
+  // passes. Checks `unchanged` after each failure. Returns the number of failures.
   template <class Call, class Check>
   uint64_t fail_everywhere(uint64_t times, Call call, Check unchanged) {
     for (uint64_t nth = 1;; ++nth) {
@@ -79,7 +79,7 @@ void a_failed_map_leaves_the_range_unmapped() {
   CHECK(is_accessible(f.address + 2 * kPage));
 }
 
-// Also of those whose memory the driver took before it failed.
+// Also keeps handles of which the driver freed the memory before it failed.
 void a_failed_release_keeps_every_handle() {
   for (const uint64_t times : {1, 5}) {
     Fixture f;
@@ -118,7 +118,7 @@ void a_failed_unmap_leaves_the_range_mapped() {
   CHECK(calls == 1);  // whatever the number of pages
 }
 
-// The rollback fails as well: what is left is owed, and close() gives it back.
+// The rollback fails as well: the rest is owed, and close() releases it.
 void a_failed_rollback_is_paid_at_close() {
   for (uint64_t nth = 1; nth <= 4; ++nth) {
     Fixture f;
@@ -178,7 +178,7 @@ void a_failed_guard_gives_all_back() {
   }
 }
 
-// An unmap is done whatever becomes of its holes; those that stayed bare are covered by the next.
+// An unmap succeeds even if covering its holes fails. The next one covers those holes.
 void holes_that_are_not_covered_are_tried_again() {
   Fixture f;
   CHECK_OK(f.vmm->guard_holes());
@@ -196,7 +196,7 @@ void holes_that_are_not_covered_are_tried_again() {
     CHECK_OK(f.vmm->map_accessible(f.address + 4 * kPage, all.subspan(3)));
   }
   f.driver.fail_at(2, 1, kInvalidValue);
-  CHECK_OK(f.vmm->cover(f.address + 5 * kPage, 3 * kPage));  // it is in the way of no tensor
+  CHECK_OK(f.vmm->cover(f.address + 5 * kPage, 3 * kPage));  // it does not block any tensor
   f.driver.fail_at(0, 0, 0);
   CHECK(!is_accessible(f.address + 7 * kPage));
   CHECK_OK(f.vmm->unmap(f.address + 4 * kPage, kPage));

@@ -1,4 +1,4 @@
-// Streams and events, of every backend whose streams a test can steer.
+// Streams and events, of every backend with streams that a test can control.
 #include "backends.h"
 #include "check.h"
 #include "test_stream.h"

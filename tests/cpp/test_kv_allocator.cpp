@@ -47,7 +47,7 @@ void bad_ids_change_nothing() {
   CHECK(blocks.empty_slabs() == 0);  // the reserved block keeps its slab
 }
 
-// Runs that go past a slab or a word, or back into what the same call freed.
+// Runs that cross a slab or a word, or overlap blocks that the same call freed.
 void bad_runs_change_nothing(uint32_t blocks_per_slab) {
   KvAllocator blocks(4, blocks_per_slab, 2);
   blocks.add_mapped(blocks.lowest_unmapped(3));

@@ -148,7 +148,7 @@ void a_full_device_is_tried_again_until_the_deadline() {
   const Status full = f.cache->alloc(ids);
   CHECK(full.code == Code::no_room && full.message.find("1 tries") != std::string::npos);
   CHECK(f.charged() == 4 * kPage && f.committed() == 4 * kPage);
-  f.vmm->fail_at(1);  // any other failure is not tried again
+  f.vmm->fail_at(1);  // another failure is not retried
   CHECK_CODE(f.cache->alloc(ids), Code::system_call);
 }
 
@@ -174,7 +174,7 @@ void a_failing_quarantine_keeps_slabs_in_use() {
   CHECK(f.cache->quarantined_bytes() == 0 && f.charged() == 4 * kPage);
 }
 
-// After its pages are unmapped a cache has no blocks to give, whatever becomes of the pages.
+// After its pages are unmapped a cache has no blocks to give, even if the release fails.
 void a_close_that_fails_half_way_is_no_cache_any_more() {
   Fixture f;
   (void)alloc(*f.cache, 7);

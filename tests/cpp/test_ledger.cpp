@@ -117,7 +117,7 @@ void every_record_can_be_taken_and_no_more() {
   ::close(lock_fd);
 }
 
-// The worst moment: the mutex is held, the record says one thing and the total another.
+// The worst moment: the mutex is held, and the record and the total differ.
 void a_death_inside_the_mutex_is_repaired() {
   Fixture f;
   Member survivor(f.ledger);
@@ -154,7 +154,7 @@ void nothing_is_granted_while_somebody_looks() {
   CHECK(segment->scan_until_ns == 0);
 }
 
-// Takes everything and dies.
+// Reserves everything and dies.
 void die_holding(const std::string& path, uint64_t bytes) {
   const pid_t child = fork();
   if (child == 0) {
@@ -167,7 +167,7 @@ void die_holding(const std::string& path, uint64_t bytes) {
   CHECK(waitpid(child, &outcome, 0) == child && WEXITSTATUS(outcome) == 0);
 }
 
-// Refusals look for dead clients at most once in kProbeInterval; the one after that finds the room.
+// Refusals look for dead clients at most once in kProbeInterval. The next one finds the room.
 void a_death_is_seen_by_the_first_refusal_after_the_interval() {
   Fixture f;
   Member survivor(f.ledger);
@@ -180,7 +180,7 @@ void a_death_is_seen_by_the_first_refusal_after_the_interval() {
   }
 }
 
-// Not even a refusal in every moment puts it off.
+// Constant refusals do not delay it.
 void room_of_the_dead_is_found_by_one_who_never_stops_asking() {
   Fixture f;
   Member survivor(f.ledger);
@@ -193,7 +193,7 @@ void room_of_the_dead_is_found_by_one_who_never_stops_asking() {
   CHECK_OK(status);
 }
 
-// What asks for the state looks every time.
+// Calls that ask for the state look every time.
 void a_death_is_seen_by_available_and_usage_at_once() {
   Fixture f;
   Member survivor(f.ledger);
@@ -205,7 +205,7 @@ void a_death_is_seen_by_available_and_usage_at_once() {
   }
 }
 
-// By a cleaner of /dev/shm, under clients: the next process makes a second ledger of the device.
+// A cleaner of /dev/shm removes it under clients: the next process makes a second ledger.
 void a_ledger_whose_file_was_removed_grants_nothing() {
   Fixture f;
   Member a(f.ledger);

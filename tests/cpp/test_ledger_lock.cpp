@@ -16,7 +16,7 @@ namespace kvcached::testing {
 
 namespace {
 
-// A child that holds the mutex and is stopped, as a client or not.
+// Starts a child that holds the mutex and is stopped, as a client or not.
 pid_t stopped_inside(const std::string& path, bool as_client) {
   const pid_t child = fork();
   CHECK(child >= 0);
@@ -33,7 +33,7 @@ pid_t stopped_inside(const std::string& path, bool as_client) {
   return child;
 }
 
-// After the first wait in vain each call waits for a moment only, whatever the patience.
+// After the first wait that times out each call waits only briefly, whatever its timeout.
 void check_locked_out(Ledger& ledger, int slot, const std::string& why) {
   const int64_t timeout_ns = lock_timeout_ns;
   for (const int64_t next_ns : {int64_t{20'000'000}, int64_t{3'600'000'000'000}}) {
@@ -138,7 +138,7 @@ void a_client_leaves_a_lock_that_is_held_for_long() {
   CHECK(f.charged() == kPage);
 }
 
-// It is a dead holder's, or damaged, and taken over at the first look.
+// The lock of a dead holder, or a damaged one, is taken over at the first look.
 void a_lock_word_that_names_nobody_is_taken_over() {
   Fixture f;
   const Member member(f.ledger);
@@ -152,7 +152,7 @@ void a_lock_word_that_names_nobody_is_taken_over() {
   CHECK(segment->lock.deaths == 2);
 }
 
-// The opening of a forked child is not its parent's: each is found dead without the other.
+// A forked child and its parent have separate openings: each is found dead without the other.
 void a_forked_child_holds_the_lock_apart_from_its_parent() {
   Fixture f;
   const Member member(f.ledger);
@@ -185,7 +185,7 @@ void a_forked_child_holds_the_lock_apart_from_its_parent() {
   for (const int end : {ends[0], ends[1], end_of_test[0], end_of_test[1]}) ::close(end);
 }
 
-// An opening that is given a dead holder's number again would make it seem to live.
+// An opening with a dead holder's number would make that holder seem alive.
 void a_dead_holders_number_is_not_given_out() {
   Fixture f;
   const Member member(f.ledger);
@@ -195,7 +195,7 @@ void a_dead_holders_number_is_not_given_out() {
   const int fd = ::open(f.path.c_str(), O_RDWR | O_CLOEXEC);
   CHECK(value_of(claim_opening(fd, &segment->lock)).number == 0x3fffffff);
   CHECK_OK(f.ledger->reserve(member.slot, kPage));
-  segment->lock.openings = 0;  // those that live keep theirs
+  segment->lock.openings = 0;  // live openings keep theirs
   CHECK(value_of(claim_opening(fd, &segment->lock)).number != 1);
   ::close(fd);
 }

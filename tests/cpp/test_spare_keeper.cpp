@@ -49,14 +49,14 @@ struct Fixture {
   uint64_t committed_pages() { return value_of(client->record()).committed_bytes / kPage; }
 };
 
-// Waits for what a background thread is to do; the deadline is only for a thread that never does.
+// Waits for the background thread. The deadline is only for a thread that never acts.
 template <class Condition>
 void eventually(Condition condition) {
   for (int i = 0; i < 6000 && !condition(); ++i) std::this_thread::sleep_for(milliseconds(5));
   CHECK(condition());
 }
 
-// Gives the thread ample occasion to do what it must not.
+// Gives the thread ample time for an action that it must not take.
 void let_the_thread_run() { std::this_thread::sleep_for(milliseconds(300)); }
 
 std::vector<int64_t> alloc(KvCache& cache, size_t count) {
@@ -163,7 +163,7 @@ void a_limit_of_another_process_takes_the_spares() {
 void siblings_come_first() {
   Fixture f;
   CHECK_OK(f.cache->set_mapped_spares(8 * kPagesPerSlab, 8 * kPagesPerSlab));
-  // In the books of the cache, which is after they were committed.
+  // Counted by the cache, which is after they were committed.
   eventually([&] { return f.cache->free_mapped_blocks() == 32; });
   CHECK(f.committed_pages() == 32);
   auto sibling = value_of(KvCache::create(f.client, kGeometry));
@@ -234,8 +234,8 @@ void what_was_trimmed_stays_away_for_a_while() {
   eventually([&] { return f.cache->free_mapped_blocks() == 8; });
 }
 
-// What streams may touch stays to the end of the process; the thread does not.
-// A slab that the thread is just unmapping is virtual space that an alloc can have in a moment.
+// Pages that streams may touch stay to the end of the process. The thread does not.
+// An alloc can soon have the virtual space of a slab that the thread is unmapping.
 void what_is_being_unmapped_is_not_used_up() {
   Fixture f;
   CHECK_OK(f.cache->set_spare_pages(2 * kPagesPerSlab, 2 * kPagesPerSlab));

@@ -123,7 +123,7 @@ void guarded_holes_read_as_zeros(const Backend& b) {
   CHECK(b.read_at(address + 2 * page) == 0 && b.read_at(address + 4 * page - 1) == 0);
   CHECK(b.read_at(address + page) == 9 && b.read_at(address + 4 * page) == 9);
   CHECK(!b.is_readable(address) && !b.is_readable(address + 5 * page));
-  // Holes are holes for every rule, whatever they show.
+  // Guarded holes are holes for every rule.
   CHECK_CODE(vmm->unmap(address + 2 * page, page), Code::not_mapped);
   CHECK_CODE(vmm->set_access(address + 2 * page, page), Code::not_mapped);
   CHECK_OK(vmm->map_accessible(address + 3 * page, all.subspan(1, 1)));

@@ -92,7 +92,7 @@ void a_helper_comes_and_goes() {
   CHECK(f.leased() == 0);
 }
 
-// The loads of a link that fails after any of its calls: the other one brings everything.
+// A link fails after any of its calls: the other one loads everything.
 void a_lost_link_loses_no_byte() {
   const auto lose = cuda_function<decltype(test_cuda_lose)>("test_cuda_lose");
   const SourceFile file(12 * kPage + 3);
@@ -119,8 +119,8 @@ void a_lost_link_loses_no_byte() {
   }
 }
 
-// Each of the driver's calls in turn, while links are opened and used: an error, or every byte over
-// the other link; and all goes back.
+// Each of the driver's calls fails in turn, while links are opened and used. The result is an error
+// or every byte over the other link, and everything is released.
 void a_failing_call_of_a_link_leaves_nothing() {
   const auto fail_at = cuda_function<decltype(test_cuda_fail_at)>("test_cuda_fail_at");
   const SourceFile file(6 * kPage);

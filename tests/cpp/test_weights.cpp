@@ -218,7 +218,7 @@ void a_client_does_not_close_under_its_load() {
   CHECK_OK(arena->close());
 }
 
-// No thread can be started while this lives: its stack would not fit.
+// No thread can start while this exists, since its stack would not fit.
 class NoThreads {
  public:
   NoThreads() {

@@ -1,4 +1,4 @@
-// Pages that another Vmm, as another process has one, shows in a window; on every backend.
+// Windows on pages of another Vmm, such as another process's, on every backend.
 #include <array>
 #include <cstring>
 
@@ -37,7 +37,7 @@ void a_window_shows_pages_in_the_order_given(const Backend& b) {
     auto window = value_of(p.other->open_window(shared));
     CHECK(window->bytes() == 3 * p.page);
     CHECK(b.read_at(window->address()) == 3 && b.read_at(window->address() + p.page) == 1);
-    // From within a page, over the edge of another, and to where nothing else changes.
+    // From within a page over a page boundary. Other bytes do not change.
     const CopyRun runs[] = {{p.page / 2, p.here, p.page}, {2 * p.page, p.here + p.page, 1}};
     CHECK_OK(window->copy(runs));
     CHECK(b.read_at(p.here) == 3 && b.read_at(p.here + p.page / 2) == 1);

@@ -1,5 +1,5 @@
-// A decorator for tests: passes every call to the Vmm below, records it, and fails those it was
-// told to fail without passing them on. close() is neither counted nor failed.
+// Decorator for tests: passes every call to the Vmm below, records it, and fails selected calls
+// without passing them on. close() is neither counted nor failed.
 // Thread rule: any thread.
 #pragma once
 
@@ -30,7 +30,7 @@ class FaultVmm final : public Vmm {
 
   // Fails the Nth call from now on (1: the next) and the `times` - 1 after it.
   void fail_at(size_t call, size_t times = 1, Code code = Code::system_call);
-  // Every call so far, failed ones included.
+  // Returns every call so far, failed ones included.
   std::vector<VmmCall> calls() const;
 
   uint64_t page_bytes() const override { return below_->page_bytes(); }
@@ -59,7 +59,7 @@ class FaultVmm final : public Vmm {
   int memory_fd() const override { return below_->memory_fd(); }
 
  private:
-  // Records the call; a failure if it is one to fail.
+  // Records the call. Returns a failure if the call must fail.
   Status pass(VmmCall call);
 
   const std::shared_ptr<Vmm> below_;

@@ -139,7 +139,7 @@ def test_a_killed_processs_memory_takes_a_while(start: Start) -> None:
     first.kill()
     assert second.free_bytes() == CAPACITY - PAGE
     assert second(f"driver.create({CAPACITY})")[0] == LibCuda.OUT_OF_MEMORY
-    assert start().free_bytes() == CAPACITY  # no delay by its own setting
+    assert start().free_bytes() == CAPACITY  # it has no delay
 
 
 def test_it_comes_back_after_that_while(start: Start) -> None:

@@ -72,7 +72,7 @@ enum Attribute {
 
 inline constexpr int kHandlePosixFile = 1;
 
-// A handle or an address as the number that it is kept under, and back.
+// Converts a handle or an address to the number in the simulator's tables, and back.
 inline uint64_t number(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 inline void* handle(uint64_t number) { return reinterpret_cast<void*>(number); }
 

@@ -13,8 +13,8 @@ namespace test_libcuda {
 
 class DeviceAddresses {
  public:
-  // With fewer bytes if the OS has no more addresses (those of sanitizers are limited); false if it
-  // has none.
+  // Reserves fewer bytes if the OS has no more addresses (those of sanitizers are limited). Returns
+  // false if it has none.
   bool open(uint64_t bytes);
   // view(address) - address; 0 before open().
   uint64_t distance() const { return distance_; }

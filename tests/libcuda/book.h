@@ -1,8 +1,8 @@
-// How much of each GPU's memory every process holds: a file that all of them map.
+// File of the memory that every process holds on each GPU, which all processes map.
 //
-// A process has a slot, and a lock on it that the kernel drops when the process ends, however that
-// happens. What the slot of a dead process says is kept for the time that the driver takes to give
-// memory back, and then forgotten. Within a process: called with one lock held.
+// A process has a slot with a lock, which the kernel drops at any end of the process. The slot of
+// a dead process is kept for the time that the driver takes to free memory, and then cleared.
+// Within a process: called with one lock held.
 #pragma once
 
 #include <sys/types.h>
@@ -22,9 +22,9 @@ struct ProcessUse {
 
 class Book {
  public:
-  // `joins`: takes a slot. False if the OS refuses, or no slot is free.
+  // `joins`: takes a slot. Returns false if the OS refuses, or no slot is free.
   bool open(const std::string& path, uint64_t teardown_ms, bool joins);
-  // False, and nothing changed, if the GPU would then hold more than `capacity_bytes`.
+  // Returns false without a change if the GPU would hold more than `capacity_bytes`.
   bool take(int gpu, uint64_t bytes, uint64_t capacity_bytes);
   void give(int gpu, uint64_t bytes);
 
@@ -33,11 +33,11 @@ class Book {
   bool hold_shared(uint64_t name, int gpu, uint64_t bytes);
   void drop_shared(uint64_t name);
 
-  // Of all processes.
+  // These count all processes.
   uint64_t used_bytes(int gpu);
   std::vector<ProcessUse> processes(int gpu);
 
-  // The child of a fork: the slot is its parent's.
+  // For the child of a fork: the slot stays its parent's.
   void abandon();
 
  private:

@@ -12,7 +12,7 @@ class CallLog {
  public:
   static CallLog& instance();
 
-  // 0, or the error that this call, in a context of that device, must answer.
+  // Returns 0, or the error that this call must return in a context of that device.
   int record(const char* function, int device);
   uint64_t count(const char* function) const { return count_in(counts_, function); }
   uint64_t count_of_thread(const char* function) const;

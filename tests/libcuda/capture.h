@@ -1,5 +1,5 @@
-// Stream capture: which streams record instead of doing, what that forbids to which thread, and the
-// graphs that come of it. The rules are those of cuStreamBeginCapture and
+// Stream capture: the streams that record, the calls that a capture forbids to each thread, and
+// the resulting graphs. The rules are those of cuStreamBeginCapture and
 // cuThreadExchangeStreamCaptureMode. Called with the library's lock held.
 #pragma once
 
@@ -27,15 +27,15 @@ class Captures {
   Error end(uint64_t stream, std::unique_ptr<Graph>& graph);
 
   CaptureStatus status(uint64_t stream) const;
-  // Of the sequence that the stream belongs to; 0 if it does not capture.
+  // Returns the id of the stream's sequence; 0 if it does not capture.
   uint64_t id(uint64_t stream) const;
-  // Whether the default stream of the device is unusable, as it would wait for a capturing stream.
+  // Returns whether the default stream is unusable, since it would wait for a capturing stream.
   bool blocks_default(int device) const;
   void invalidate_blocking(int device);
   void invalidate(uint64_t stream);
 
-  // Whether this thread, in its mode, may not make a call that is potentially unsafe. The captures
-  // that forbid it are invalid then.
+  // Returns whether this thread's mode forbids a potentially unsafe call. The captures that forbid
+  // it become invalid.
   bool forbids_unsafe(CaptureMode mode);
 
   // REQUIRES: status(stream) == active

@@ -19,7 +19,7 @@ bool is_mode(int mode) { return mode >= 0 && mode <= static_cast<int>(CaptureMod
 Error check_stream(Simulator& cuda, const void* stream) {
   const int device = test_libcuda::current_device();
   if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;
-  // Of a query the capture stays valid.
+  // A query leaves the capture valid.
   const bool is_implicit = stream == nullptr && cuda.captures().blocks_default(device);
   return is_implicit ? test_libcuda::kCaptureImplicit : test_libcuda::kSuccess;
 }

@@ -1,4 +1,4 @@
-// What captures forbid to calls, and graphs given to streams.
+// Calls that captures forbid, and launches of graphs.
 #include "served.h"
 #include "simulator.h"
 

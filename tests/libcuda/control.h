@@ -8,9 +8,9 @@
 #include <cstdint>
 
 extern "C" {
-// Counted calls since the last reset: of one function ("cuMemMap"), or of all (null).
+// Returns the counted calls since the last reset: of one function ("cuMemMap"), or of all (null).
 uint64_t test_cuda_calls(const char* function);
-// The same of those that this thread made.
+// Returns the same for the calls of this thread.
 uint64_t test_cuda_thread_calls(const char* function);
 void test_cuda_reset_calls();
 // Fails the Nth counted call from now on (1: the next) and the `times` - 1 after it with `error`. N
@@ -21,34 +21,35 @@ void test_cuda_fail_at(uint64_t call, uint64_t times, int error);
 // fallen off its bus. KVCACHED_TEST_CUDA_LOSE=DEVICE:CALLS does the same from the start.
 void test_cuda_lose(int device, uint64_t calls);
 uint64_t test_cuda_used_bytes(int device);
-// The rule that the last refusal was about, in words.
+// Describes the rule that the last refusal was about.
 const char* test_cuda_refusal();
-// What is not given back now, in words; empty if nothing.
+// Describes what is not released; empty if everything is.
 const char* test_cuda_leaks();
 
-// Where a kernel on the address's device reads the range, or writes it as well: device memory is
-// never accessible to the CPU at its own address. Null if the kernel may not; test_cuda_refusal()
-// says why: a hole, no access yet, read-only memory. The view goes with the mapping: it faults when
-// the range is unmapped or freed. Needs no current context; null before cuInit and after a fork.
+// Returns where a kernel on the address's device reads the range, or writes it as well: the CPU
+// cannot access device memory at its own address. Null if the kernel may not; test_cuda_refusal()
+// has the reason: a hole, no access yet, read-only memory. The view ends with the mapping: it
+// faults when the range is unmapped or freed. Needs no current context; null before cuInit and
+// after a fork.
 void* test_cuda_kernel_view(uint64_t address, uint64_t bytes, int write);
-// What every view is away from its address, from cuInit on; 0 before.
+// Returns the distance of every view from its address, from cuInit on; 0 before.
 uint64_t test_cuda_kernel_distance();
 // Does all work of the stream (0: the default one) so far, as before a kernel that runs at once.
 int test_cuda_kernel_start(uint64_t stream);
 
-// A kernel that may touch the range, until it is completed: on a stream (0: the default one) of the
-// current context's device. CUDA's answer for a stream or a range that is not there.
+// Launches a kernel that may touch the range, until it is completed: on a stream (0: the default
+// one) of the current context's device. Returns CUDA's error for a missing stream or range.
 int test_cuda_launch(uint64_t stream, uint64_t address, uint64_t bytes);
-// The same for a range with holes, of which the kernel touches what is mapped.
+// Does the same for a range with holes, of which the kernel touches only what is mapped.
 int test_cuda_launch_over_holes(uint64_t stream, uint64_t address, uint64_t bytes);
-// The oldest `count` kernels of the stream are done.
+// Completes the oldest `count` kernels of the stream.
 void test_cuda_complete(uint64_t stream, uint64_t count);
-// How often a page that a kernel may touch was unmapped, mapped elsewhere or filled. Each is
-// refused as well, and test_cuda_refusal() names it; a real driver would let it happen.
+// Counts unmaps, maps elsewhere and fills of a page that a kernel may touch. Each is also refused,
+// and test_cuda_refusal() names it. A real driver would allow it.
 uint64_t test_cuda_violations();
-// Bytes that copies brought to a device over its own link from the host, and from other devices.
+// Bytes that copies moved to a device over its link from the host, and from other devices.
 uint64_t test_cuda_from_host_bytes(int device);
 uint64_t test_cuda_from_peer_bytes(int device);
-// How many devices had work at once, at most.
+// Returns the largest number of devices that had work at once.
 uint64_t test_cuda_busy_devices_max();
 }

@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kExitLeaked = 97;
 
-// KVCACHED_TEST_CUDA_LEAKS=report says what is left when the process ends; =fail also ends it with
-// status 97.
+// KVCACHED_TEST_CUDA_LEAKS=report prints what is left when the process ends; =fail also ends it
+// with status 97.
 __attribute__((destructor)) void report_leaks() {
   const char* wanted = std::getenv("KVCACHED_TEST_CUDA_LEAKS");
   const std::string leaks = Simulator::instance().leaks();

@@ -13,9 +13,9 @@ namespace test_libcuda {
 
 class Copies {
  public:
-  // Memory that the process can touch, or null.
+  // Returns memory that the process can touch, or null.
   void* allocate_pinned(uint64_t bytes);
-  // Of the range's size; 0 if nothing of that address was allocated.
+  // Returns the range's size; 0 if nothing of that address was allocated.
   uint64_t pinned_bytes(const void* address) const;
   void free_pinned(void* address);
   bool is_pinned(const void* address, uint64_t bytes) const;
@@ -24,13 +24,13 @@ class Copies {
   void add_plain(uint64_t address, int device, uint64_t bytes) {
     plain_.emplace(address, Plain{device, bytes});
   }
-  // {device, bytes}; {-1, 0} if nothing of that address was allocated.
+  // Returns {device, bytes}; {-1, 0} if nothing of that address was allocated.
   std::pair<int, uint64_t> plain(uint64_t address) const;
   void remove_plain(uint64_t address) { plain_.erase(address); }
-  // The device whose plain memory the range is, or -1.
+  // Returns the device of which the range is plain memory, or -1.
   int owner_of(uint64_t address, uint64_t bytes) const;
 
-  // False if it was enabled before.
+  // Returns false if it was enabled before.
   bool enable_peer(int device, int peer) { return peers_.emplace(device, peer).second; }
   bool can_reach(int device, int peer) const {
     return device == peer || peers_.count({device, peer}) != 0;

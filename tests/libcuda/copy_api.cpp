@@ -1,5 +1,5 @@
 // libcuda's copies: pinned host memory, plain device memory, peer access. A copy is made when its
-// stream is completed, not when it is submitted, so that a buffer that is filled again too early
+// stream is completed, not when it is submitted, so that a buffer that is refilled too early
 // delivers the wrong bytes, as it may on a GPU.
 #include <cstring>
 
@@ -93,7 +93,7 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
     const Error error = cuda.check_target(device, target, bytes);
     if (error != 0) return error;
     if (!cuda.copies().is_pinned(source, bytes)) {
-      // What CUDA would do slowly, and in this order: this library's users never mean to.
+      // CUDA would do this slowly, and in this order. Users of this library never intend it.
       return cuda.violate("cuMemcpyHtoDAsync: the source is pageable memory");
     }
     cuda.copies().count_from_host(device, bytes);
@@ -102,7 +102,7 @@ EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t byte
   });
 }
 
-// From pageable memory as well: for what the library is compared with.
+// Copies from pageable memory as well, for baselines of the library.
 EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t bytes) {
   return test_libcuda::served_in_context([=](Simulator& cuda) {
     Error error = cuda.check_synchronous("cuMemcpyHtoD");

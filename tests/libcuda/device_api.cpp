@@ -1,4 +1,4 @@
-// What libcuda says of the driver and its devices.
+// libcuda's facts on the driver and its devices.
 #include <cstring>
 
 #include "identity.h"

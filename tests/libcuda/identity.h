@@ -1,4 +1,4 @@
-// Which GPUs the machine has, and which of them a process sees.
+// The GPUs of the machine, and those that a process sees.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
-// How a driver function of the library is answered: with the lock held, for a process that called
-// cuInit, where needed in a current context, and failing if the test asked for that.
+// Serves a driver function of the library: with the lock held, for a process that called cuInit,
+// where needed in a current context, and failing if the test asked for that.
 #pragma once
 
 #include <mutex>
@@ -12,11 +12,11 @@
 namespace test_libcuda {
 
 std::mutex& mutex();
-// The device of the thread's current context, or -1.
+// Returns the device of the thread's current context, or -1.
 int current_device();
-// How the thread takes part in captures: cuThreadExchangeStreamCaptureMode.
+// Mode of the thread in captures: cuThreadExchangeStreamCaptureMode.
 CaptureMode capture_mode();
-// The device whose primary context it is.
+// Returns the device of a primary context.
 int device_of(const void* context);
 
 template <class Body>

@@ -1,4 +1,4 @@
-// What tests choose by environment variables, read once at cuInit and nvmlInit. Below each name
+// Settings of tests in environment variables, read once at cuInit and nvmlInit. Each name below
 // begins with KVCACHED_TEST_CUDA_.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Settings {
   bool virtual_memory = true;           // VMM=0: a GPU without virtual memory management
   bool capture_maps = true;             // CAPTURE_MAPS=0: mapping is unsafe during a capture
   bool mig = false;                     // MIG=1: NVML says that MIG is on
-  int init_error = 0;                   // INIT_ERROR: what cuInit answers, such as 803
+  int init_error = 0;                   // INIT_ERROR: result of cuInit, such as 803
   int driver_version = 13000;           // VERSION, of CUDA: 10010 is older than its VMM (10.2)
   std::string driver = "580.65.06";     // DRIVER, for NVML
   std::string name = "NVIDIA H200";     // NAME

@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint64_t kLabels = uint64_t{1} << 59;  // in a device's file, after all memory
 
-// What an exported allocation is, at kLabels + its offset.
+// Describes an exported allocation, at kLabels + its offset.
 struct Label {
   uint64_t magic = 0x6b7663756461;
   uint64_t bytes = 0;

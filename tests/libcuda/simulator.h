@@ -1,11 +1,11 @@
-// GPUs made of host memory that refuse whatever CUDA's documentation forbids. One sparse memfd per
-// device holds its physical memory. The CPU never sees it at the devices' addresses; copies and
+// GPUs of host memory that refuse every call that CUDA's documentation forbids. One sparse memfd
+// per device holds its physical memory. The CPU never sees it at the devices' addresses; copies and
 // kernels use the views of addresses.h, where touching a hole, or a page without access, is a
 // fault.
 //
-// A refusal also says in words which rule was broken: refusal(). Everything here is called with one
-// lock held (driver_api.cpp), on behalf of the process that called init; in a forked child the
-// library is dead, as CUDA is, and none of the mapped memory is there.
+// refusal() describes the rule that the last refused call broke. Everything here is called with one
+// lock held (driver_api.cpp), for the process that called init. In a forked child the library does
+// not work, as CUDA does not, and none of the mapped memory is there.
 #pragma once
 
 #include <map>
@@ -62,15 +62,15 @@ class Simulator {
   static Simulator& instance();
 
   Error init();
-  // Whether calls can be served: initialised, and not in a forked child.
+  // Returns an error unless calls can be served: initialised, and not in a forked child.
   Error check_usable() const;
   const Settings& settings() const { return settings_; }
   const std::string& refusal() const { return refusal_; }
-  // By this process's allocations; and by all processes, with what the driver holds for them.
+  // Bytes of this process's allocations, and of all processes with the driver's memory for them.
   uint64_t used_bytes(int device) const;
   uint64_t device_used_bytes(int device);
   int gpu_of(int device) const { return devices_[static_cast<size_t>(device)].gpu; }
-  // What is not given back, in words; empty if nothing.
+  // Describes what is not released; empty if everything is.
   std::string leaks() const;
 
   Streams& streams() { return streams_; }
@@ -78,15 +78,16 @@ class Simulator {
   Captures& captures() { return captures_; }
   std::map<uint64_t, GraphMemory>& graphs() { return graphs_; }
   uint64_t next_handle() { return next_handle_++; }
-  // Calls that took memory away from a kernel, or copied as this library's users never mean to.
+  // Counts calls that took memory from a kernel, or copied as no user of this library intends.
   uint64_t violations() const { return violations_; }
   Error violate(std::string why);
 
   // Gives work to a stream, or records it if that captures.
   Error enqueue(uint64_t stream, int device, Work work);
-  // Whether the call may be made now: a refusal during captures, which become invalid.
+  // Returns an error unless the call may be made now. During captures it is refused, and they
+  // become invalid.
   Error check_safe(const char* call);
-  // The same for calls that use the default stream and wait for it.
+  // Does the same for calls that use the default stream and wait for it.
   Error check_synchronous(const char* call);
   Error launch_graph(uint64_t graph, uint64_t stream, int device);
 
@@ -111,20 +112,20 @@ class Simulator {
   Error map(uint64_t address, uint64_t bytes, uint64_t offset, uint64_t handle);
   Error unmap(uint64_t address, uint64_t bytes);
   Error set_access(uint64_t address, uint64_t bytes, const MemAccessDesc& access);
-  // 0, kAccessRead or kAccessReadWrite; refuses addresses where nothing is mapped.
+  // Sets 0, kAccessRead or kAccessReadWrite; refuses addresses where nothing is mapped.
   Error get_access(uint64_t address, unsigned long long* flags);
-  // Whether a copy may touch the range, with at least this access.
+  // Returns an error unless a copy may touch the range, with at least this access.
   Error check_accessible(uint64_t address, uint64_t bytes, int access = kAccessRead);
-  // Whether a copy on the device may read the range: through a mapping of the device's own.
+  // Returns an error unless a copy on the device may read the range, by the device's own mapping.
   Error check_source(int device, uint64_t address, uint64_t bytes);
   // Enqueues work of the stream that writes the range.
   Error fill(uint64_t address, unsigned char value, uint64_t bytes, uint64_t stream);
-  // Whether the range is memory of that device, mapped with at least this access or plain.
+  // Returns an error unless the range is the device's memory, plain or mapped with this access.
   Error check_target(int device, uint64_t address, uint64_t bytes, int access = kAccessReadWrite);
 
-  // Where a kernel on the address's device touches the range; null if it may not.
+  // Returns where a kernel on the address's device touches the range; null if it may not.
   void* kernel_view(uint64_t address, uint64_t bytes, bool write);
-  // The same for a copy that was checked.
+  // Returns the same for a copy that was checked.
   void* view(uint64_t address) const { return addresses_.view(address); }
   uint64_t kernel_distance() const { return addresses_.distance(); }
 
@@ -135,11 +136,11 @@ class Simulator {
   using Mappings = std::map<uint64_t, Mapping>;
 
   Error refuse(Error error, std::string why);
-  // Whether pending work may touch the handle's memory, wherever that is mapped.
+  // Returns whether pending work may touch the handle's memory, wherever that is mapped.
   bool is_touched(uint64_t handle) const;
   Error check_size(const char* call, uint64_t address, uint64_t bytes);
   bool is_plain(uint64_t address) const;
-  // -1 if it is not seen here.
+  // Returns -1 if the process does not see the GPU.
   int device_of_gpu(int gpu) const;
   uint64_t charged_bytes(uint64_t bytes) const;
   Error check_mappable(const char* call);
@@ -151,7 +152,7 @@ class Simulator {
   void* forbid(std::string why);
   bool overlaps_mapping(uint64_t address, uint64_t bytes) const;
   int file_of(const Allocation& allocation) const;
-  // The mappings that make up the range exactly; empty if it cuts one or has a hole.
+  // Returns the mappings that form exactly the range; none if it cuts one or has a hole.
   std::vector<Mappings::iterator> whole_mappings(uint64_t address, uint64_t bytes);
   void free_if_unused(uint64_t handle);
   static void abandon_in_child();

@@ -1,4 +1,4 @@
-// libcuda's streams and events, and the test's hand on them.
+// libcuda's streams and events, and their control by tests.
 #include "control.h"
 #include "served.h"
 
@@ -19,7 +19,7 @@ Error make_stream(Simulator& cuda, void** stream, unsigned flags) {
   return test_libcuda::kSuccess;
 }
 
-// Whether the host may wait for the stream or look at it.
+// Returns an error unless the host may wait for the stream or query it.
 Error check_waitable(Simulator& cuda, const char* call, const void* stream) {
   const int device = test_libcuda::current_device();
   if (!cuda.streams().exists(number(stream), device)) return test_libcuda::kInvalidHandle;

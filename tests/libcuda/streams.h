@@ -11,8 +11,8 @@
 
 namespace test_libcuda {
 
-// Some work of a stream: what it may touch, what it does in the end, and what of another stream
-// must be done before.
+// Work of a stream: the range that it may touch, its final action, and the work of another stream
+// that must be done before.
 struct Work {
   uint64_t address = 0;
   uint64_t bytes = 0;
@@ -23,28 +23,28 @@ struct Work {
 
 class Streams {
  public:
-  // Stream 0 of each device is always there; both it and 0 itself are never made.
+  // Stream 0 of each device always exists and is never made.
   uint64_t make(int device, bool is_blocking = true);
-  // Whether the default stream waits for it.
+  // Returns whether the default stream waits for it.
   bool is_blocking(uint64_t stream) const;
   bool remove(uint64_t stream);
-  // Of the calls below, `device` is that of the current context, for stream 0.
+  // In the calls below, `device` is that of the current context, for stream 0.
   bool exists(uint64_t stream, int device) const;
 
   // REQUIRES: exists
   void launch(uint64_t stream, int device, Work work);
-  // The oldest `count`, or what there is; and first what those wait for.
+  // Completes the oldest `count`, or all if fewer, after the work that they wait for.
   void complete(uint64_t stream, int device, uint64_t count);
-  // All work of the device.
+  // Completes all work of the device.
   void complete_device(int device);
-  // By pending work of any stream, or of any but this one.
+  // Returns whether pending work of any stream, or of any other stream, may touch the range.
   bool is_touched(uint64_t address, uint64_t bytes) const;
   bool is_touched_elsewhere(uint64_t address, uint64_t bytes, uint64_t stream, int device) const;
   bool has_work(uint64_t stream, int device) const;
 
   uint64_t make_event(int device);
   bool remove_event(uint64_t event);
-  // False for an event or stream that is not there, or of two devices.
+  // Returns false for a missing event or stream, or for two devices.
   bool record(uint64_t event, uint64_t stream, int device);
   bool has_event(uint64_t event) const { return events_.count(event) != 0; }
   bool was_recorded(uint64_t event) const { return events_.at(event).stream != 0; }
@@ -52,10 +52,10 @@ class Streams {
   bool has_passed(uint64_t event) const;
   // Does work before the event, all or the oldest `count`. REQUIRES: has_event
   void complete_until(uint64_t event, uint64_t count = UINT64_MAX);
-  // The stream's further work waits for the event as it was recorded. REQUIRES: both exist
+  // Makes the stream's further work wait for the event as recorded. REQUIRES: both exist
   void wait_for(uint64_t stream, int device, uint64_t event);
 
-  // How many devices had work at once.
+  // Returns the largest number of devices that had work at once.
   size_t busy_devices_max() const { return busy_devices_max_; }
 
   size_t streams() const { return streams_.size(); }

@@ -1,4 +1,4 @@
-"""A CUDA that a CPU build of torch believes in: torch.cuda over the test libcuda."""
+"""Double of CUDA for a CPU build of torch: torch.cuda over the test libcuda."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void* handle, unsigned* count
   });
 }
 
-// Nothing draws here, and no MPS server runs.
+// There are neither graphics processes nor an MPS server.
 EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(void* handle, unsigned* count, NvmlProcess*) {
   return of_gpu(handle, [=](Library&, int) {
     *count = 0;

@@ -1,4 +1,4 @@
-// CPU tensors over what kernels see of CUDA ones, and what kernels touch of these.
+// CPU tensors over the memory of CUDA tensors as kernels see it, and the ranges that kernels touch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ class Aliases {
  public:
   at::Tensor of(const at::Tensor& tensor);
   const std::vector<Alias>& made() const { return made_; }
-  // The tensor that this is an alias of; null if it is none.
+  // Returns the tensor that this is an alias of; null if it is not an alias.
   const at::Tensor* original(const at::Tensor& alias) const;
 
  private:
@@ -29,7 +29,7 @@ class Aliases {
 };
 
 uint64_t start_of(const at::Tensor& tensor);
-// The bytes from the tensor's first to its last element.
+// Returns the bytes from the tensor's first to its last element.
 Touched range_of(const at::Tensor& tensor);
 std::vector<Touched> ranges(const std::vector<Alias>& aliases);
 void launch_over(int device, const std::vector<Touched>& touched);

@@ -118,7 +118,7 @@ Block* find_free(OfDevice& of, const Block& wanted) {
   return block;
 }
 
-// The driver's answer; 2 (out of memory) if the cap is in the way.
+// Returns the driver's result; 2 (out of memory) if the cap prevents the call.
 int make_segment(OfDevice& of, const Block& wanted, Block** made) {
   const size_t bytes = segment_bytes(wanted.bytes);
   const auto cap =
@@ -215,7 +215,7 @@ void free_segments(OfDevice& of, Free& free) {
   }
 }
 
-// Of the general pool, and of the pools of graphs that are gone.
+// Frees memory of the general pool, and of the pools of destroyed graphs.
 void release_cached(OfDevice& of) {
   free_waiting(of, true);
   for (auto it = of.pools.begin(); it != of.pools.end();) {

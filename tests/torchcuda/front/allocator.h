@@ -29,10 +29,10 @@ struct Usage {
   int64_t device_frees = 0;
 };
 
-// Memory for a tensor on the device's current stream. Raises torch.OutOfMemoryError.
+// Returns memory for a tensor on the device's current stream. Raises torch.OutOfMemoryError.
 uint64_t allocate(int device, size_t bytes);
 void release(uint64_t address);
-// The block is not given again before the stream is done with what it was asked until its release.
+// The block is not reused before the stream has done the work submitted before its release.
 void record_use(uint64_t address, uint64_t stream);
 // Returns whether the address is in one of the allocator's segments.
 bool is_allocated(uint64_t address);

@@ -215,7 +215,7 @@ class Call {
     if (writes && !is_empty_written()) {
       results = written(arguments);
     } else {
-      // Its results are only looked at for their sizes: what they hold is undefined until a replay.
+      // Only the sizes of its results are used: their content is undefined until a replay.
       invoke(results);
     }
     finish(results);
@@ -244,7 +244,7 @@ class Call {
     return arguments;
   }
 
-  // What an operator that writes into its arguments returns, without running it.
+  // Returns the results of an operator that writes into its arguments, without running it.
   Stack written(const Stack& arguments) {
     Stack results;
     for (const c10::Argument& result : op_.schema().returns()) {

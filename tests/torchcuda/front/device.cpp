@@ -1,4 +1,4 @@
-// What torch asks of a device: its allocator, streams and events, generators, pinned memory.
+// torch's interfaces of a device: allocator, streams and events, generators, pinned memory.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>

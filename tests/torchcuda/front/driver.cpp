@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kDevicesMax = 16;
 constexpr size_t kStreamsOfPool = 32;
-// What a real channel holds; a launch beyond waits for the oldest kernels.
+// Capacity of a real channel. Another launch waits for the oldest kernels.
 constexpr uint64_t kPendingMax = 1024;
 constexpr unsigned kNonBlocking = 1;
 

@@ -49,21 +49,21 @@ struct Driver {
 // Loads the library at the first call. Raises RuntimeError when there is none.
 const Driver& driver();
 
-// Raises torch.AcceleratorError with CUDA's words, unless `result` is 0.
+// Raises torch.AcceleratorError with CUDA's message, unless `result` is 0.
 void check(int result, const char* call);
 
-// As torch's messages have it: "2.00 MiB".
+// Returns bytes as in torch's messages: "2.00 MiB".
 std::string in_words(size_t bytes);
 
-// The device of this thread, as cudaSetDevice has it.
+// The device of this thread, as set by cudaSetDevice.
 int current_device();
 void set_current_device(int device);
 int device_count();
 
-// Whether CUDA was initialised before this process was forked.
+// Returns whether CUDA was initialised before this process was forked.
 bool is_in_bad_fork();
 void check_not_forked();
-// From now on a forked child has no CUDA.
+// Disables CUDA in later forked children.
 void spoil_forks();
 void init();
 
@@ -78,8 +78,8 @@ class OnDevice {
 
 bool has_context(int device);
 
-// What torch's allocator does in a capture as well: calls that "global" mode forbids are allowed to
-// this thread for the length of a scope.
+// Allows this thread calls that "global" mode forbids, for the length of a scope, as torch's
+// allocator does in a capture.
 class Relaxed {
  public:
   Relaxed();

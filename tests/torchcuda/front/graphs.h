@@ -1,5 +1,5 @@
 // CUDA graphs: while a stream captures, kernels are kept in a list with their addresses instead of
-// being run. The driver has the rules: it refuses what would wait for the stream.
+// being run. The driver has the rules: it refuses calls that would wait for the stream.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace torchcuda {
 struct Touched {
   uint64_t address = 0;
   uint64_t bytes = 0;
-  bool holes = false;  // it is not the allocator's, and may have parts that are not mapped
+  bool holes = false;  // not the allocator's memory: parts may be unmapped
 };
 
 struct Node {
@@ -26,7 +26,7 @@ struct Graph {
   void* executable = nullptr;  // the driver's, which holds memory of the device
 };
 
-// The graph that the stream is being captured into, if it is.
+// The graph of the stream's capture, or null.
 Graph* capturing(int device, uint64_t stream);
 Graph* capturing(int device);  // the device's current stream
 

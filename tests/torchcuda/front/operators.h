@@ -1,4 +1,4 @@
-// What the parts of torch's CUDA key need of one another.
+// Functions that the parts of torch's CUDA key share.
 #pragma once
 
 #include <ATen/core/Generator.h>

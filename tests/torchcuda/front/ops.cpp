@@ -122,7 +122,7 @@ void copy_within(Tensor& self, const Tensor& source) {
   launch_over(device, ranges(aliases.made()));
 }
 
-// From pinned memory a copy is made when the stream comes to it; CUDA stages pageable memory first.
+// A copy from pinned memory is made in the stream's order. CUDA stages pageable memory first.
 void copy_from_host(Tensor& self, const Tensor& source, bool non_blocking) {
   const int device = self.device().index();
   const uint64_t stream = current_stream(device);
@@ -232,7 +232,7 @@ int torchcuda_replay(torchcuda::Graph* graph, char* message, size_t bytes) {
   return guarded(message, bytes, [=] { torchcuda::replay(graph); });
 }
 
-// Kernels written in Python (torchcuda_front.kernel). True if it was captured.
+// Kernels written in Python (torchcuda_front.kernel). Returns true if it was captured.
 int torchcuda_capture_kernel(int device, void (*run)(), const uint64_t* triples, int count) {
   torchcuda::Graph* graph = torchcuda::capturing(device);
   if (graph == nullptr) return 0;

@@ -1,6 +1,6 @@
 """A small stand-in for Triton: kernels are run by triton/language.py, one program after another.
 
-It knows what the kernels that SGLang reaches need, and names what it does not know. Compilation,
+It supports what SGLang's kernels need, and its errors name what it does not support. Compilation,
 tuning and profiling do not exist: their modules answer imports with empty shells.
 """
 
