@@ -3,21 +3,19 @@
     python -m lab.engine_check --model DIR [--model DIR ...] [--device host:0]
         [--capacity 2GiB] [--page 2MiB] [--static SIZE] [--dtype auto] [--context N] [--streams 8]
         [--tokens 64] [--prompt-tokens 64] [--rounds 2] [--cuda-graphs lazy] [--attention NAME]
-        [--compare] [--store-in DIR] [--stacks FILE] [--json FILE]
+        [--compare] [--store-in DIR] [--json FILE]
 
 Each round serves all models in turn. A model is activated, from its files the first time and later
 from the weight store of this run. It serves `streams` concurrent greedy requests of random token
 ids, and again if decode graphs were captured. Then it is flushed and deactivated. The run has a
 separate device ledger. `--compare` computes the same tokens with transformers on the CPU.
 `--store-in` is the folder for the weight store (default: /dev/shm, if the weights fit twice).
-`--stacks` writes samples of all stacks, of the first activation and of requests with graphs.
 `--json` writes all figures after each round, also if the run fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import logging
 import os
@@ -26,8 +24,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", help="SGLang's attention backend on a GPU")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--store-in", type=Path, metavar="DIR")
-    parser.add_argument("--stacks", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
 
@@ -183,20 +178,6 @@ class Answers:
     """Time to the last token."""
 
 
-@contextmanager
-def sampled(file: Path | None, interval_s: float) -> Iterator[None]:
-    """Appends the stacks of all threads to a file again and again, until the context ends."""
-    if file is None:
-        yield
-        return
-    with file.open("a") as stream:
-        faulthandler.dump_traceback_later(interval_s, repeat=True, file=stream)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
 class EngineRun:
     """Run of one engine on one device."""
 
@@ -204,15 +185,11 @@ class EngineRun:
         self.core = core
         self._device = device
         self._options = options
-        self._activations = 0
 
     def serve(self, spec: ModelSpec) -> dict[str, Any]:
         """Activates a model, runs requests and deactivates it. Returns figures."""
         memory = {"before": self._memory()}
-        stacks = self._options.stacks
-        with sampled(None if self._activations else stacks, 0.02):
-            activated = self.core.activate(ActivateEngine(spec, max_running=self._options.streams))
-        self._activations += 1
+        activated = self.core.activate(ActivateEngine(spec, max_running=self._options.streams))
         memory["activated"] = self._memory()
         _print_activation(spec, activated)
         prompts = _prompts(self._options)
@@ -221,8 +198,7 @@ class EngineRun:
         rate = sum(map(len, served.tokens)) / served.seconds
         self._print_serving(served, rate)
         captures_s = list(self.core.status().captures_s)
-        with sampled(stacks, 0.005):
-            with_graphs = self._answers(spec, prompts) if captures_s else Answers()
+        with_graphs = self._answers(spec, prompts) if captures_s else Answers()
         self._print_graphs(with_graphs, captures_s)
         print(f"flush       {format_size(self.core.shrink().returned_bytes)} returned")
         started_s = time.monotonic()

@@ -31,7 +31,6 @@ from scripts.gpu_check.serving.process import (
     store_options,
     whole_pages,
 )
-from scripts.gpu_check.serving.stacks import hottest
 from scripts.gpu_check.sizes import GIB, MIB, Sizes
 
 NAME = "engine"
@@ -50,7 +49,6 @@ PHRASES = (
 # Random logits spread by about 1; a wrong token lies several such spreads below the best one, and
 # rounding in bfloat16 moves logits by hundredths.
 GAP_MAX = 0.25
-SAMPLED = ("_warm_up", "_measured_step")  # functions of SglangCore
 SLACK_BYTES = 256 * MIB
 GROWTH_MAX_BYTES = 64 * MIB  # after each model's first round, which loads kernels
 
@@ -98,14 +96,9 @@ def serve(report: Report, folders: list[Path], sizes: Sizes, env: dict[str, str]
 
 def attempt(report: Report, env: dict[str, str], options: list[str], limit_s: float) -> None:
     """Runs lab.engine_check and reports its rounds. Raises the errors of `run_check`."""
-    sampled = report.work / "engine.stacks"
-    sampled.unlink(missing_ok=True)
     try:
-        run_check(report, env, NAME, [*options, "--stacks", str(sampled)], limit_s)
+        run_check(report, env, NAME, options, limit_s)
     finally:
-        if sampled.exists():
-            found = sampled.read_text()
-            report.fact(stacks={name: hottest(found, name) for name in SAMPLED})
         text, served = log_of(report, NAME), read(rounds_file(report, NAME))
         report.fact(said={phrase: text.count(phrase) for phrase in PHRASES})
         if rounds_of(served):
