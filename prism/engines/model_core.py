@@ -102,7 +102,7 @@ class ModelCore(ABC, Generic[M, A, R]):
         files."""
 
     @abstractmethod
-    def _warm_up(self, active: A, memory: M) -> tuple[int, ...]:
+    def _warm_up(self, active: A) -> tuple[int, ...]:
         """Computes the first tokens. Returns the model's fingerprint."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class ModelCore(ABC, Generic[M, A, R]):
 
     def _reserve(self, order: ActivateEngine, timeline: Timeline) -> M:
         place = self._context.config.device(self._context.device)
-        planned = type(self).plan(
+        planned = self.plan(
             order,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
@@ -161,7 +161,7 @@ class ModelCore(ABC, Generic[M, A, R]):
         )
         weights = ModelWeights(self._client, self._access, order.model)
         try:
-            memory: M = type(self).memory_class(
+            memory: M = self.memory_class(
                 self._client,
                 self._device,
                 weights,
@@ -184,7 +184,7 @@ class ModelCore(ABC, Generic[M, A, R]):
         try:
             self._active = self._start(order, memory)
             memory.timeline.enter("warm_up")
-            fingerprint = self._warm_up(self._active, memory)
+            fingerprint = self._warm_up(self._active)
             memory.timeline.enter("keep")
             memory.weights.save_copy(fingerprint)
             return fingerprint

@@ -66,10 +66,11 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
             host.tear_down(scheduler, device)
             raise
 
-    def _warm_up(self, active: ActiveModel, memory: EngineMemory) -> tuple[int, ...]:
-        fingerprint = warm_up.run(active.scheduler, active.order, memory.weights.fingerprint())
+    def _warm_up(self, active: ActiveModel) -> tuple[int, ...]:
+        stored = active.memory.weights.fingerprint()
+        fingerprint = warm_up.run(active.scheduler, active.order, stored)
         if gpu.is_gpu(self._context.device) and not active.order.model.embedding:
-            warm_up.sample(active.scheduler, active.order, memory.ranks)
+            warm_up.sample(active.scheduler, active.order, active.memory.ranks)
         return fingerprint
 
     def _tear_down(self) -> None:

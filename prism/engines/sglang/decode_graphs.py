@@ -82,7 +82,6 @@ class DecodeGraphs:
         self._runner = _runner_of(scheduler)
         self._decoded = False
         self._steps = 0  # decode steps since the last capture
-        self._due_steps = FIRST_CAPTURE_STEPS
         self.captures_s: list[float] = []  # duration of each capture, in order
 
     @property
@@ -97,9 +96,10 @@ class DecodeGraphs:
 
     def between_steps(self, *, is_idle: bool) -> bool:
         """Captures a graph if one is due. Returns whether it did."""
-        if not self.pending or not (is_idle or self._steps >= self._due_steps):
+        due_steps = BUSY_STEPS_PER_CAPTURE if self.captures_s else FIRST_CAPTURE_STEPS
+        if not self.pending or not (is_idle or self._steps >= due_steps):
             return False
-        self._steps, self._due_steps = 0, BUSY_STEPS_PER_CAPTURE
+        self._steps = 0
         self._capture()
         return True
 

@@ -86,7 +86,7 @@ class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
     def _start(self, order: ActivateEngine, memory: EngineMemory) -> _Active:
         return _Active(order, memory, host.build(order, memory, self._context.config.engine))
 
-    def _warm_up(self, active: _Active, memory: EngineMemory) -> tuple[int, ...]:
+    def _warm_up(self, active: _Active) -> tuple[int, ...]:
         """Returns greedy tokens for a fixed prompt. Raises SelfCheckError for wrong tokens."""
         order = active.order
         vocab_size = active.vllm.vllm_config.model_config.get_vocab_size()
@@ -98,7 +98,7 @@ class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
         tokens: list[int] = []
         for _ in range(_WARM_UP_STEPS_MAX):
             tokens += [token for output in self._computed(active) for token in output.new_token_ids]
-        check_answer(order, memory.weights.fingerprint(), tuple(tokens), [])
+        check_answer(order, active.memory.weights.fingerprint(), tuple(tokens), [])
         return tuple(tokens)
 
     def _tear_down(self) -> None:
