@@ -45,25 +45,21 @@ def is_pinned(module: str, name: str) -> bool:
     return (module, name) in PINNED or any(below == pinned for pinned, _ in PINNED)
 
 
+def made_in(tree: ast.AST) -> set[str]:
+    """Returns the functions, classes and attributes that a file defines."""
+    made = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+    return made | {n.attr for n in stored if isinstance(n.ctx, ast.Store)}
+
+
 def private_names(tree: ast.AST) -> Iterator[str]:
     """Yields the private attributes that the file reads and does not define."""
-    made = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    made |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            made.add(node.attr)
+    made = made_in(tree) | {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     for node in attributes:
         is_private = node.attr.startswith("_") and not node.attr.startswith("__")
         if is_private and isinstance(node.ctx, ast.Load):
             yield from {node.attr} - made
-
-
-def made_in(tree: ast.AST) -> set[str]:
-    """Returns the functions and attributes that a file defines."""
-    made = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
-    return made | {n.attr for n in stored if isinstance(n.ctx, ast.Store)}
 
 
 # Names that SglangCore inherits.
