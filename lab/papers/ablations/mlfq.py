@@ -35,7 +35,7 @@ class MlfqSettings:
 
 
 def control() -> StepControl:
-    """Returns the step control. It has no state, since queues follow from executed times."""
+    """Returns the step control. It keeps no state: queues follow from executed times."""
     settings = MlfqSettings()
     return StepControl(
         start=lambda view: None, choose=lambda view, state: (choose(view, settings), None)

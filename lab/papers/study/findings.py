@@ -22,7 +22,7 @@ class Statement(msgspec.Struct, frozen=True):
     source: str
     """Figure, table or section of the paper."""
     agrees: bool | None = None
-    """None if the paper has no figure, or if ours do not decide."""
+    """None if the paper lacks the figure, or if ours do not decide."""
 
 
 class Plot(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ def claim(what: str, holds: bool | None, ours: str, published: str, source: str)
 
 
 def unpublished(what: str, ours: float | None, source: str) -> Statement:
-    """Returns a statement of our factor, for which the paper's text has no counterpart."""
+    """Returns a statement of our factor, which the paper's text lacks."""
     shown = "-" if ours is None else f"{ours:.2f}x"
     return Statement(what, shown, "not published", "not counted", source)
 

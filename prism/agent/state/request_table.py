@@ -48,7 +48,7 @@ class TrackedRequest:
 
     @property
     def is_on_trial(self) -> bool:
-        """True if it is a suspect and has no more output than when its last engine died."""
+        """True if it is a suspect whose output has not grown since its last engine died."""
         suspected_at = self.request.suspected_at
         return suspected_at is not None and self.is_on_engine and self.produced <= suspected_at
 

@@ -106,7 +106,7 @@ class AgentBook:
         return self._agents[device].seen_s
 
     def is_gone(self, device: str, now_s: float) -> bool:
-        """Returns True if the device has no live agent and none is expected to start."""
+        """Returns True if the device lacks a live agent and none is expected to start."""
         expected = device not in self._heard_s and self.in_grace(now_s)
         return device not in self._agents and not (expected and self.knows(device))
 

@@ -78,7 +78,7 @@ class OpenRequest:
 
     @property
     def awaits_output(self) -> bool:
-        """True if this attempt has no output yet."""
+        """True before this attempt's first output."""
         return len(self.received) == self.request.resumed_tokens
 
     def start_next_attempt(self) -> None:
