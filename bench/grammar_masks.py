@@ -28,9 +28,10 @@ from xgrammar import (
     allocate_token_bitmask,
 )
 
-from prism.engines.sglang import adapter, grammar_process, vocabulary
-from prism.engines.sglang.grammar_client import GrammarProcesses, Slot
-from prism.engines.sglang.parsers import WHITESPACE_MAX
+from prism.engines.sglang import adapter
+from prism.engines.sglang.grammars import grammar_process, vocabulary
+from prism.engines.sglang.grammars.grammar_client import GrammarProcesses, Slot
+from prism.engines.sglang.grammars.parsers import WHITESPACE_MAX
 
 SCHEMA = json.dumps(
     {

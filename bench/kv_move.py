@@ -7,7 +7,8 @@ The source is another process, on a separate host device. Each way starts when a
 request's block ids, and ends when the KV is in the blocks of the target:
 
 - an offer and its fetch;
-- the gathered rows in a file of /dev/shm, mapped and scattered, as `prism.engines.kv_file` does it;
+- the gathered rows in a file of /dev/shm, mapped and scattered, as
+  `prism.engines.kv_moves.kv_file` does it;
 - that file sent as agents of two machines do it, encrypted, over the loopback;
 - computed again: a forward pass of transformers' Llama with this KV's shape, otherwise as
   SmolLM2-135M.
@@ -46,7 +47,7 @@ from prism.agent.network.sockets import PeerLinks
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
-from prism.engines import kv_file
+from prism.engines.kv_moves import kv_file
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume, Sampling
 from prism.models.hugging_face import import_transformers

@@ -30,7 +30,7 @@ from prism.agent.network.weight_server import WeightServer
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
-from prism.engines.peer_weights import PeerWeights
+from prism.engines.weights.peer_weights import PeerWeights
 from prism.messages.models import ModelSpec
 
 MB = 1 << 20

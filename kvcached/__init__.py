@@ -25,7 +25,7 @@ from kvcached.balloon import (  # noqa: E402
 )
 from kvcached.client import Client, StaticLease  # noqa: E402
 from kvcached.device import Device, segment_path  # noqa: E402
-from kvcached.driver_memory import MemoryDrift, gpu_facts  # noqa: E402
+from kvcached.driver.driver_memory import MemoryDrift, gpu_facts  # noqa: E402
 from kvcached.errors import KvcachedError, NoRoomError  # noqa: E402
 from kvcached.group import KVCacheGroup  # noqa: E402
 from kvcached.handover.offer import Offer  # noqa: E402
@@ -43,8 +43,13 @@ from kvcached.layouts import (  # noqa: E402
     choose_layout,
 )
 from kvcached.memory_requests import ShrinkOrder  # noqa: E402
+from kvcached.monitoring.segments import (  # noqa: E402
+    Segment,
+    SegmentClient,
+    collect_garbage,
+    segments,
+)
 from kvcached.ranks import RankKV  # noqa: E402
-from kvcached.segments import Segment, SegmentClient, collect_garbage, segments  # noqa: E402
 from kvcached.tensor import VirtualTensor  # noqa: E402
 from kvcached.usage import (  # noqa: E402
     ClientUsage,

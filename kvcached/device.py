@@ -22,7 +22,13 @@ from kvcached.checks import (
     text,
 )
 from kvcached.client import Client
-from kvcached.driver_memory import MemoryDrift, capacity_shortfall, drift, gpu_memory, host_memory
+from kvcached.driver.driver_memory import (
+    MemoryDrift,
+    capacity_shortfall,
+    drift,
+    gpu_memory,
+    host_memory,
+)
 from kvcached.errors import (
     ClosedError,
     DeviceBusyError,

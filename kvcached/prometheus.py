@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcached.snapshot import DeviceSnapshot, take_snapshots
+from kvcached.monitoring.snapshot import DeviceSnapshot, take_snapshots
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -93,7 +93,8 @@ def _run(options: argparse.Namespace, report: dict[str, Any]) -> None:
     on_host = options.dtype == "auto" and not is_gpu(options.device)
     dtype = "float32" if on_host else options.dtype
     specs = [spec_of(path, options.context, dtype) for path in options.model]
-    from prism.engines.sglang import adapter, gpu
+    from prism.engines.sglang import adapter
+    from prism.engines.sglang.platform import gpu
 
     if missing := gpu.lacks(options.device):
         raise ConfigError(missing)

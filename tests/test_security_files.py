@@ -15,7 +15,7 @@ import pytest
 import kvcached
 from kvcached.errors import InvalidArgumentError, KvcachedError
 from kvcached.weights.store import WeightStore
-from prism.engines import kv_file
+from prism.engines.kv_moves import kv_file
 from prism.process import flush_log, open_log
 from tests.strangers import as_nobody, give_to_nobody, needs_root
 

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from prism.agent.engines.fork_supervisor import ForkServerClient
-from prism.engines import forkserver
+from prism.engines.processes import forkserver
 from prism.engines.ranks import group
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.orders import Vote

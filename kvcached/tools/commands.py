@@ -17,7 +17,7 @@ from rich.text import Text
 import kvcached
 from kvcached import Device, collect_garbage, segments
 from kvcached.errors import InvalidArgumentError, UnknownDeviceError
-from kvcached.snapshot import DeviceSnapshot, UnreadDevice, read_devices, used_segments
+from kvcached.monitoring.snapshot import DeviceSnapshot, UnreadDevice, read_devices, used_segments
 from kvcached.tools.layouts import Place, layout_table, read_groups, row_record, rows_of
 from kvcached.tools.rates import Rates
 from kvcached.tools.records import Record, device_record, segment_record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvcached.snapshot import DeviceSnapshot
+from kvcached.monitoring.snapshot import DeviceSnapshot
 from kvcached.usage import ClientUsage
 
 Key = tuple[str, str, str, int]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kvcached.segments import Segment
-from kvcached.snapshot import DeviceSnapshot
+from kvcached.monitoring.segments import Segment
+from kvcached.monitoring.snapshot import DeviceSnapshot
 from kvcached.tools.rates import Rates
 
 Record = dict[str, Any]

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcached.balloon import ShrinkAnswer
-from kvcached.segments import Segment
-from kvcached.snapshot import DeviceSnapshot
+from kvcached.monitoring.segments import Segment
+from kvcached.monitoring.snapshot import DeviceSnapshot
 from kvcached.tools.rates import Rates
 from kvcached.tools.sizes import format_size
 

@@ -45,8 +45,8 @@ from prism.config.resolved import ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import local_name
 from prism.config.schema.machines import is_gpu
-from prism.engines.kv_file import remove_abandoned
-from prism.engines.weight_store import open_peers, open_store
+from prism.engines.kv_moves.kv_file import remove_abandoned
+from prism.engines.weights.weight_store import open_peers, open_store
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.models import ModelSpec

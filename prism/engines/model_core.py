@@ -16,8 +16,8 @@ from prism.config.checks.memory_needs import GpuNeeds
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.model_memory import MemoryPlan, ModelMemory
-from prism.engines.model_weights import ModelWeights, StoreAccess
 from prism.engines.timeline import Timeline
+from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 from prism.errors import ActivationError, RankLostError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.gpu import OutsideMemory

@@ -14,10 +14,10 @@ import torch
 import kvcached
 from prism.config.checks.memory_needs import layout_of, whole_pages
 from prism.config.schema.units import format_size
-from prism.engines.model_weights import ModelWeights
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
+from prism.engines.weights.model_weights import ModelWeights
 from prism.errors import ActivationError
 from prism.messages.engine import ActivateEngine
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from kvcached.errors import WeightFileError, WeightMismatchError
 from prism.config.schema.units import format_size
 from prism.engines.model_memory import ModelMemory
-from prism.engines.model_weights import ModelWeights
+from prism.engines.weights.model_weights import ModelWeights
 from prism.errors import ActivationError, SelfCheckError
 
 _PIECE_ELEMENTS = 1 << 24

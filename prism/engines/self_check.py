@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prism.engines.model_weights import FINGERPRINT_TOKENS
+from prism.engines.weights.model_weights import FINGERPRINT_TOKENS
 from prism.errors import SelfCheckError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Request, Sampling

@@ -345,7 +345,7 @@ def _preloaded(
     more = ("--adapter", adapter, "--device", device, "--preloaded", path)
     return ChildSpec(
         config.preloaded_name(device, adapter),
-        "prism.engines.forkserver",
+        "prism.engines.processes.forkserver",
         (*arguments, *more),
         _GRACE_S,
         python=config.engine.python.get(adapter, sys.executable),

@@ -103,7 +103,7 @@ def hold_driver() -> subprocess.Popen[bytes]:
 
 def collect_garbage(places: Places) -> None:
     """Removes the ledgers of killed processes from /dev/shm, if kvcached was built."""
-    code = "from kvcached.segments import collect_garbage; collect_garbage()"
+    code = "from kvcached.monitoring.segments import collect_garbage; collect_garbage()"
     command = [sys.executable, "-c", code]
     subprocess.run(
         command, env=environment(places, False), cwd=places.work, check=False, capture_output=True

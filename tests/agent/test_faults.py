@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from prism.config.resolved import write_resolved
-from prism.engines import kv_file
+from prism.engines.kv_moves import kv_file
 from prism.errors import LeaseLostError
 from prism.messages.agent import Drain
 from prism.messages.requests import Request

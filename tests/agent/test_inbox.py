@@ -10,7 +10,7 @@ import pytest
 from kvcached.errors import LedgerCorruptError
 from prism.agent.inbox import EngineInbox
 from prism.agent.state.engine_pool import EngineProcess
-from prism.engines.worker import Worker
+from prism.engines.processes.worker import Worker
 from prism.errors import EngineError, RequestsFailedError
 
 

@@ -26,7 +26,7 @@ from prism.agent.state.engine_pool import EnginePool, EngineState
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
-from prism.engines import kv_file
+from prism.engines.kv_moves import kv_file
 from prism.messages.engine import Activated, Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume

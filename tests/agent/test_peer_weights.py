@@ -22,8 +22,8 @@ from prism.agent.network.weight_server import WeightServer
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
-from prism.engines import peer_weights
-from prism.engines.peer_weights import PeerWeights
+from prism.engines.weights import peer_weights
+from prism.engines.weights.peer_weights import PeerWeights
 from prism.messages.agent import ActionResult, PrefetchModel
 from prism.messages.models import ModelSpec
 from prism.messages.weights import AskPart, Part

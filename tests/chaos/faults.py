@@ -42,7 +42,7 @@ PARTS = {
     "prism.agent": "agent",
     "prism.cluster": "scheduler",
     "valkey-server": "redis",
-    "prism.engines.forkserver": "preloaded",
+    "prism.engines.processes.forkserver": "preloaded",
 }
 FORKED = {"prism-forks": "forkserver", "prism-engine": "engine", "prism-rank": "rank"}
 GARBAGE = (b"", b"\xc1", b"\x91" * 200_000, b"\x82\xa4type\xa6Cancel\xabrequest_ids\x91\xa2\xff")

@@ -13,7 +13,7 @@ from prism.config.checks.memory_needs import GpuNeeds, check_static, memory_need
 from prism.config.resolve import load, measured
 from prism.config.schema.cluster_config import ClusterConfig, EngineConfig
 from prism.engines import fake
-from prism.engines.sglang import gpu as sglang
+from prism.engines.sglang.platform import gpu as sglang
 from prism.errors import ConfigError
 from tests.frontend.tiny_model import make_model
 

@@ -42,7 +42,7 @@ from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Sampl
 from tests.engines.preloaded import Preloaded
 
 DEVICE = "host:0"
-FORK_SERVER = ("-m", "prism.engines.forkserver")
+FORK_SERVER = ("-m", "prism.engines.processes.forkserver")
 T = TypeVar("T")
 
 

@@ -24,8 +24,8 @@ from functools import cache
 from typing import IO, NoReturn
 
 from prism.config.checks.adapters import adapter_named
-from prism.engines import forkserver
-from prism.engines.process import THREAD_SETTINGS
+from prism.engines.processes import forkserver
+from prism.engines.processes.process import THREAD_SETTINGS
 
 MESSAGE_BYTES = 1 << 20
 

@@ -111,7 +111,7 @@ def test_an_engine_that_cannot_start_is_reported(start: Start) -> None:
 
 
 def test_an_unknown_adapter_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "prism.engines.forkserver", "--adapter", "none"]
+    command = [sys.executable, "-m", "prism.engines.processes.forkserver", "--adapter", "none"]
     command += ["--config", str(tmp_path / "none.json"), "--device", "host:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -31,7 +31,7 @@ def preload(device):
     time.sleep(0.5)
     ctypes.CDLL(os.environ["KVCACHED_LIBCUDA"]).cuInit(0)
 adapter.preload = preload
-from prism.engines import forkserver
+from prism.engines.processes import forkserver
 sys.exit(forkserver.main(sys.argv[1:]))
 """
 
@@ -67,7 +67,7 @@ def test_cuda_that_the_imports_initialised_is_never_forked() -> None:
     with fork_server(["-c", INITIALISING]) as device:
         device.fork("e0")
         command = psutil.Process(device.pids["e0"]).cmdline()
-        assert command[1:3] == ["-m", "prism.engines.process"]
+        assert command[1:3] == ["-m", "prism.engines.processes.process"]
         log = device.fork_server.log_path.read_text()
         assert "the imports initialised CUDA, so engines cannot be forked" in log
         assert device.ready.import_s >= 0.5  # its engines' imports take as long
@@ -81,14 +81,14 @@ def test_cuda_that_the_imports_initialised_is_never_forked() -> None:
 def test_without_cuda_engines_are_forked() -> None:
     with fork_server(FORK_SERVER) as device:
         device.fork("e0")
-        assert "prism.engines.forkserver" in psutil.Process(device.pids["e0"]).cmdline()
+        assert "prism.engines.processes.forkserver" in psutil.Process(device.pids["e0"]).cmdline()
 
 
 def test_ranks_are_fresh_processes_too() -> None:
     with fork_server([*FORK_SERVER, "--fresh"]) as device:
         device.fork("e0", peers=(PEER,))
         [rank] = psutil.Process(device.pids["e0"]).children()
-        assert "prism.engines.process" in rank.cmdline()
+        assert "prism.engines.processes.process" in rank.cmdline()
         serve(device, "e0/tp")
         device.end("e0")
         assert not rank.is_running()

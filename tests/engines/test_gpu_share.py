@@ -17,8 +17,8 @@ from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, Engi
 from prism.engines import gpu_share
 from prism.engines.core import EngineContext
 from prism.engines.gpu_share import GpuShare
+from prism.engines.processes.rank_leader import _worst
 from prism.engines.ranks.group import RankGroup
-from prism.engines.ranks.leader import _worst
 from prism.errors import ActivationError, EngineError
 from prism.messages.gpu import OutsideMemory
 

@@ -12,7 +12,7 @@ import pytest
 
 import kvcached
 from prism.engines.core import EngineContext
-from prism.engines.links import IDLE_S, LoadLinks
+from prism.engines.weights.links import IDLE_S, LoadLinks
 from prism.messages.models import ModelSpec
 from tests.engines.gpus import LINK_BYTES, NAMES, PAGE, Node, config_of, make_model
 from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture)
@@ -40,7 +40,7 @@ def test_a_neighbours_cache_makes_room(
     pair: tuple[EngineContext, list[kvcached.Device]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prism.engines.links.ROOM_S", 60.0)
+    monkeypatch.setattr("prism.engines.weights.links.ROOM_S", 60.0)
     context, devices = pair
     store = kvcached.WeightStore.open(context.config.engine.weight_store)
     layout = kvcached.Layout(1, 1, 64, dtype="float32")

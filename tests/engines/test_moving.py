@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.engines import kv_file
+from prism.engines.kv_moves import kv_file
 from prism.messages.engine import Deactivate, Deactivated, Export, Exported, Submit
 from prism.messages.requests import Request
 from tests.engines.harness import DEVICE, DeviceUnderTest, request

@@ -128,7 +128,7 @@ async def test_cuda_that_the_imports_initialised_is_not_forked_twice(short_dir: 
     forked = await client.event()
     assert isinstance(forked, EngineForked)
     async with asyncio.timeout(30):
-        while "prism.engines.process" not in psutil.Process(forked.pid).cmdline():
+        while "prism.engines.processes.process" not in psutil.Process(forked.pid).cmdline():
             await asyncio.sleep(0.01)  # it is about to be
     await keeper.close()
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from prism.engines.forkserver import ENDED_LOGS_MAX, EngineLogs
+from prism.engines.processes.forkserver import ENDED_LOGS_MAX, EngineLogs
 from prism.messages.engine import Submit
 from prism.messages.forkserver import EngineExited
 from tests.engines.harness import DeviceUnderTest, request

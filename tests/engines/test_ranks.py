@@ -203,7 +203,7 @@ def test_a_dead_rank_ends_the_engine(
 
 def test_sampled_tokens_are_the_same_on_all_ranks() -> None:
     """Requests without a seed get one before the ranks see them."""
-    from prism.engines.ranks.leader import _seeded
+    from prism.engines.processes.rank_leader import _seeded
 
     item = request("r", MODEL.name, [1, 2], 4, temperature=1.0)
     seeded = _seeded(item)

@@ -161,7 +161,8 @@ async def test_turns_are_lost_with_who_waits_for_them() -> None:
 ORPHAN = f"""
 import os, subprocess, sys, time
 environment = {{**os.environ, {PARENT_VARIABLE!r}: str(os.getpid())}}
-subprocess.Popen([sys.executable, "-m", "prism.engines.sglang.try_grammar"], env=environment)
+program = "prism.engines.sglang.grammars.try_grammar"
+subprocess.Popen([sys.executable, "-m", program], env=environment)
 time.sleep(600)
 """
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("parser_modules")
 
 
 def parser_of(tool_parser: str, choice: str = "auto", prompt: str = "", reasoning: str = "") -> Any:
-    from prism.engines.sglang import parsers
+    from prism.engines.sglang.grammars import parsers
 
     return parsers.AnswerParser(
         tool_parser=tool_parser,
@@ -62,7 +62,7 @@ def pieces_of(name: str, text: str, step: int) -> list[str]:
 
 def sglangs(name: str, pieces: list[str], tool: Any = WEATHER) -> tuple[str, list[tuple[str, str]]]:
     """Returns the text and calls that SGLang's own parser finds in these pieces."""
-    from prism.engines.sglang import parsers
+    from prism.engines.sglang.grammars import parsers
 
     parser = parsers.library().calls.FunctionCallParser(parsers.checked_tools([tool]), name)
     found = [*map(parser.parse_stream_chunk, pieces), parser.parse_stream_end()]
@@ -76,7 +76,7 @@ def sglangs(name: str, pieces: list[str], tool: Any = WEATHER) -> tuple[str, lis
 
 
 def known() -> set[str]:
-    from prism.engines.sglang import parsers
+    from prism.engines.sglang.grammars import parsers
 
     return set(parsers.library().calls.FunctionCallParser.ToolCallParserEnum)
 
@@ -207,7 +207,7 @@ def test_from_where_a_parser_fails_on_all_is_text(choice: str) -> None:
 
 def test_a_schema_that_a_parser_cannot_read_ends_no_stream() -> None:
     """Covers SGLang 0.5.23's parser for MiMo, which expects one type, not a list of types."""
-    from prism.engines.sglang import parsers
+    from prism.engines.sglang.grammars import parsers
 
     nullable = {"type": "object", "properties": {"city": {"type": ["string", "null"]}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": nullable}}
@@ -341,7 +341,7 @@ def test_what_a_parser_does_not_expect_stays_text() -> None:
 )
 def test_a_structure_begins_behind_the_reasoning(name: str, prompt: str, opens: bool) -> None:
     """Starts where the parser sees the reasoning end."""
-    from prism.engines.sglang import parsers
+    from prism.engines.sglang.grammars import parsers
 
     asked = ("json", '{"type": "object"}')
     kind, text = parsers.after_reasoning(name, prompt, *asked)
@@ -359,7 +359,8 @@ def test_a_structure_begins_behind_the_reasoning(name: str, prompt: str, opens: 
 LIGHT = """
 import logging, sys
 from concurrent.futures import ThreadPoolExecutor
-from prism.engines.sglang import parser_names, parsers
+from prism.engines.sglang import parser_names
+from prism.engines.sglang.grammars import parsers
 named = parser_names()
 assert not any(name.startswith("sglang") for name in sys.modules)
 first = list(ThreadPoolExecutor(8).map(parsers.unknown, ["qwen25"] * 8, [""] * 8))

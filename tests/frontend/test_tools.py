@@ -195,7 +195,7 @@ async def test_a_schema_that_is_too_long_is_not_even_tried(tools_stack: Stack) -
 
 
 def test_schemas_stay_as_they_are() -> None:
-    from prism.engines.sglang import parsers
+    from prism.engines.sglang.grammars import parsers
 
     for const in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}):
         schema = {"type": "object", "properties": {"x": {"const": const}}}

@@ -358,8 +358,9 @@ def test_a_bare_machine_has_all_that_the_step_imports() -> None:
     allowed = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
     modules = (
         "prism.cli.serve,prism.cluster.main,prism.agent.main,prism.frontend.__main__,"
-        "prism.engines.forkserver,prism.engines.preloaded,prism.serve.node.gpu_probe,"
-        "prism.serve.operator,prism.models.tokenizer,scripts.gpu_check.serving.cluster_load"
+        "prism.engines.processes.forkserver,prism.engines.processes.preloaded,"
+        "prism.serve.node.gpu_probe,prism.serve.operator,prism.models.tokenizer,"
+        "scripts.gpu_check.serving.cluster_load"
     )
     command = [sys.executable, "-c", BARE, ",".join(allowed), modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

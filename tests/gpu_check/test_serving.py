@@ -242,7 +242,7 @@ def test_an_engine_that_does_without_compiling_says_so(
 
 
 def test_the_warning_that_is_looked_for_is_the_engines() -> None:
-    text = (ROOT / "prism/engines/sglang/warm_up.py").read_text()
+    text = (ROOT / "prism/engines/sglang/scheduling/warm_up.py").read_text()
     assert engine.COMPILE_IS_OFF in text
     assert "cannot draw tokens at random" in text
 

@@ -15,7 +15,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from kvcached import nvml
+from kvcached.driver import nvml
 
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build" / "cpp-tests"

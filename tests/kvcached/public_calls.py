@@ -27,10 +27,10 @@ from kvcached import (
     WeightLayout,
     WeightStore,
     prometheus,
-    snapshot,
     testing,
 )
 from kvcached.layouts import layout_of_config
+from kvcached.monitoring import snapshot
 
 from .conftest import CAPACITY, PAGE, TINY
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvcached import Device, NoRoomError, segment_path
 from kvcached.errors import InvalidArgumentError
-from kvcached.snapshot import take_snapshots
+from kvcached.monitoring.snapshot import take_snapshots
 from kvcached.tools.commands import app
 from kvcached.tools.rates import Rates
 from kvcached.tools.sizes import format_size, parse_size

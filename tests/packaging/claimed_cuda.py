@@ -58,7 +58,7 @@ def claim() -> None:
 
 if __name__ == "__main__":
     claim()
-    from prism.engines.sglang import stubs
+    from prism.engines.sglang.platform import stubs
 
     stubs.install()
     for module in sys.argv[1:]:

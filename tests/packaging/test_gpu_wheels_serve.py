@@ -131,7 +131,11 @@ def test_a_model_is_served_twice(machine: Machine, model: tiny.TinyModel, tmp_pa
 def test_the_wheels_hold_all_that_a_cluster_needs(machine: Machine) -> None:
     """Imports, and the Redis server that it starts."""
     modules = ["prism.cli.serve", "prism.agent.main", "prism.frontend.__main__"]
-    modules += ["prism.cluster.main", "prism.engines.forkserver", "prism.serve.node.gpu_probe"]
+    modules += [
+        "prism.cluster.main",
+        "prism.engines.processes.forkserver",
+        "prism.serve.node.gpu_probe",
+    ]
     modules += ["prism.serve.operator", "prism.models.tokenizer", "prism_replay.live.client"]
     code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
     path = os.pathsep.join(map(str, (*machine.sites, ROOT)))

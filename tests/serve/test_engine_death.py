@@ -32,7 +32,7 @@ def command_of(pid: int) -> str:
 def engines(cluster: Cluster) -> list[int]:
     """Returns the pids of forked engines: children of a fork server."""
     everyone = descendants(cluster.process.pid)
-    servers = [pid for pid in everyone if "prism.engines.forkserver" in command_of(pid)]
+    servers = [pid for pid in everyone if "prism.engines.processes.forkserver" in command_of(pid)]
     return [pid for pid in servers if not descendants(pid)]
 
 

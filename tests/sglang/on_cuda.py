@@ -15,11 +15,11 @@ BEGIN = """
     import json, sys, warnings
     from pathlib import Path
     warnings.simplefilter("ignore")
-    from prism.engines.sglang import gpu
+    from prism.engines.sglang.platform import gpu
     from tests.torchcuda.life import DEVICE, LLAMA, Life, config_of, prompts, request
     life = Life(config_of(Path(sys.argv[1]), *sys.argv[2:]))
     import torch
-    from prism.engines.sglang import warm_up
+    from prism.engines.sglang.scheduling import warm_up
     sample = warm_up.sample
     warm_up.sample = lambda *_: None  # takes long on the double, and is tested elsewhere
     core, facts = life.core, {}

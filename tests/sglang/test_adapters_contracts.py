@@ -6,7 +6,7 @@ import pytest
 
 from kvcached.engines.contract import Contract
 from kvcached.engines.sglang.contract import CONTRACT as SGLANG
-from prism.engines.sglang import stubs
+from prism.engines.sglang.platform import stubs
 from prism.models.hugging_face import import_transformers
 
 pytestmark = pytest.mark.sglang

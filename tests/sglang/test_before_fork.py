@@ -27,7 +27,8 @@ PRELOAD = """
     import importlib, json, os, sys, warnings
     warnings.simplefilter("ignore")
     from prism.engines import cuda_facts
-    from prism.engines.sglang import adapter, gpu
+    from prism.engines.sglang import adapter
+    from prism.engines.sglang.platform import gpu
     if "unprotected" in sys.argv:
         import contextlib
         gpu.importing = lambda device: contextlib.nullcontext()

@@ -241,7 +241,7 @@ SEAMS: dict[str, str | None] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _sglang() -> None:
-    from prism.engines.sglang import stubs
+    from prism.engines.sglang.platform import stubs
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # at import it lists what accelerators are missing
@@ -280,8 +280,8 @@ def test_our_overrides_keep_their_signatures() -> None:
     from kvcached.engines.sglang.platform import NativeCpuPlatform
     from prism.engines.sglang.decode_graphs import LazyGraphRunner
     from prism.engines.sglang.loader import KvcachedLoader
-    from prism.engines.sglang.noise import random_bits
-    from prism.engines.sglang.scheduler import InProcessScheduler, InProcessStreamer
+    from prism.engines.sglang.platform.noise import random_bits
+    from prism.engines.sglang.scheduling.scheduler import InProcessScheduler, InProcessStreamer
 
     classes = (
         KvcachedAllocator,
@@ -375,7 +375,7 @@ def test_private_attributes_that_are_read() -> None:
 
 
 def test_what_grammars_and_log_probabilities_rest_on() -> None:
-    from prism.engines.sglang import grammars
+    from prism.engines.sglang.grammars import grammar_manager as grammars
 
     req = inspect.getsource(resolve("managers.schedule_batch:Req"))
     for name in ("input_logprob_sent", "logprob_start_len", "return_logprob", "tokenizer"):

@@ -64,7 +64,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 # Names that SglangCore inherits.
 OF_BASE = made_in(ast.parse(Path(model_core.__file__).read_text()))
-FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
+FILES = sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

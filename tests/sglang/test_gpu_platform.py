@@ -15,7 +15,7 @@ import pytest
 
 import kvcached
 from prism.engines.core import EngineContext
-from prism.engines.sglang import gpu
+from prism.engines.sglang.platform import gpu
 from prism.engines.timeline import Timeline
 from prism.messages.engine import ActivateEngine
 from tests.kvcached.arrays import kernel_view
@@ -125,8 +125,8 @@ def test_weights_for_other_kernels_are_other_weights() -> None:
 def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
     """Reserves, allocates KV blocks and releases through the driver's calls."""
     from prism.engines.model_memory import plan
-    from prism.engines.model_weights import ModelWeights, StoreAccess
     from prism.engines.sglang.memory import EngineMemory
+    from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 
     order = ActivateEngine(spec_of(LLAMA, 512))
     layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
@@ -150,9 +150,9 @@ def test_weights_come_over_the_links_of_all_gpus(
     device, arenas on cuda:0."""
     import torch
 
-    from prism.engines.links import LoadLinks
-    from prism.engines.model_weights import ModelWeights, StoreAccess
     from prism.engines.sglang import weight_key
+    from prism.engines.weights.links import LoadLinks
+    from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 
     spec = spec_of(LLAMA, 512)
     wanted = {f"layer.{n}": torch.randn(700, 300 + n) for n in range(4)}

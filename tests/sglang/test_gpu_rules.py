@@ -22,7 +22,7 @@ from kvcached.errors import (
 )
 from prism.config.schema.cluster_config import EngineConfig
 from prism.engines import cuda_toolkit
-from prism.engines.sglang import gpu
+from prism.engines.sglang.platform import gpu
 from prism.errors import ActivationError
 from prism.messages.engine import ActivateEngine
 from tests.sglang.models import LLAMA, spec_of
@@ -80,7 +80,7 @@ def test_kernels_are_compiled_with_a_whole_toolkit(
 
 KERNEL = """
 import sys
-from prism.engines.sglang import gpu
+from prism.engines.sglang.platform import gpu
 gpu.prepare("cuda:0")
 from tvm_ffi import cpp
 source = "__global__ void twice(float* x) { *x *= 2; } int next(int n) { return n + 1; }"
@@ -130,7 +130,7 @@ def test_noise_is_ours_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on meta stand for any device whose content a CPU cannot read."""
     import torch
 
-    from prism.engines.sglang import noise
+    from prism.engines.sglang.platform import noise
 
     asked = []
     monkeypatch.setattr(noise, "_hash_on_gpu", lambda *tensors: asked.append(tensors))
@@ -226,7 +226,7 @@ def test_a_bug_in_keeping_a_copy_is_not_hidden(namespace: str, kind: type[Except
 def save_copy(namespace: str, error: Exception) -> None:
     import torch
 
-    from prism.engines.model_weights import ModelWeights, StoreAccess
+    from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 
     def fail(*_arguments: object) -> None:
         raise error
@@ -252,8 +252,8 @@ def test_what_was_not_written_is_found(namespace: str) -> None:
     """Finds a whole tensor of any type, and a part of one if its type has NaN."""
     import torch
 
-    from prism.engines.model_weights import ModelWeights, StoreAccess
     from prism.engines.parameters import check_written
+    from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 
     shapes = {"bf16": (64, 64), "fp8": (64, 64), "int8": (64, 64), "norm": (64,)}
     types = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -16,9 +16,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from prism.engines.sglang import grammar_client, grammar_process, vocabulary
-from prism.engines.sglang.grammar_client import GrammarProcesses, Slot
-from prism.engines.sglang.grammar_process import FAILED, LOST, NOTHING_MATCHES, OK, REJECTED
+from prism.engines.sglang.grammars import grammar_client, grammar_process, vocabulary
+from prism.engines.sglang.grammars.grammar_client import GrammarProcesses, Slot
+from prism.engines.sglang.grammars.grammar_process import (
+    FAILED,
+    LOST,
+    NOTHING_MATCHES,
+    OK,
+    REJECTED,
+)
 from prism.errors import EngineError
 from prism.messages.requests import Grammar
 from tests.sglang.models import LLAMA, path_of

@@ -14,7 +14,7 @@ import pytest
 
 import kvcached
 from prism.engines.core import EngineContext
-from prism.engines.sglang import grammar_client
+from prism.engines.sglang.grammars import grammar_client
 from prism.errors import ActivationError, RequestsFailedError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Grammar

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prism.engines.sglang.try_grammar import grammar_error
+from prism.engines.sglang.grammars.try_grammar import grammar_error
 from tests.sglang.models import LLAMA, path_of
 
 pytestmark = pytest.mark.sglang

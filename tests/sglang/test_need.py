@@ -11,7 +11,7 @@ import pytest
 from prism.config.checks.memory_needs import layout_of, memory_need
 from prism.config.schema.cluster_config import DeviceConfig, EngineConfig
 from prism.engines.model_memory import plan
-from prism.engines.sglang.gpu import needs
+from prism.engines.sglang.platform.gpu import needs
 from prism.messages.engine import ActivateEngine, Deactivate, Deactivated
 from prism.messages.models import ModelSpec
 from prism.models import tiny

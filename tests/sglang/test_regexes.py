@@ -23,8 +23,8 @@ from xgrammar import (
     allocate_token_bitmask,
 )
 
-from prism.engines.sglang.regexes import rewrite_ebnf, rewrite_regex
-from prism.engines.sglang.vocabulary import JsonCompiler
+from prism.engines.sglang.grammars.regexes import rewrite_ebnf, rewrite_regex
+from prism.engines.sglang.grammars.vocabulary import JsonCompiler
 
 pytestmark = pytest.mark.sglang
 

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from xgrammar import GrammarMatcher
 
-from prism.engines.sglang import vocabulary
-from prism.engines.sglang.parsers import WHITESPACE_MAX
+from prism.engines.sglang.grammars import vocabulary
+from prism.engines.sglang.grammars.parsers import WHITESPACE_MAX
 from prism.messages.engine import Submit
 from prism.messages.requests import Grammar, Logprobs
 from tests.engines.harness import DeviceUnderTest, Stream, request

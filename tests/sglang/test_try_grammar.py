@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prism.engines.sglang.try_grammar import grammar_error
+from prism.engines.sglang.grammars.try_grammar import grammar_error
 from prism.messages.requests import Grammar
 from tests.sglang.models import LLAMA, path_of
 from tests.sglang.slow_grammars import SLOW, random_slow
@@ -57,7 +57,7 @@ def test_slow_ones_are_refused(name: str) -> None:
 
 
 def test_a_trial_that_takes_too_much_cpu_time_ends_its_process() -> None:
-    command = [sys.executable, "-m", "prism.engines.sglang.try_grammar"]
+    command = [sys.executable, "-m", "prism.engines.sglang.grammars.try_grammar"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None

@@ -44,7 +44,7 @@ def draw(idle: Any) -> Iterator[Sample]:
     """Calls `warm_up.sample` on an active model, as an activation on a GPU does."""
     import torch
 
-    from prism.engines.sglang import warm_up
+    from prism.engines.sglang.scheduling import warm_up
 
     idle.activate(ActivateEngine(spec_of(LLAMA)))
 
@@ -152,8 +152,8 @@ def test_a_draw_that_fails_without_the_compiler_too_is_a_warning(
 def test_a_draw_without_tokens_has_failed(
     draw: Sample, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prism.engines.sglang import warm_up
-    from prism.engines.sglang.scheduler import Emission
+    from prism.engines.sglang.scheduling import warm_up
+    from prism.engines.sglang.scheduling.scheduler import Emission
 
     found = [Emission("warm-up/0", [], "abort", "broken logits")]
     monkeypatch.setattr(warm_up, "_answers", lambda *_: found)
@@ -207,8 +207,8 @@ PAIR = """
     from sglang.srt.layers import sampler
     from torch._dynamo import eval_frame
     from prism.engines.core import EngineContext
-    from prism.engines.ranks.launch import launch_ranks
-    from prism.engines.sglang import warm_up
+    from prism.engines.processes.rank_launch import launch_ranks
+    from prism.engines.sglang.scheduling import warm_up
     from prism.messages.engine import ActivateEngine
     from tests.engines.harness import request
     from tests.sglang.conftest import DEVICE, config_of

@@ -124,7 +124,7 @@ def test_a_copy_that_breaks_while_it_is_loaded_is_replaced(
     core: Any, config: ClusterConfig, damage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damages the copy after its check, before its bytes are copied."""
-    from prism.engines.model_weights import ModelWeights
+    from prism.engines.weights.model_weights import ModelWeights
 
     first, _ = turn(core, spec_of(LLAMA))
     stock, files = ModelWeights.load, stored_files(config)

@@ -69,7 +69,7 @@ class ForkServerClient:
             python,
             "-P",
             "-m",
-            "prism.engines.forkserver",
+            "prism.engines.processes.forkserver",
             "--adapter",
             adapter,
             "--config",

@@ -1,4 +1,4 @@
-"""Fork server that was forked for this agent from preloaded imports (`engines/preloaded.py`)."""
+"""Fork server that was forked from preloaded imports (`prism.engines.processes.preloaded`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvcached import Device, DeviceUsage, DriverMemory, KvcachedError
-from kvcached.driver_memory import drift
+from kvcached.driver.driver_memory import drift
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.config.schema.units import format_size
@@ -53,7 +53,7 @@ def compare(
     baseline_bytes: int = 0,
     replaced_total: int = 0,
 ) -> MemoryComparison:
-    """Compares the driver's figures with the ledger's (`kvcached.driver_memory.drift`).
+    """Compares the driver's figures with the ledger's (`kvcached.driver.driver_memory.drift`).
 
     Args:
         ledger_pids: pid in the driver's namespace -> pid in the ledger.

@@ -14,7 +14,7 @@ from kvcached import Device, ShrinkOrder
 from kvcached.errors import UnknownClientError
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.engine_pool import EnginePool, EngineProcess
-from prism.engines.ranks.launch import rank_name
+from prism.engines.processes.rank_launch import rank_name
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from prism.agent.network.sockets import PeerLinks
-from prism.engines import kv_file
+from prism.engines.kv_moves import kv_file
 from prism.messages.kv import KvPart, KvTaken
 
 SILENT_S = 10.0  # without a part for this long, a file is discarded

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from kvcached import KvcachedError, Prefetch, WeightKey, WeightStore
-from prism.engines.peer_weights import PeerWeights
+from prism.engines.weights.peer_weights import PeerWeights
 from prism.messages.agent import ActionResult, PrefetchModel
 from prism.messages.models import ModelSpec
 

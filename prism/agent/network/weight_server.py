@@ -23,7 +23,7 @@ from kvcached.weights.exchange import Exchange, Sketch, StoredForm
 from kvcached.weights.hashing import identity
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import node_of
-from prism.engines.weight_store import open_store
+from prism.engines.weights.weight_store import open_store
 from prism.messages.weights import (
     AskPart,
     AskWeights,

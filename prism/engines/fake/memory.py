@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 import kvcached
 from prism.config.checks.memory_needs import layout_of as arranged_layout_of
 from prism.config.schema.units import format_size
-from prism.engines import kv_file
 from prism.engines.core import EngineContext
 from prism.engines.fake.cpu_view import cpu_address
 from prism.engines.fake.prefix_cache import BlockCache
-from prism.engines.kv_direct import DirectMoves
+from prism.engines.kv_moves import kv_file
+from prism.engines.kv_moves.kv_direct import DirectMoves
 from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError

@@ -10,8 +10,8 @@ from kvcached import StoredWeights, WeightArena
 from kvcached.errors import KvcachedError, NoRoomError
 from prism.engines.core import EngineContext
 from prism.engines.fake.cpu_view import cpu_address
-from prism.engines.links import LoadLinks
-from prism.engines.weight_store import open_peers, open_store
+from prism.engines.weights.links import LoadLinks
+from prism.engines.weights.weight_store import open_peers, open_store
 from prism.errors import ActivationError, ConfigError, EngineError
 from prism.messages.models import ModelSpec
 

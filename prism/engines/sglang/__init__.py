@@ -7,8 +7,8 @@ of sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tea
 """
 
 from prism.engines.sglang.adapter import create, preload, traits
-from prism.engines.sglang.gpu import lacks, needs, weight_key
-from prism.engines.sglang.supported_models import parser_names, refuses
+from prism.engines.sglang.platform.gpu import lacks, needs, weight_key
+from prism.engines.sglang.platform.supported_models import parser_names, refuses
 
 __all__ = [
     "create",

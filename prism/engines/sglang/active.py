@@ -12,12 +12,12 @@ import msgspec
 import kvcached
 from kvcached.engines.sglang.radix_pages import RadixPages
 from prism.config.checks.memory_needs import BLOCK_TOKENS
-from prism.engines.kv_direct import DirectMoves
-from prism.engines.sglang import moving, requests
+from prism.engines.kv_moves.kv_direct import DirectMoves
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.lora import Adapters
 from prism.engines.sglang.memory import EngineMemory
-from prism.engines.sglang.scheduler import InProcessScheduler
+from prism.engines.sglang.scheduling import moving, requests
+from prism.engines.sglang.scheduling.scheduler import InProcessScheduler
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Request
 

@@ -9,7 +9,7 @@ import warnings
 
 from prism.config.checks.memory_needs import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
-from prism.engines.sglang import gpu
+from prism.engines.sglang.platform import gpu
 
 # With more threads, OpenMP's barriers spin against the other engines of the machine, and a
 # process with a started thread pool must not be forked.

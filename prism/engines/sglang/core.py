@@ -10,16 +10,19 @@ from functools import partial
 import torch
 
 from prism.engines.core import EngineContext, StepOutput
-from prism.engines.kv_direct import DirectMoves
+from prism.engines.kv_moves.kv_direct import DirectMoves
 from prism.engines.model_core import ModelCore
 from prism.engines.model_memory import plan
 from prism.engines.request_checks import failure
-from prism.engines.sglang import gpu, grammar_process, host, warm_up
+from prism.engines.sglang import host
 from prism.engines.sglang.active import ActiveModel
 from prism.engines.sglang.decode_graphs import DecodeGraphs
+from prism.engines.sglang.grammars import grammar_process
 from prism.engines.sglang.lora import Adapters
 from prism.engines.sglang.memory import EngineMemory
-from prism.engines.sglang.scheduler import Emission
+from prism.engines.sglang.platform import gpu
+from prism.engines.sglang.scheduling import warm_up
+from prism.engines.sglang.scheduling.scheduler import Emission
 from prism.errors import (
     EngineError,
     RequestError,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from prism.engines.sglang import stubs
+from prism.engines.sglang.platform import stubs
 
 stubs.install()
 
@@ -32,9 +32,10 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noq
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
 from prism.config.schema.cluster_config import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
-from prism.engines.sglang import decode_graphs, gpu, lora, noise, server_args  # noqa: E402
+from prism.engines.sglang import decode_graphs, lora, server_args  # noqa: E402
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
-from prism.engines.sglang.scheduler import InProcessScheduler  # noqa: E402
+from prism.engines.sglang.platform import gpu, noise  # noqa: E402
+from prism.engines.sglang.scheduling.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages.engine import ActivateEngine  # noqa: E402
 
 stubs.install_after_import()

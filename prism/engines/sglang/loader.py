@@ -13,9 +13,9 @@ from torch import nn
 
 from kvcached.engines.sglang.memory import active_memory
 from prism.engines import parameters
-from prism.engines.model_weights import ModelWeights
-from prism.engines.sglang import gpu
 from prism.engines.sglang.memory import EngineMemory
+from prism.engines.sglang.platform import gpu
+from prism.engines.weights.model_weights import ModelWeights
 
 
 class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
 from prism.engines.ranks.group import RankGroup
-from prism.engines.sglang import gpu
+from prism.engines.sglang.platform import gpu
 from prism.errors import RequestError
 from prism.messages.models import LoraAdapter, LoraSpec, ModelSpec
 from prism.models.lora import CONFIG, FUSED, WEIGHTS, module_of

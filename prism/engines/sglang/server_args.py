@@ -9,8 +9,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.model_memory import MemoryPlan
-from prism.engines.sglang import gpu, lora
+from prism.engines.sglang import lora
 from prism.engines.sglang.loader import KvcachedLoader
+from prism.engines.sglang.platform import gpu
 from prism.messages.engine import ActivateEngine
 
 # SGLang rejects prompts of its context minus 6 tokens or more and ends requests one token early.

@@ -17,7 +17,6 @@ from vllm.v1.engine import FinishReason
 import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.model_core import ModelCore
-from prism.engines.model_weights import FINGERPRINT_TOKENS
 from prism.engines.request_checks import failure
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
 from prism.engines.vllm import host
@@ -25,6 +24,7 @@ from prism.engines.vllm.capabilities import needs, weight_key
 from prism.engines.vllm.memory import EngineMemory, plan
 from prism.engines.vllm.requests import convert, logprobs_of
 from prism.engines.vllm.scheduler import PoolScheduler
+from prism.engines.weights.model_weights import FINGERPRINT_TOKENS
 from prism.errors import RequestError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Chunk, Failure, Request, Resume, Sampling

@@ -22,7 +22,8 @@ SGLANG = "sglang"  # folder of all but kvcached and prism, in the folder of work
 # Whether the kernel can be used is answered by compiling it, and a failure is a warning.
 IMPORTS = """
 import sys
-from prism.engines.sglang import adapter, gpu
+from prism.engines.sglang import adapter
+from prism.engines.sglang.platform import gpu
 adapter.preload("cuda:0")
 from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
 with gpu.importing("cuda:0"):  # makes no CUDA context, which another step's figures would show

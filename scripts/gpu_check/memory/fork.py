@@ -71,9 +71,9 @@ def body(report: Report) -> None:
 
 
 def stand_ins() -> ModuleType:
-    """Returns prism.engines.sglang.before_fork, imported by its path: its package needs packages
-    that a bare machine lacks."""
-    path = ROOT / "prism" / "engines" / "sglang" / "before_fork.py"
+    """Returns prism.engines.sglang.platform.before_fork, imported by its path: its package needs
+    packages that a bare machine lacks."""
+    path = ROOT / "prism/engines/sglang/platform/before_fork.py"
     spec = importlib.util.spec_from_file_location("before_fork", path)
     assert spec is not None
     assert spec.loader is not None

@@ -31,8 +31,8 @@ import msgspec
 import torch
 from xgrammar import GrammarMatcher
 
-from prism.engines.sglang import vocabulary
-from prism.engines.sglang.parsers import WHITESPACE_MAX
+from prism.engines.sglang.grammars import vocabulary
+from prism.engines.sglang.grammars.parsers import WHITESPACE_MAX
 from prism.process import die_with_parent, flush_log, set_process_name
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism.engines.sglang.regexes import rewrite_ebnf, rewrite_regex
+from prism.engines.sglang.grammars.regexes import rewrite_ebnf, rewrite_regex
 
 # XGrammar enforces the first of these keywords that a schema has, and no other keyword next to it.
 _LEADING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")

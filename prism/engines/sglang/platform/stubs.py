@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 from kvcached.engines import stand_ins
-from prism.engines.sglang import gpu
+from prism.engines.sglang.platform import gpu
 
 PLATFORM_ENTRY_POINT = "prism_cpu"
 

@@ -1,6 +1,7 @@
 """Engine, or one rank of it, in a fresh process that imports the adapter itself.
 
-    python -m prism.engines.process --adapter NAME --config PATH --device cuda:0 --engine-id ID
+    python -m prism.engines.processes.process --adapter NAME --config PATH --device cuda:0
+        --engine-id ID
 
 The fork server starts engines like this if it must not fork: CUDA that a parent has initialised
 cannot be used in its forked children. A fresh engine otherwise behaves like a forked one: one
@@ -22,8 +23,8 @@ from pathlib import Path
 from prism.config.checks.adapters import adapter_named
 from prism.config.resolved import read_resolved
 from prism.engines.core import EngineContext
-from prism.engines.ranks.launch import RankLaunch, launch_ranks, run_follower
-from prism.engines.worker import run_engine
+from prism.engines.processes.rank_launch import RankLaunch, launch_ranks, run_follower
+from prism.engines.processes.worker import run_engine
 from prism.errors import RankLostError
 from prism.messages.forkserver import ForkEngine
 from prism.process import (
@@ -63,12 +64,14 @@ def start_rank(launch: RankLaunch, adapter: str, config_path: Path) -> int:
 
 
 def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> int:
-    command = [sys.executable, "-m", "prism.engines.process", *arguments]
+    command = [sys.executable, "-m", "prism.engines.processes.process", *arguments]
     return os.posix_spawn(sys.executable, command, child_environment() | environment)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m prism.engines.process", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m prism.engines.processes.process", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--adapter", required=True)
     parser.add_argument("--config", required=True, type=Path)

@@ -16,8 +16,8 @@ from contextlib import suppress
 import msgspec
 import torch
 
-from prism.engines.sglang import grammar_process
-from prism.engines.sglang.grammar_process import (
+from prism.engines.sglang.grammars import grammar_process
+from prism.engines.sglang.grammars.grammar_process import (
     ENTRY_TOKENS_MAX,
     FAILED,
     HEADER_BYTES,

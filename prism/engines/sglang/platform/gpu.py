@@ -99,7 +99,7 @@ def importing(device: str) -> contextlib.AbstractContextManager[None]:
     except cuda_facts.CudaFactsError as error:
         log.warning("cannot read the properties of the GPUs before the imports: %s", error)
         return contextlib.nullcontext()
-    before_fork = importlib.import_module("prism.engines.sglang.before_fork")
+    before_fork = importlib.import_module("prism.engines.sglang.platform.before_fork")
     answering: contextlib.AbstractContextManager[None] = before_fork.answering(
         facts, index_of(device)
     )

@@ -6,8 +6,8 @@ import select
 
 import kvcached
 from prism.engines.core import EngineCore
+from prism.engines.processes.rank_leader import try_activate
 from prism.engines.ranks.group import RankGroup
-from prism.engines.ranks.leader import try_activate
 from prism.engines.ranks.orders import (
     ActivationVote,
     AskStatus,

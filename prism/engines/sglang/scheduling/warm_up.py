@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import torch
 
-from prism.engines.model_weights import FINGERPRINT_TOKENS
 from prism.engines.ranks.group import RankGroup
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
-from prism.engines.sglang import requests
-from prism.engines.sglang.scheduler import Emission, InProcessScheduler
+from prism.engines.sglang.scheduling import requests
+from prism.engines.sglang.scheduling.scheduler import Emission, InProcessScheduler
+from prism.engines.weights.model_weights import FINGERPRINT_TOKENS
 from prism.errors import RankLostError, SelfCheckError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Sampling

@@ -11,10 +11,11 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from prism.engines import kv_file
-from prism.engines.kv_direct import DirectMoves
-from prism.engines.sglang import grammars, logprobs
-from prism.engines.sglang.scheduler import InProcessScheduler
+from prism.engines.kv_moves import kv_file
+from prism.engines.kv_moves.kv_direct import DirectMoves
+from prism.engines.sglang.grammars import grammar_manager as grammars
+from prism.engines.sglang.scheduling import logprobs
+from prism.engines.sglang.scheduling.scheduler import InProcessScheduler
 from prism.messages.requests import Resume
 
 if TYPE_CHECKING:

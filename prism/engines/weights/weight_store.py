@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcached import WeightStore
 from prism.config.schema.cluster_config import AUTO_STORE, ClusterConfig
-from prism.engines.peer_weights import PeerWeights
+from prism.engines.weights.peer_weights import PeerWeights
 
 
 def open_store(config: ClusterConfig) -> WeightStore | None:

@@ -32,9 +32,9 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from sglang.srt.utils.watchdog import Watchdog
 
 from kvcached.engines.sglang.retraction import retract_chunked_request
-from prism.engines.sglang import logprobs
-from prism.engines.sglang.grammars import Grammars
-from prism.engines.sglang.penalties import count_earlier_output
+from prism.engines.sglang.grammars.grammar_manager import Grammars
+from prism.engines.sglang.scheduling import logprobs
+from prism.engines.sglang.scheduling.penalties import count_earlier_output
 from prism.messages.requests import Logprobs
 
 # Replaces the tokenizer that SGLang reads if `min_tokens` is set; requests have their stop tokens.

@@ -1,6 +1,6 @@
 """Parent process of a device's engines: imports the adapter once, then forks the engines.
 
-`python -m prism.engines.forkserver --adapter NAME --config PATH --device host:0`
+`python -m prism.engines.processes.forkserver --adapter NAME --config PATH --device host:0`
 
 The process reads `ForkEngine` orders from stdin, one JSON line each. It writes `ForkServerReady`,
 `EngineForked` and `EngineExited` to stdout as JSON lines, and nothing else: other output goes to
@@ -39,17 +39,18 @@ import msgspec
 from prism.config.checks.adapters import adapter_named
 from prism.config.resolved import read_resolved
 from prism.config.schema.cluster_config import ClusterConfig
-from prism.engines import cuda_facts, process
+from prism.engines import cuda_facts
 from prism.engines.core import EngineContext
-from prism.engines.preloaded import Preloaded
-from prism.engines.process import (
+from prism.engines.processes import process
+from prism.engines.processes.preloaded import Preloaded
+from prism.engines.processes.process import (
     SM_VARIABLE,
     THREAD_SETTINGS,
     log_to_stderr,
     redirect_to_log,
 )
-from prism.engines.ranks.launch import launch_ranks, remove_rendezvous
-from prism.engines.worker import run_engine
+from prism.engines.processes.rank_launch import launch_ranks, remove_rendezvous
+from prism.engines.processes.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.forkserver import (
@@ -292,7 +293,9 @@ def take_stdout() -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m prism.engines.forkserver", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m prism.engines.processes.forkserver", description=__doc__
+    )
     parser.add_argument("--adapter", required=True)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--device", required=True)
@@ -365,7 +368,7 @@ def _restart_fresh(options: argparse.Namespace, out_fd: int) -> NoReturn:
     flush_log()
     os.dup2(out_fd, 1)
     os.close(out_fd)
-    command = ["-m", "prism.engines.forkserver", "--adapter", options.adapter, "--fresh"]
+    command = ["-m", "prism.engines.processes.forkserver", "--adapter", options.adapter, "--fresh"]
     command += ["--import-s", str(options.import_s)]
     command += ["--config", str(options.config), "--device", options.device]
     os.execv(sys.executable, [sys.executable, *command])

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from xgrammar import CompiledGrammar, Grammar, GrammarCompiler, TokenizerInfo
 
-from prism.engines.sglang.json_schemas import rewrite_patterns
-from prism.engines.sglang.regexes import class_of, rewrite_ebnf, rewrite_regex
+from prism.engines.sglang.grammars.json_schemas import rewrite_patterns
+from prism.engines.sglang.grammars.regexes import class_of, rewrite_ebnf, rewrite_regex
 from prism.models.special_tokens import end_ids
 
 COMPILE_THREADS = 2

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from prism.engines.core import EngineContext, EngineCore
-from prism.engines.ranks.follower import Follower
+from prism.engines.processes.rank_follower import Follower
+from prism.engines.processes.rank_leader import LeaderCore
 from prism.engines.ranks.group import RankGroup
-from prism.engines.ranks.leader import LeaderCore
 from prism.errors import RankLostError
 from prism.process import die_with_parent, flush_log, set_process_name
 

@@ -53,7 +53,7 @@ class MemoryDrift:
 
 def gpu_memory(device: str) -> DriverMemory | None:
     """Returns a GPU's memory by NVML, or None if NVML is not available."""
-    from kvcached import nvml  # imports ctypes, which most processes never need
+    from kvcached.driver import nvml
 
     try:
         library = nvml.load()
@@ -164,7 +164,7 @@ def gpu_facts(device: str) -> GpuFacts:
     Makes no CUDA context. Raises NoDriverError, UnknownDeviceError, HiddenDeviceError,
     UnsupportedDeviceError.
     """
-    from kvcached import nvml
+    from kvcached.driver import nvml
 
     if not re.fullmatch("cuda:[0-9]{1,4}", device):  # _core's check would load libcuda
         raise UnknownDeviceError(f"device '{device}' is not a GPU; name one such as 'cuda:0'")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prism.cpu_budget import CpuBudget
-from prism.engines.sglang.parser_library import library
+from prism.engines.sglang.grammars.parser_library import library
 
 # Bound of white space between two parts of JSON. Small models may otherwise write nothing else.
 WHITESPACE_MAX = 32

@@ -25,9 +25,15 @@ from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
-from prism.engines.sglang import grammar_process
-from prism.engines.sglang.grammar_client import GrammarProcesses, Slot
-from prism.engines.sglang.grammar_process import FAILED, LOST, NOTHING_MATCHES, OK, REJECTED
+from prism.engines.sglang.grammars import grammar_process
+from prism.engines.sglang.grammars.grammar_client import GrammarProcesses, Slot
+from prism.engines.sglang.grammars.grammar_process import (
+    FAILED,
+    LOST,
+    NOTHING_MATCHES,
+    OK,
+    REJECTED,
+)
 
 # Limit for a machine without free CPU time. Otherwise `MATCH_CPU_S` ends the wait earlier.
 STEP_S_MAX = 0.5

@@ -1,5 +1,5 @@
 """Process that compiles and matches grammars like an engine, so that a grammar that crashes or
-takes all memory does so here: python -m prism.engines.sglang.try_grammar.
+takes all memory does so here: python -m prism.engines.sglang.grammars.try_grammar.
 
 A request is a line of JSON on stdin: {"directory", "vocab_size", "kind", "text", "cpu_s_max"}. The
 answer is a line on stdout: {"error": what is wrong with the grammar, or ""; "cpu_s": CPU time of
@@ -32,11 +32,11 @@ from xgrammar import (
     allocate_token_bitmask,
 )
 
-from prism.engines.sglang import vocabulary
-from prism.engines.sglang.grammar_process import MATCH_CPU_S, cpu_limit
-from prism.engines.sglang.json_schemas import unenforced
-from prism.engines.sglang.parsers import WHITESPACE_MAX
-from prism.engines.sglang.supported_models import package_folder
+from prism.engines.sglang.grammars import vocabulary
+from prism.engines.sglang.grammars.grammar_process import MATCH_CPU_S, cpu_limit
+from prism.engines.sglang.grammars.json_schemas import unenforced
+from prism.engines.sglang.grammars.parsers import WHITESPACE_MAX
+from prism.engines.sglang.platform.supported_models import package_folder
 from prism.process import die_with_parent
 
 # In addition to the process with its libraries. Engines have more memory.

@@ -26,9 +26,9 @@ from kvcached import (
 )
 from kvcached.errors import StoreFullError, SystemCallError, WeightFileError
 from prism.engines.core import EngineContext
-from prism.engines.links import LoadLinks
-from prism.engines.peer_weights import PeerWeights
-from prism.engines.weight_store import open_peers, open_store
+from prism.engines.weights.links import LoadLinks
+from prism.engines.weights.peer_weights import PeerWeights
+from prism.engines.weights.weight_store import open_peers, open_store
 from prism.messages.models import ModelSpec
 
 FINGERPRINT_TOKENS = 2

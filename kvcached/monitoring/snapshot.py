@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcached.checks import checked, text
 from kvcached.errors import DeviceError, LedgerCorruptError, UnknownDeviceError
-from kvcached.segments import Segment, segments
+from kvcached.monitoring.segments import Segment, segments
 from kvcached.usage import ClientUsage, DeviceUsage
 
 
