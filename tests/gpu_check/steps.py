@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_check import plan
-from scripts.gpu_check.report import Report
-from scripts.gpu_check.sizes import GIB, Sizes
+from lab.gpu_check import plan
+from lab.gpu_check.report import Report
+from lab.gpu_check.sizes import GIB, Sizes
 from tests.kvcached.compiling import ROOT
 
 LARGE = Sizes(70 * GIB, 60 * GIB)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check.memory.models import FAMILIES
-from scripts.gpu_check.report import Report
-from scripts.gpu_check.serving import cluster_found
-from scripts.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
-from scripts.gpu_check.sizes import Sizes
+from lab.gpu_check.memory.models import FAMILIES
+from lab.gpu_check.report import Report
+from lab.gpu_check.serving import cluster_found
+from lab.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
+from lab.gpu_check.sizes import Sizes
 from tests.gpu_check.steps import report_in
 
 MIB = 1 << 20

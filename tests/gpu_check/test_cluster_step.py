@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 import kvcached
-from scripts.gpu_check.driver import Driver
-from scripts.gpu_check.memory.models import FAMILIES
-from scripts.gpu_check.processes import is_alive
-from scripts.gpu_check.report import Skip
-from scripts.gpu_check.serving import cluster, cluster_load, engine
-from scripts.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
-from scripts.gpu_check.sizes import Sizes, short_folder
+from lab.gpu_check.driver import Driver
+from lab.gpu_check.memory.models import FAMILIES
+from lab.gpu_check.processes import is_alive
+from lab.gpu_check.report import Skip
+from lab.gpu_check.serving import cluster, cluster_load, engine
+from lab.gpu_check.serving.cluster_found import Burst, Scale, Shape, judge
+from lab.gpu_check.sizes import Sizes, short_folder
 from tests.frontend.tiny_model import make_model
 from tests.gpu_check.steps import report_in
 from tests.gpu_check.test_cluster_found import BURST, KILL, measured
@@ -336,7 +336,7 @@ BARE = """
 import sys
 from importlib.metadata import packages_distributions
 allowed = set(sys.argv[1].split(","))
-own = {"prism", "kvcached", "scripts"}
+own = {"prism", "kvcached", "lab"}
 top = {n: d for n, d in packages_distributions().items() if n not in own | {"opentelemetry"}}
 missing = {n for n, d in top.items() if not {x.lower().replace("_", "-") for x in d} & allowed}
 
@@ -360,7 +360,7 @@ def test_a_bare_machine_has_all_that_the_step_imports() -> None:
         "prism.cli.serve,prism.cluster.main,prism.agent.main,prism.frontend.__main__,"
         "prism.engines.processes.forkserver,prism.engines.processes.preloaded,"
         "prism.serve.node.gpu_probe,prism.serve.operator,prism.models.tokenizer,"
-        "scripts.gpu_check.serving.cluster_load"
+        "lab.gpu_check.serving.cluster_load"
     )
     command = [sys.executable, "-c", BARE, ",".join(allowed), modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check.serving import elastic, overhead, process
-from scripts.gpu_check.sizes import GIB, MIB
+from lab.gpu_check.serving import elastic, overhead, process
+from lab.gpu_check.sizes import GIB, MIB
 from tests.gpu_check.steps import LARGE, report_in
 from tests.gpu_check.test_serving import process_that
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu_check import figures, plan
-from scripts.gpu_check.expected import BY_NAME, EXPECTED, MET, MISSED, NOT_JUDGED, Expected
-from scripts.gpu_check.report import DOUBLES_VARIABLE
+from lab.gpu_check import figures, plan
+from lab.gpu_check.expected import BY_NAME, EXPECTED, MET, MISSED, NOT_JUDGED, Expected
+from lab.gpu_check.report import DOUBLES_VARIABLE
 from tests.gpu_check.steps import report_in
 from tests.kvcached.compiling import ROOT
 
@@ -77,7 +77,7 @@ def test_every_expectation_is_of_a_step_and_says_where_it_comes_from() -> None:
 
 
 def test_every_expectation_is_of_a_figure_that_a_step_records() -> None:
-    paths = (ROOT / "scripts/gpu_check").rglob("*.py")
+    paths = (ROOT / "lab/gpu_check").rglob("*.py")
     sources = "".join(path.read_text() for path in paths if path.name != "expected.py")
     for expected in EXPECTED:
         assert f'"{expected.name}"' in sources, f"no step records {expected.name}"
@@ -85,6 +85,6 @@ def test_every_expectation_is_of_a_figure_that_a_step_records() -> None:
 
 def test_the_documents_table_is_made_of_them() -> None:
     text = Path(ROOT / "docs/gpu-results.md").read_text()
-    command = "<!-- python -m scripts.gpu_check.figures -->\n"
+    command = "<!-- python -m lab.gpu_check.figures -->\n"
     written = text.partition(command)[2].partition("\n<!-- end -->")[0]
     assert written == figures.table(), "run the command and put its table into the document"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load
 
-from scripts.gpu_check.report import DOUBLES_VARIABLE, Skip
-from scripts.gpu_check.serving import large, large_model, shard
-from scripts.gpu_check.sizes import GIB, Sizes
+from lab.gpu_check.report import DOUBLES_VARIABLE, Skip
+from lab.gpu_check.serving import large, large_model, shard
+from lab.gpu_check.sizes import GIB, Sizes
 from tests.gpu_check.steps import LARGE, report_in
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.gpu_check.machine import build, facts, unpack
-from scripts.gpu_check.rehearsal import environment
-from scripts.gpu_check.sizes import GIB, Sizes, shm_free_bytes
+from lab.gpu_check.machine import build, facts, unpack
+from lab.gpu_check.rehearsal import environment
+from lab.gpu_check.sizes import GIB, Sizes, shm_free_bytes
 from scripts.gpu_wheels.archive import write_wheel
 from tests.gpu_check.steps import run, without_driver
 from tests.kvcached.compiling import ROOT
@@ -31,11 +31,11 @@ fcntl.fcntl = refuse
 """
 NO_SHM = """
 from pathlib import Path
-from scripts.gpu_check import sizes
-from scripts.gpu_check.machine import facts
+from lab.gpu_check import sizes
+from lab.gpu_check.machine import facts
 sizes.SHM = facts.SHM = Path("/nowhere/shm")
 """
-FULL_SHM = "from scripts.gpu_check.machine import facts; facts.shm_free_bytes = lambda: 64 << 20"
+FULL_SHM = "from lab.gpu_check.machine import facts; facts.shm_free_bytes = lambda: 64 << 20"
 
 MACHINES = [
     pytest.param("whole_gpu", {"KVCACHED_TEST_CUDA_MIG": "1"}, "", "nvidia-smi -mig 0", id="MIG"),
@@ -83,7 +83,7 @@ def test_a_driver_that_is_older_than_torch_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_sizes_without_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("scripts.gpu_check.sizes.SHM", tmp_path / "missing")
+    monkeypatch.setattr("lab.gpu_check.sizes.SHM", tmp_path / "missing")
     assert shm_free_bytes() == 0
     sizes = Sizes.of(80 * GIB)
     assert (sizes.store_bytes, sizes.store_folder(tmp_path, 1)) == (0, tmp_path)

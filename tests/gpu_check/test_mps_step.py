@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check.memory import mps
-from scripts.gpu_check.memory.mps_client import Worker
-from scripts.gpu_check.rehearsal import environment
-from scripts.gpu_check.report import ROOT
-from scripts.gpu_check.sizes import GIB
+from lab.gpu_check.memory import mps
+from lab.gpu_check.memory.mps_client import Worker
+from lab.gpu_check.rehearsal import environment
+from lab.gpu_check.report import ROOT
+from lab.gpu_check.sizes import GIB
 from tests.gpu_check.steps import report_in, run
 
 DOUBLE = ROOT / "tests" / "gpu_check" / "mps"

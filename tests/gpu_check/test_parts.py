@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lab import engine_check
+from lab.gpu_check.machine import build, conformance
+from lab.gpu_check.memory import graphs, probe_capture
 from prism.engines.sglang import adapter
 from prism.engines.sglang.platform import gpu
-from scripts.gpu_check.machine import build, conformance
-from scripts.gpu_check.memory import graphs, probe_capture
 from tests.gpu_check.steps import report_in
 from tests.kvcached.compiling import compiler
 

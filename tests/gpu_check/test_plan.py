@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu_check import plan
-from scripts.gpu_check.serving import cluster, elastic, engine, large, overhead
+from lab.gpu_check import plan
+from lab.gpu_check.serving import cluster, elastic, engine, large, overhead
 from tests.kvcached.compiling import ROOT
 
 KEPT_S = {
@@ -58,7 +58,7 @@ def test_what_needs_kvcached_alone_runs_while_sglang_is_unpacked() -> None:
 
 
 def test_an_installed_package_of_the_same_name_hides_no_script(tmp_path: Path) -> None:
-    for name in ("scripts", "tests", "tools"):
+    for name in ("lab", "tests", "tools"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     done = subprocess.run(

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check.__main__ import saw_gpu, short
-from scripts.gpu_check.processes import descendants, is_alive
+from lab.gpu_check.__main__ import saw_gpu, short
+from lab.gpu_check.processes import descendants, is_alive
 from tests.kvcached.compiling import ROOT
 
 HEAD = """
 import os, signal, subprocess, sys, time
-from scripts.gpu_check.report import Skip, run_as_step
+from lab.gpu_check.report import Skip, run_as_step
 def main(body):
     sys.exit(run_as_step({name!r}, "a step", body))
 """
@@ -120,10 +120,10 @@ STEPS["behind_waits"] = MEET.format(names=("b", "a"))
 PROGRAM = """
 import sys
 from pathlib import Path
-from scripts.gpu_check import runner
-from scripts.gpu_check.__main__ import Run
-from scripts.gpu_check.plan import Step
-from scripts.gpu_check.runner import Places
+from lab.gpu_check import runner
+from lab.gpu_check.__main__ import Run
+from lab.gpu_check.plan import Step
+from lab.gpu_check.runner import Places
 names, out, limit_s, budget_s = sys.argv[1].split(","), Path(sys.argv[2]), *map(float, sys.argv[3:])
 runner.adopt_orphans()
 places = Places(out, out / "work")

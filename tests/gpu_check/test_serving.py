@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check import sizes as gpu_sizes
-from scripts.gpu_check.driver import Driver
-from scripts.gpu_check.processes import is_alive
-from scripts.gpu_check.report import DOUBLES_VARIABLE, Report
-from scripts.gpu_check.serving import (
+from lab.gpu_check import sizes as gpu_sizes
+from lab.gpu_check.driver import Driver
+from lab.gpu_check.processes import is_alive
+from lab.gpu_check.report import DOUBLES_VARIABLE, Report
+from lab.gpu_check.serving import (
     elastic,
     engine,
     large,
@@ -27,8 +27,8 @@ from scripts.gpu_check.serving import (
     process,
     reference,
 )
-from scripts.gpu_check.serving.engine_models import answers_of, verdict
-from scripts.gpu_check.sizes import GIB, MIB, Sizes
+from lab.gpu_check.serving.engine_models import answers_of, verdict
+from lab.gpu_check.sizes import GIB, MIB, Sizes
 from tests.gpu_check.steps import LARGE, report_in
 from tests.kvcached.compiling import ROOT
 

@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.gpu_check import figures, results
-from scripts.gpu_check.machine import build, conformance
-from scripts.gpu_check.memory.benches import rates, ratios
-from scripts.gpu_check.rehearsal import environment
-from scripts.gpu_check.sizes import GIB
+from lab.gpu_check import figures, results
+from lab.gpu_check.machine import build, conformance
+from lab.gpu_check.memory.benches import rates, ratios
+from lab.gpu_check.rehearsal import environment
+from lab.gpu_check.sizes import GIB
 from tests.gpu_check.steps import MODULES, run, without_driver
 from tests.kvcached.compiling import ROOT
 
@@ -123,7 +123,7 @@ BROKEN = [
     pytest.param(
         (
             "models",
-            "from scripts.gpu_check.memory import models\n"
+            "from lab.gpu_check.memory import models\n"
             "real = models.Hosted.enter\n"
             "def enter(self, *given):\n"
             "    arena = real(self, *given)\n"
@@ -148,7 +148,7 @@ BROKEN = [
     pytest.param(
         (
             "fork",
-            "from scripts.gpu_check.memory import fork; from contextlib import nullcontext\n"
+            "from lab.gpu_check.memory import fork; from contextlib import nullcontext\n"
             "real = fork.stand_ins\n"
             "def stand_ins():\n"
             "    module = real()\n"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check import plan
-from scripts.gpu_check.expected import BY_NAME
+from lab.gpu_check import plan
+from lab.gpu_check.expected import BY_NAME
 from tests.kvcached.compiling import ROOT
 
 NAMES = [step.name for step in plan.steps(carried=False, quick=False)]

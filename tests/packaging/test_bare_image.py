@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check.machine.build import BACKEND
+from lab.gpu_check.machine.build import BACKEND
 from scripts.gpu_wheels import fetch
 from scripts.gpu_wheels.strip import strip
 from tests.kvcached.compiling import build_libcuda, build_libnvml

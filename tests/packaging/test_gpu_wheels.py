@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu_check import wheels
+from lab.gpu_check import wheels
 from scripts.gpu_wheels import __main__ as gpu_wheels
 from scripts.gpu_wheels import fetch, manifest, own, standin_wheel
 from scripts.gpu_wheels.archive import write_wheel
