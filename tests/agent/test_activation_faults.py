@@ -52,7 +52,7 @@ async def test_killed_in_every_try_it_fails_and_nothing_stays(
     assert agent_world.device.usage().reserved_bytes == 0
 
 
-async def test_a_model_that_does_not_fit_is_told_how_much_is_missing(agent_world: World) -> None:
+async def test_a_model_that_does_not_fit_fails_with_the_missing_bytes(agent_world: World) -> None:
     await agent_world.serve("a")
     huge = model_spec("huge")
     device = agent_world.device

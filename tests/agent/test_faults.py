@@ -180,7 +180,7 @@ async def test_redis_is_away_for_a_while(short_dir: Path, namespace: str, loses_
             await until(lambda: (m := this.scheduler.model("a")) and m.finished_total == 13)
 
 
-async def test_requests_told_anew_while_they_run_do_not_run_twice(
+async def test_requests_sent_again_while_they_run_do_not_run_twice(
     short_dir: Path, namespace: str
 ) -> None:
     (short_dir / "redis").mkdir()

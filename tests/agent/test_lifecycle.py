@@ -252,7 +252,7 @@ def test_death_while_draining_ends_the_eviction() -> None:
     assert (bench.stage("a"), bench.answered()) == ("absent", [(5, True)])
 
 
-def test_silent_engines_are_killed_each_state_with_its_own_patience() -> None:
+def test_silent_engines_are_killed_after_the_timeout_of_their_state() -> None:
     bench = Bench(3)
     active = bench.serve("a")
     bench.order("b")

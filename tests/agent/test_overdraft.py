@@ -213,7 +213,7 @@ def test_engines_that_change_are_not_judged(bench: Bench, state: EngineState) ->
     assert not bench.replaced
 
 
-def test_without_a_driver_that_tells_the_engines_own_word_counts(bench: Bench) -> None:
+def test_without_figures_of_the_driver_the_engines_reports_count(bench: Bench) -> None:
     """Covers torch memory that is still reserved for a model that is gone."""
     bench.silent = True
     bench.engine(1).outside = OutsideMemory(
@@ -244,7 +244,7 @@ def test_the_driver_is_asked_every_interval_and_after_an_eviction(bench: Bench) 
     assert bench.asked == 12
 
 
-def test_a_driver_that_refuses_is_told_of_once(
+def test_a_driver_that_refuses_is_logged_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> None:
@@ -324,7 +324,7 @@ def test_the_server_of_mps_is_no_stranger(bench: Bench, caplog: pytest.LogCaptur
     assert bench.watch.memory.foreign_bytes == 40 * MIB
 
 
-def test_a_killed_engine_that_is_still_there_is_not_told_of(
+def test_a_killed_engine_that_is_still_there_is_not_reported(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -14,7 +14,7 @@ from prism.queueing import BundledRedis, RequestQueue
 from tests.agent.harness import FakeFrontend, World, until
 
 
-async def test_a_silent_frontend_is_told_what_was_stopped(agent_world: World) -> None:
+async def test_a_silent_frontend_gets_what_was_stopped(agent_world: World) -> None:
     """Covers waiting and running requests (four at a time); the frontend may resume."""
     await agent_world.serve("a")
     this = FakeFrontend(agent_world.context, agent_world.config, agent_world.queue, "f1")

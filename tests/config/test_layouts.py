@@ -41,7 +41,7 @@ def arrangements(config: ClusterConfig) -> list[str]:
     return [model.kv_arrangement for model in config.models]
 
 
-def test_per_layer_unless_told_otherwise(tmp_path: Path) -> None:
+def test_per_layer_is_the_default(tmp_path: Path) -> None:
     assert arrangements(loaded(tmp_path, None)) == ["per_layer"] * 4
     config = loaded(tmp_path, "token_interleaved")
     assert arrangements(config) == ["token_interleaved"] * 4

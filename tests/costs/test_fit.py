@@ -114,7 +114,7 @@ def test_too_little_to_go_by_is_said(steps: list[MeasuredStep], says: str) -> No
         fit(steps, "host", "m", 1, "")
 
 
-def test_what_a_request_costs_is_told_from_the_first_rise() -> None:
+def test_the_cost_of_a_request_is_separated_from_the_first_rise() -> None:
     """Has prompts that are all longer than any batch: the step rises between the two."""
     truth = StepTable(
         gpu="host",

@@ -275,7 +275,7 @@ def test_pages_of_kv_are_no_context(gpu: ScriptedDevice) -> None:
     assert share.context_bytes == 530 * MIB
 
 
-def test_the_report_tells_torch_graphs_and_lease_apart(gpu: ScriptedDevice) -> None:
+def test_the_report_separates_torch_graphs_and_lease(gpu: ScriptedDevice) -> None:
     """Excludes weights of 1 GiB that are both in the ledger and on the device."""
     share = opened(
         gpu, said(9 * GIB), said(9 * GIB, (ME, 530 * MIB)), said(9 * GIB, (ME, 2654 * MIB))

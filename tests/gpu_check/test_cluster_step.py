@@ -137,7 +137,7 @@ def test_memory_of_a_dead_process_is_seen_to_come_back(namespace: str) -> None:
     assert None not in found.values()
 
 
-def test_memory_that_does_not_come_back_is_told(
+def test_memory_that_does_not_come_back_is_reported(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_load, "GONE_S", 0.1)
@@ -147,7 +147,7 @@ def test_memory_that_does_not_come_back_is_told(
 
 
 @pytest.mark.parametrize(("names", "free_mib"), [(True, 0), (False, 4)])
-def test_a_driver_tells_of_a_death_by_name_or_by_free_memory(names: bool, free_mib: int) -> None:
+def test_a_death_is_seen_by_process_or_by_free_memory(names: bool, free_mib: int) -> None:
     """Falls back to free memory, since a driver may name no processes in a container."""
     usages = [SimpleNamespace(clients=[client(7, 12 * MIB)]), SimpleNamespace(clients=[])]
     there = SimpleNamespace(pid=7, used_bytes=9 * MIB)
@@ -277,7 +277,7 @@ def test_a_cluster_that_hangs_says_where(
         ("memory", "1073741824 bytes of GPU memory"),
     ],
 )
-def test_what_a_cluster_leaves_is_told(
+def test_what_a_cluster_leaves_is_reported(
     left: str, says: str, life: cluster.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "GONE_S", 0.1)

@@ -44,7 +44,7 @@ def test_a_figure_is_judged_by_its_expectation(
     )
 
 
-def test_a_line_tells_value_ratio_and_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_has_value_ratio_and_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BY_NAME, ("probe", "x"), RATIO)
     line = figures.line("x", figures.figure("probe", "x", 9.0, 2.0, judged=True))
     assert line == "x: 9 us, 4.5 of the reference (expected at most 3 ratio: missed)"

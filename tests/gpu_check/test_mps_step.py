@@ -67,7 +67,7 @@ def test_a_daemon_that_does_not_start_says_why(faulty: mps.Daemon) -> None:
 
 
 @pytest.mark.parametrize("faulty", ["stubborn"], indirect=True)
-def test_a_daemon_that_does_not_quit_is_told_and_killed(
+def test_a_daemon_that_does_not_quit_is_reported_and_killed(
     faulty: mps.Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "QUIT_S", 0.2)
@@ -121,7 +121,7 @@ def test_rates_are_of_one_client_and_of_both() -> None:
 
 
 @pytest.mark.parametrize("found", [{"hole": [0, 9]}, {"hole": [9, 0]}, {"page": [0, 9]}])
-def test_holes_that_are_no_zeros_are_told(found: dict[str, Any]) -> None:
+def test_holes_that_are_not_zeros_are_reported(found: dict[str, Any]) -> None:
     right = {"page": [9, 9], "hole": [0, 0]}
     assert mps.holes(stub()) == right
     with pytest.raises(RuntimeError, match="not as 0 and 9"):
@@ -192,7 +192,7 @@ def test_what_is_wrong_fails_its_check(
 
 
 @pytest.mark.parametrize("faulty", ["idle"], indirect=True)
-def test_clients_that_use_no_server_are_told(
+def test_clients_that_use_no_server_are_reported(
     faulty: mps.Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty.start()
@@ -201,7 +201,7 @@ def test_clients_that_use_no_server_are_told(
     faulty.quit()
 
 
-def test_memory_that_does_not_come_back_is_told(
+def test_memory_that_does_not_come_back_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mps, "QUIT_S", 0.1)

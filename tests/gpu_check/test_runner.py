@@ -89,7 +89,7 @@ main(body)
     "where": """
 def body(report):
     with report.check("there"):
-        report.fact(beside=os.listdir("."), left_s=report.left_s(1))
+        report.fact(modules=os.listdir("."), left_s=report.left_s(1))
 main(body)
 """,
     "children": """
@@ -113,10 +113,10 @@ def body(report):
             time.sleep(0.01)
 main(body)
 """
-STEPS["long"] = STEPS["behind"] = STEPS["good"]
-STEPS["behind_slow"] = STEPS["good"].replace("report.fact", "time.sleep(4); report.fact")
+STEPS["long"] = STEPS["background"] = STEPS["good"]
+STEPS["background_slow"] = STEPS["good"].replace("report.fact", "time.sleep(4); report.fact")
 STEPS["waits"] = MEET.format(names=("a", "b"))
-STEPS["behind_waits"] = MEET.format(names=("b", "a"))
+STEPS["background_waits"] = MEET.format(names=("b", "a"))
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -135,7 +135,7 @@ steps = [
         limit_s,
         100.0 if name == "long" else 3.0,
         "",
-        in_background=name.startswith("behind"),
+        in_background=name.startswith("background"),
     )
     for name in names
 ]
@@ -195,13 +195,13 @@ def test_a_step_that_hangs_is_killed_and_keeps_its_facts(tmp_path: Path) -> None
     assert "in body" in (tmp_path / "gpu-check.log").read_text()  # every thread's stack
 
 
-def test_a_step_runs_beside_no_module_and_knows_its_time(tmp_path: Path) -> None:
+def test_a_step_runs_in_an_empty_folder_and_knows_its_time(tmp_path: Path) -> None:
     facts = results_of(tmp_path, "good,where", limit_s=40)["where"]["facts"]
-    assert facts["beside"] == []
+    assert facts["modules"] == []
     assert 1 < facts["left_s"] <= 40
 
 
-def test_a_short_line_tells_how_a_step_ended() -> None:
+def test_a_short_line_says_how_a_step_ended() -> None:
     result = {"name": "probe", "status": "failed", "seconds": 1.5, "reason": "two\nlines " * 100}
     line = short(result)
     assert line.split()[:6] == ["probe", "failed", "1.50", "s", "two", "lines"]
@@ -243,7 +243,7 @@ def test_the_budget_cuts_a_step_and_skips_those_after_it(tmp_path: Path) -> None
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: signal.Signals) -> None:
     """Leaves no process: neither steps, in the background or not, nor the driver's client."""
-    arguments = command(tmp_path, "good,behind,hangs", 60, 600)
+    arguments = command(tmp_path, "good,background,hangs", 60, 600)
     with subprocess.Popen(**arguments, stdout=subprocess.DEVNULL) as running:
         report = tmp_path / "gpu-check.json"
         deadline_s = time.monotonic() + 60
@@ -254,8 +254,8 @@ def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: sign
         pids = descendants(running.pid)
         running.send_signal(how)
         running.wait(60)
-    good, behind, hangs = json.loads(report.read_text())["steps"]
-    assert (good["status"], behind["status"]) == ("passed", "passed")
+    good, background, hangs = json.loads(report.read_text())["steps"]
+    assert (good["status"], background["status"]) == ("passed", "passed")
     assert (hangs["facts"], hangs["checks"]) == ({"before": 1}, {"first": "passed"})
     if how == signal.SIGTERM:
         assert (hangs["status"], hangs["reason"]) == ("failed", "cut off by SIGTERM")
@@ -268,15 +268,15 @@ def test_a_runner_that_is_stopped_keeps_what_was_found(tmp_path: Path, how: sign
     assert not any(map(is_alive, pids))
 
 
-def test_a_step_in_the_background_runs_beside_the_others(tmp_path: Path) -> None:
-    found = results_of(tmp_path, "waits,behind_waits")
+def test_a_step_in_the_background_runs_with_the_others(tmp_path: Path) -> None:
+    found = results_of(tmp_path, "waits,background_waits")
     assert [result["status"] for result in found.values()] == ["passed", "passed"]
 
 
 def test_a_background_step_outlives_the_end_of_another(tmp_path: Path) -> None:
     """Ends every process that a step leaves, and no other."""
-    found = results_of(tmp_path, "children,good,behind_slow")
-    assert found["behind_slow"]["status"] == "passed", found["behind_slow"]["reason"]
+    found = results_of(tmp_path, "children,good,background_slow")
+    assert found["background_slow"]["status"] == "passed", found["background_slow"]["reason"]
 
 
 def test_a_budget_that_no_step_fits_is_named(tmp_path: Path) -> None:

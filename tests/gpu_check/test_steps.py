@@ -86,7 +86,7 @@ def test_a_gpu_that_is_lost_later_is_no_reason_to_skip(tmp_path: Path) -> None:
     assert found["status"] == "failed"
 
 
-def test_the_probe_tells_a_driver_without_read_only_mappings(
+def test_the_probe_finds_a_driver_without_read_only_mappings(
     bare: Callable[[str], dict[str, Any]], env: dict[str, str], tmp_path: Path
 ) -> None:
     granted = bare("probe")["facts"]["read_only"]
@@ -241,7 +241,7 @@ def test_what_is_built_comes_before_an_editable_install(tmp_path: Path) -> None:
     ]
 
 
-def test_the_row_tells_what_is_not_known() -> None:
+def test_the_row_marks_what_is_not_known() -> None:
     failed = {"name": "facts", "status": "failed", "facts": {}}
     assert results.row_of([failed], "2026-01-02") == (
         "| 2026-01-02 | ? | ? | ? | ? | 0 passed, 1 failed (facts), 0 skipped"

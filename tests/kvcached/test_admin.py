@@ -79,7 +79,7 @@ def test_clients_are_found_by_name_and_pid(device: Device, spawn: Spawn) -> None
     assert (first.take(2), second.take(2)) == (f"refused, {PAGE} free", "got 2")
 
 
-def test_clients_of_one_process_are_told_apart_by_name(device: Device) -> None:
+def test_clients_of_one_process_differ_by_name(device: Device) -> None:
     with device.client("a") as a, device.client("b"):
         with pytest.raises(errors.AmbiguousClientError, match=r"a \(pid \d+\), b \(pid"):
             device.set_min(a.usage().pid, PAGE)
@@ -87,7 +87,7 @@ def test_clients_of_one_process_are_told_apart_by_name(device: Device) -> None:
         assert a.usage().min_bytes == PAGE
 
 
-def test_clients_of_one_name_in_one_process_are_told_apart_by_number(device: Device) -> None:
+def test_clients_of_one_name_in_one_process_differ_by_number(device: Device) -> None:
     with device.client("twin") as first, device.client("twin") as second:
         numbers = [client.usage().number for client in (first, second)]
         advice = f"by its number: {numbers[0]}, {numbers[1]}"
@@ -147,7 +147,7 @@ def test_bad_values_change_nothing(device: Device) -> None:
         assert (client.usage().min_bytes, client.usage().limit_bytes) == (2 * PAGE, 4 * PAGE)
 
 
-def test_residency_is_told_per_client(device: Device, spawn: Spawn) -> None:
+def test_residency_is_reported_per_client(device: Device, spawn: Spawn) -> None:
     taker = Taker(spawn)
     assert taker.take(3) == "got 3"
     with device.client("idle"):

@@ -184,7 +184,7 @@ def test_another_policy_is_asked(device: Device, spawn: Spawn) -> None:
     assert usage_of(device, "spare").given_bytes == 0
 
 
-def test_hopeless_waits_end_at_once_or_in_time_and_harm_nobody(device: Device) -> None:
+def test_waits_that_cannot_succeed_end_in_time_and_harm_no_client(device: Device) -> None:
     with (
         device.client("a", limit_bytes=4 * QUANTUM, background=False) as a,
         device.client("b", background=False) as b,

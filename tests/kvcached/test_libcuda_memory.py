@@ -96,7 +96,7 @@ def test_a_kernel_sees_what_copies_see(driver: Driver) -> None:
     assert driver.free_plain(plain) == 0
 
 
-def test_a_kernel_is_told_which_rule_it_breaks(driver: Driver) -> None:
+def test_a_kernel_that_breaks_a_rule_gets_its_name(driver: Driver) -> None:
     with mapped(driver) as (address, handle):
         assert driver.view(address, 2 * UNIT) is None
         assert "a hole" in driver.refusal()

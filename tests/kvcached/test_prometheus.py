@@ -55,7 +55,7 @@ def test_the_collector_agrees_with_the_text(device: Device, namespace: str) -> N
     assert ("kvcached_client_maps_total", 'odd "name" \\') in parse(ours)
 
 
-def test_labels_tell_devices_and_processes_apart(device: Device, namespace: str) -> None:
+def test_labels_separate_devices_and_processes(device: Device, namespace: str) -> None:
     with device.client("engine"):
         (family,) = [
             f for f in prometheus.families(namespace) if f.name == "kvcached_client_min_bytes"

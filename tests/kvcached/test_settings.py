@@ -86,9 +86,7 @@ def test_a_device_that_is_not_there_names_the_variable(namespace: str) -> None:
         settings.open_device()
 
 
-def test_engines_that_say_different_sizes_are_told_the_variables(
-    device: Device, namespace: str
-) -> None:
+def test_engines_with_different_sizes_get_the_variables(device: Device, namespace: str) -> None:
     for said_bytes in ({"capacity_bytes": 2 * CAPACITY}, {"page_bytes": 2 * PAGE}):
         settings = Settings("host:0", namespace=namespace, **said_bytes)  # type: ignore[arg-type]
         with pytest.raises(DeviceMismatchError, match="KVCACHED_CAPACITY and KVCACHED_PAGE"):
@@ -135,7 +133,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("device", "platform"), [("host:0", "HostServer"), ("cuda:0", "CudaServer")]
 )
-def test_sglang_is_told_the_platform_of_the_device(
+def test_sglang_gets_the_platform_of_the_device(
     bare: pytest.MonkeyPatch, device: str, platform: str
 ) -> None:
     bare.setenv("KVCACHED_DEVICE", device)

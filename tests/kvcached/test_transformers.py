@@ -254,7 +254,7 @@ def test_others_are_asked_while_it_waits(device: Device, client: Client) -> None
         release.join()
 
 
-def test_more_than_its_addresses_is_told_apart_from_a_full_device(client: Client) -> None:
+def test_too_few_addresses_differ_from_a_full_device(client: Client) -> None:
     cache = elastic(client, LLAMA, tokens=128)
     with pytest.raises(NoRoomError, match="num_tokens"):
         answer(LLAMA, prompts(2, 100), cache)

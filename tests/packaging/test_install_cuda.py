@@ -114,7 +114,7 @@ def test_another_python_is_one_line(tmp_path: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", PYTHONS)
-def test_a_machine_that_has_all_is_told_so(tmp_path: Path, version: str) -> None:
+def test_a_machine_that_has_all_installs_nothing(tmp_path: Path, version: str) -> None:
     """Succeeds without a driver, too: one may install before the GPU is there, or in an image."""
     python = fake_python(tmp_path, version)
     venv = tmp_path / "none"

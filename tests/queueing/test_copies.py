@@ -70,7 +70,7 @@ async def test_a_copy_that_joins_shares_what_waits_and_one_that_leaves_gives_it_
     assert await queue.route("a") == 600
 
 
-async def test_a_copy_that_joins_gets_every_other_one_and_the_first_one_is_told(
+async def test_a_copy_that_joins_gets_every_other_one_and_the_first_one_is_notified(
     queue: RequestQueue,
 ) -> None:
     """Splits by age, so that both copies are equally late, and admits nothing in vain."""

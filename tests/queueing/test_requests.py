@@ -195,7 +195,7 @@ async def test_the_older_holder_can_change_nothing(queue: RequestQueue) -> None:
         await queue.acquire(DEVICE, "old", TTL_S)
 
 
-async def test_who_was_away_while_another_one_held_the_queue_is_told(queue: RequestQueue) -> None:
+async def test_an_agent_that_lost_the_queue_to_another_one_is_notified(queue: RequestQueue) -> None:
     """Refuses the holder of an expired lease if another agent has held the queue since."""
     old = await queue.acquire(DEVICE, "old", 0.02)
     await asyncio.sleep(0.05)

@@ -86,7 +86,7 @@ def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, tra
     assert not list(short_dir.glob("prism-demo-*"))
 
 
-def test_steps_are_told_in_the_replays_time() -> None:
+def test_steps_are_printed_in_the_replays_time() -> None:
     moved = {"kind": "migrate", "model": "a", "device": "host:0", "target": "host:1"}
     records = [
         Opened(time_s=50.0, unix_s=1000.0, source="cluster", policy="prism"),

@@ -52,7 +52,7 @@ def config_of(url: str, namespace: str, folder: Path) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("junk", JUNK)
-def test_the_console_tells_of_engines_after_junk(
+def test_the_console_prints_engines_after_junk(
     redis_server: BundledRedis,
     client: Redis,
     namespace: str,

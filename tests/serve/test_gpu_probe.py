@@ -78,7 +78,7 @@ def test_without_nvml_the_plan_counts(folder: Path, short_dir: Path) -> None:
     assert done.stderr.startswith("warning: NVML does not answer for cuda:0: ")
 
 
-def test_a_driver_that_names_no_process_is_told_of() -> None:
+def test_a_driver_that_names_no_process_is_reported() -> None:
     seen = GpuFound("H200", "580", total_bytes=8, free_bytes=8, context_bytes=1)
     [said] = warnings({"cuda:0": seen, "cuda:1": structs.replace(seen, context_bytes=0)})
     assert said.startswith("warning: the driver does not report processes on cuda:1: ")

@@ -73,7 +73,7 @@ def test_troubles_that_were_removed_or_are_old_are_written_again(run_dir: RunDir
     assert read_troubles(run_dir.path) == ENDED
 
 
-def test_a_log_that_cannot_be_kept_is_told_once(
+def test_a_log_that_cannot_be_kept_is_reported_once(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launcher, "_LOGS_INTERVAL_S", 0)

@@ -135,7 +135,7 @@ def test_every_request_ends_complete_and_as_without_contention(
     assert usage.reserved_bytes == usage.static_bytes + sum(c.min_bytes for c in usage.clients)
 
 
-def test_a_third_model_is_told_how_much_is_missing(tight: DeviceUnderTest) -> None:
+def test_a_third_model_fails_with_the_missing_bytes(tight: DeviceUnderTest) -> None:
     tight.fork("e2")
     spec = spec_of(LLAMA, CONTEXT)
     tight.send(ActivateEngine(model=spec), "e2")

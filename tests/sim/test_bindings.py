@@ -68,7 +68,7 @@ def test_models_that_no_instance_holds_are_refused() -> None:
     assert [d.model for d in records.decisions if d.kind == "refuse"] == ["wide"]
 
 
-def test_serverlessllm_is_told_how_long_a_start_takes() -> None:
+def test_serverlessllm_gets_the_length_of_a_start() -> None:
     """Stores weights on one node per model: a start on another node waits for the network."""
     slow = ActivationSettings(weights_everywhere=False, network_bytes_s=1e6)
     setup = cluster([model(i, n) for i, n in enumerate("ab")], 4, policy="serverlessllm")

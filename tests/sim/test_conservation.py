@@ -174,7 +174,7 @@ IN_VAIN = [
 ]
 
 
-def test_requests_in_vain_end_with_the_patience() -> None:
+def test_requests_in_vain_end_with_their_timeout() -> None:
     """Requests end at the end of the patience, not at the last event before it."""
     for setup in (overloaded(), step_by_step(overloaded())):
         world, records = simulate(setup, IN_VAIN)

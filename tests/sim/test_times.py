@@ -82,7 +82,7 @@ def test_a_copy_that_moves_serves_where_it_was_until_it_is_there(
     assert list(records.device) == expected
 
 
-def test_the_timeline_is_in_microseconds_and_tells_whose_they_are(tmp_path: Path) -> None:
+def test_the_timeline_is_in_microseconds_and_names_their_owner(tmp_path: Path) -> None:
     setup: ClusterSetup = cluster([model(0, "a")], 2)
     records = World(setup, work(setup, [request(0.5, "a", 100, 5)])).run()
     path = tmp_path / "timeline.json"

@@ -18,7 +18,7 @@ SAID = [SystemMessage("You are a clerk."), HumanMessage("Who are you?")]
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """Person with a name."""
 
     name: Literal["ada", "grace"]
     clever: bool
@@ -26,7 +26,7 @@ class Person(BaseModel):
 
 @tool
 def weather(city: Literal["Oslo", "Rome"]) -> str:
-    """The weather in a city."""
+    """Returns the weather in a city."""
     return f"rain in {city}"
 
 
