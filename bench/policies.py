@@ -18,7 +18,7 @@ from pairs import measure
 from prism.policies import kvpr
 from prism.policies.admission import moore_hodgson
 from prism.policies.bins import empty_bins
-from prism.policies.data import AdmissionJob, GpuView, ModelView
+from prism.policies.data import EngineView, GpuView, ModelView, Waiting
 
 TARGET = "at most 10"
 GB = 10**9
@@ -52,11 +52,14 @@ def cluster(
     return made, devices
 
 
-def requests(count: int) -> list[AdmissionJob]:
+ENGINES = {"m": EngineView("m", 0, 0, 0, 1, prefill_tokens_per_s=1e4)}
+
+
+def requests(count: int) -> list[Waiting]:
     """Returns a backlog of which half will be late: it needs twice the time of its deadlines."""
     random = Random(0)
     return [
-        AdmissionJob(f"r{i:06}", "m", at := random.uniform(0, 60), at + random.uniform(1, 10), 0.01)
+        Waiting(f"r{i:06}", "m", 100, 1, at := random.uniform(0, 60), at + random.uniform(1, 10))
         for i in range(count)
     ]
 
@@ -79,11 +82,11 @@ def placement(models: int, gpus: int, pairs: int, tp: int = 1) -> str:
 def ordering(count: int, pairs: int) -> str:
     jobs = requests(count)
     found = measure(
-        lambda: moore_hodgson.order(jobs, 30.0),
+        lambda: moore_hodgson.order(jobs, ENGINES, 30.0),
         lambda: sorted(jobs, key=lambda job: (job.deadline_s, job.arrival_s, job.id)),
         pairs,
     )
-    late = len(moore_hodgson.order(jobs, 30.0).late)
+    late = len(moore_hodgson.order(jobs, ENGINES, 30.0).late)
     return found.line(f"Moore-Hodgson, {count} requests ({late} late)", TARGET, "ms", 1e-3, 1e-3)
 
 

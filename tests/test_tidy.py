@@ -36,7 +36,6 @@ LONG_CLASSES = {
     "prism/engines/fake/core.py FakeCore": "implements the whole EngineCore",
     "prism/frontend/dispatch/dispatcher.py Dispatcher": "owns the log of open requests",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
-    "prism/scheduler/local.py LocalScheduler": "all state of one scheduling turn",
     "prism_sim/cluster/device.py SimDevice": "counterpart of the agent",
     "prism_sim/engine/engine.py SimEngine": "counterpart of an engine core",
     "prism_sim/cluster/moves.py SimActuator": "one method for each action",

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from lab.parity.runs import History, Wait
+from prism.policies.data import EngineView, Waiting
 from prism.policies.policy import Policy
 from prism.scheduler.journal import AnyRecord, Left, Queued, Stepped
-from prism.scheduler.local import Limits, LocalScheduler, Waiting
-from prism.scheduler.ports import EngineView
+from prism.scheduler.local import Limits, LocalScheduler
 
 MOMENT = "moment of the choice"
 ESTIMATES = "prefill speeds"

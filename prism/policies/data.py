@@ -5,7 +5,7 @@ All times are in seconds on one clock of the caller (`now_s`), all sizes in byte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,21 +14,51 @@ from prism.policies.placement import Placement
 from prism.policies.queues import VirtualQueue
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionJob:
-    """Waiting request as the local scheduler sees it (Prism §6.3)."""
+class Waiting(msgspec.Struct, frozen=True):
+    """Request in the queue of a device (Prism §6.3).
+
+    A suspect is a request that may have killed its engine. It starts before all other requests, on
+    an idle engine. Nothing else starts there until it is cleared or ended.
+    """
 
     id: str
     model: str
+    prompt_tokens: int
+    max_tokens: int
     arrival_s: float
-    # Arrival plus TTFT SLO.
-    deadline_s: float
-    # Prompt tokens / the model's prefill speed.
-    prefill_s: float
-    # Time until its model's activation is done.
-    ready_in_s: float = 0.0
-    # Requests of higher priority start first.
-    priority: int = 0
+    deadline_s: float  # arrival plus TTFT SLO
+    suspected_at: int | None = None  # output tokens at the engine's death; None: not a suspect
+    priority: int = 0  # requests of a higher priority start first
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """Engine that serves or activates a model on this device, as admission sees it.
+
+    A Struct, because one is built per engine and step.
+    """
+
+    model: str
+    available_tokens: int  # free mapped tokens, and those that the ledger would grant now
+    running: int  # number of requests
+    max_running: int
+    block_tokens: int
+    prefill_tokens_per_s: float
+    pending_prefill_s: float = 0.0  # prefill work of requests already submitted
+    ready_in_s: float = 0.0  # rest of the activation; 0 when active
+    # Tokens that fit into the device's free memory, which all its engines share.
+    shared_tokens: int = 0
+    token_bytes: int = 1
+    quantum_tokens: int = 1  # granularity in which an engine takes shared memory
+    # Part of available_tokens that no other engine can take: the unused rest of its minimum.
+    guaranteed_tokens: int = 0
+    limit_tokens: int | None = None  # shared tokens that its own limit allows; None: unlimited
+    on_trial: bool = False  # a suspect runs there (see `Waiting`): nothing else may start
+
+    @property
+    def own_tokens(self) -> int:
+        """Part of available_tokens that is free for this engine alone."""
+        shared, limit = self.shared_tokens, self.limit_tokens
+        return self.available_tokens - (shared if limit is None else min(shared, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +66,20 @@ class AdmissionOrder:
     """Order in which waiting requests start."""
 
     # Largest set that meets its deadlines: highest priority first, then earliest deadline.
-    on_time: tuple[AdmissionJob, ...]
+    on_time: tuple[Waiting, ...]
     # The rest, oldest first. They start after the others of their priority and are never dropped.
-    late: tuple[AdmissionJob, ...]
+    late: tuple[Waiting, ...]
+
+
+Order = Callable[[Sequence[Waiting], Mapping[str, EngineView], float, float], AdmissionOrder]
+"""Orders the requests of a device.
+
+Args:
+    requests: waiting requests of models in `engines`.
+    engines: model -> its engine.
+    now_s: current time.
+    busy_s: time of prefill work in progress, before which no request can start.
+"""
 
 
 class ModelView(msgspec.Struct, frozen=True):

@@ -11,10 +11,9 @@ import msgspec
 from prism.policies.admission import fcfs
 from prism.policies.data import (
     Action,
-    AdmissionJob,
-    AdmissionOrder,
     ClusterView,
     DeviceLoad,
+    Order,
     Settings,
 )
 from prism.policies.multiplexing.kv_blocks import KvBlocks
@@ -66,7 +65,7 @@ class Policy:
     # False: every model stays resident.
     evicts: bool = True
     # Orders a device's waiting requests for admission.
-    order: Callable[[Iterable[AdmissionJob], float, float], AdmissionOrder] = fcfs.order
+    order: Order = fcfs.order
     # Finds `ClusterView.target` before the first plan, and again after each replacement interval
     # if `next_interval` is set.
     search: Search | None = None

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from prism.errors import ConfigError
-from prism.policies.data import Action, ClusterView, Settings
-from prism.scheduler.local import AdmissionPlan, Limits, Waiting
-from prism.scheduler.ports import EngineView
+from prism.policies.data import Action, ClusterView, EngineView, Settings, Waiting
+from prism.scheduler.local import AdmissionPlan, Limits
 
 log = logging.getLogger(__name__)
 

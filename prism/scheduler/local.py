@@ -7,38 +7,14 @@ requests that start at once. Engines keep no waiting queue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from prism.policies.admission import moore_hodgson
-from prism.policies.admission.priority import order_by_priority
-from prism.policies.data import AdmissionJob, AdmissionOrder
-from prism.scheduler.order_by_model import OrderByModel
-from prism.scheduler.ports import EngineView
+from prism.policies.data import EngineView, Order, Waiting
+from prism.scheduler.ordered_queue import OrderedQueue
 from prism.scheduler.step_budget import StartResult, StepBudget, starts_alone
-
-CHEAP_ORDER = 256
-ORDER_S_PER_REQUEST = 1e-4
-
-
-class Waiting(msgspec.Struct, frozen=True):
-    """Request in the queue. Times are on the clock of `step`'s now_s.
-
-    A suspect is a request that may have killed its engine. It starts before all other requests, on
-    an idle engine. Nothing else starts there until it is cleared or ended.
-    """
-
-    id: str
-    model: str
-    prompt_tokens: int
-    max_tokens: int
-    arrival_s: float
-    deadline_s: float
-    suspected_at: int | None = None  # output tokens at the engine's death; None: not a suspect
-    priority: int = 0  # requests of a higher priority start first
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +78,18 @@ class LocalScheduler:
     """Scheduler of one device. Not thread-safe.
 
     A request leaves the scheduler only by being started or by `remove`.
-
-    Args:
-        order: the policy's order: (jobs, now_s, submitted prefill work in s) -> AdmissionOrder.
     """
 
     def __init__(
         self,
         limits: Limits | None = None,
-        order: Callable[[Iterable[AdmissionJob], float, float], AdmissionOrder] = (
-            moore_hodgson.order
-        ),
+        order: Order = moore_hodgson.order,
         observer: QueueObserver | None = None,
     ) -> None:
         self._limits = limits or Limits()
         self._observer = observer
-        self._policy_order = order
-        self._waiting: dict[str, Waiting] = {}
-        self._order = OrderByModel(AdmissionOrder((), ()), self._waiting)
-        self._unordered: list[Waiting] = []  # added since the last step
-        self._left: set[str] = set()  # ids that left since the last order and may still be in it
-        self._ordered_at_s = float("-inf")
-        self._ordered_for: frozenset[str] = frozenset()  # models
-        self._changed = False
+        self._queue = OrderedQueue(order, self._limits.order_age_s)
+        self._waiting = self._queue.requests
         self._since_late = 0  # starts since the last turn of a late request, while one waits
         self._suspects: dict[str, int] = {}  # id -> suspected_at
         self._passed: Counter[str] = Counter()  # id -> requests that overtook it
@@ -133,15 +98,10 @@ class LocalScheduler:
 
     def add(self, request: Waiting) -> None:
         """Adds a request, or replaces the one with the same id."""
-        if request.id not in self._waiting:
-            self._unordered.append(request)
-        self._waiting[request.id] = request
+        self._queue.add(request)
         self._suspects.pop(request.id, None)
         if request.suspected_at is not None:
             self._suspects[request.id] = request.suspected_at
-        self._changed = True
-        if request.id in self._left:  # added again: a new order, so that it is not there twice
-            self._ordered_at_s = float("-inf")
         if self._observer is not None:
             self._observer.added(request)
 
@@ -153,15 +113,11 @@ class LocalScheduler:
             self._observer.removed(known)
 
     def _drop(self, request_ids: Collection[str]) -> None:
-        self._left.update(request_ids)
+        self._queue.remove(request_ids)
         for request_id in request_ids:
-            self._waiting.pop(request_id, None)
             self._suspects.pop(request_id, None)
             self._passed.pop(request_id, None)
             self._held_since_s.pop(request_id, None)
-            self._changed = True
-        if not self._waiting:
-            self._forget_order()
 
     def waiting(self) -> Counter[str]:
         """Returns model -> number of waiting requests."""
@@ -207,7 +163,7 @@ class LocalScheduler:
             return alone
         limits = self._limits
         budget = StepBudget(views, limits.prefill_horizon_s, limits.prefill_chunk_tokens)
-        self._refresh_order(now_s, views, budget)
+        self._queue.refresh(now_s, views, budget)
         choice = self._choose(now_s, budget)
         self._blocked = choice.blocked
         starts = self._by_model(choice.ids)
@@ -227,48 +183,7 @@ class LocalScheduler:
             return None
         return AdmissionPlan((request.id,), {request.model: [request.id]}, blocked=self._blocked)
 
-    def _forget_order(self) -> None:
-        """Clears the order. REQUIRES: no request waits."""
-        self._order.clear()
-        self._unordered.clear()
-        self._left.clear()
-
     # --- order ------------------------------------------------------------------------------
-
-    def _refresh_order(
-        self, now_s: float, views: Collection[EngineView], budget: StepBudget
-    ) -> None:
-        for request in self._unordered:
-            self._order.add(request.id, request.model, request.priority)
-        self._unordered.clear()
-        present = frozenset(view.model for view in views)
-        if not self._is_order_due(now_s, present, budget):
-            return
-        by_model = {view.model: view for view in views}
-        jobs = [_job(r, by_model[r.model]) for r in self._waiting.values() if r.model in by_model]
-        busy_s = sum(view.pending_prefill_s for view in views)
-        order = order_by_priority(self._policy_order, jobs, now_s, busy_s)
-        self._order = OrderByModel(order, self._waiting)
-        for request in self._waiting.values():
-            if request.model not in by_model:
-                self._order.add(request.id, request.model, request.priority)
-        self._left.clear()
-        self._ordered_at_s, self._ordered_for, self._changed = now_s, present, False
-
-    def _is_order_due(self, now_s: float, present: frozenset[str], budget: StepBudget) -> bool:
-        """Returns whether the order must be computed again.
-
-        A request that starts does so by an order of the present moment: whether a request is late
-        must not depend on the time of the previous step.
-        """
-        age_s = now_s - self._ordered_at_s
-        if age_s < max(0, len(self._waiting) - CHEAP_ORDER) * ORDER_S_PER_REQUEST:
-            return False
-        if age_s >= self._limits.order_age_s:
-            return True
-        changed = age_s > 0 or self._changed or present != self._ordered_for
-        ordered = self._order.models()
-        return changed and any(model in ordered and budget.is_open(model) for model in budget)
 
     def _sequence(self, budget: StepBudget, choice: _Choice) -> Iterator[Waiting]:
         """Yields the waiting requests in the order in which they are tried.
@@ -281,7 +196,7 @@ class LocalScheduler:
         seen = dict.fromkeys([*suspects, *self._held_since_s])
         yield from [self._waiting[i] for i in seen]
         late_can_start = True
-        for following in self._order.walk(budget, choice.blocked):
+        for following in self._queue.order.walk(budget, choice.blocked):
             while late_can_start and self._since_late >= self._limits.late_every:
                 yield from self._late_turn(budget, choice, seen)
                 late_can_start = self._since_late < self._limits.late_every
@@ -296,7 +211,7 @@ class LocalScheduler:
 
         If the model of one has already used its step budget, the turn is kept for the next step.
         """
-        for head in self._order.late_heads(seen):
+        for head in self._queue.order.late_heads(seen):
             model = self._waiting[head].model
             if model not in choice.blocked and model in budget:
                 seen[head] = None
@@ -314,12 +229,12 @@ class LocalScheduler:
         otherwise the oldest one's turn might never come. It counts if late requests of a lower
         priority wait.
         """
-        if not self._order.has_late():
+        if not self._queue.order.has_late():
             self._since_late = 0
         elif (
             request.id in self._held_since_s
-            or not self._order.is_late(request.id)
-            or self._order.has_late(below=request.priority)
+            or not self._queue.order.is_late(request.id)
+            or self._queue.order.has_late(below=request.priority)
         ):
             self._since_late += 1
 
@@ -407,16 +322,3 @@ class LocalScheduler:
         for request_id in request_ids:
             by_model.setdefault(self._waiting[request_id].model, []).append(request_id)
         return by_model
-
-
-def _job(request: Waiting, view: EngineView) -> AdmissionJob:
-    prefill_s = request.prompt_tokens / view.prefill_tokens_per_s
-    return AdmissionJob(
-        request.id,
-        request.model,
-        request.arrival_s,
-        request.deadline_s,
-        prefill_s,
-        view.ready_in_s,
-        request.priority,
-    )

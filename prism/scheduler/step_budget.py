@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from prism.scheduler.ports import EngineView
+from prism.policies.data import EngineView
 
 
 class StartResult(Enum):

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from prism.models.prefill_speed import Speed
+from prism.policies.data import EngineView, Waiting
 from prism.policies.policy import Policy
 from prism.scheduler.journal import QueueJournal, Sink
-from prism.scheduler.local import Limits, LocalScheduler, Waiting
-from prism.scheduler.ports import EngineView
+from prism.scheduler.local import Limits, LocalScheduler
 from prism_sim.core.kernel import Kernel
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import DeviceSetup, ModelSetup

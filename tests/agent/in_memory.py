@@ -10,7 +10,7 @@ from prism.agent.network.sockets import OutputBatch
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Export, Submit, ToEngine
 from prism.messages.requests import Cancel, Failure, Request
-from prism.scheduler.ports import EngineView
+from prism.policies.data import EngineView
 
 Event = tuple[str, int]
 

@@ -21,8 +21,8 @@ from prism.agent.state.engine_pool import EnginePool, EngineState
 from prism.agent.state.request_table import RequestState, RequestTable, TrackedRequest
 from prism.errors import QueueUnavailableError
 from prism.messages.requests import Chunk, EngineOutput, Request, Resume
+from prism.policies.data import EngineView
 from prism.scheduler.local import LocalScheduler
-from prism.scheduler.ports import EngineView
 from tests.agent.harness import model_spec
 from tests.agent.in_memory import Event, Frontend, MemoryQueue, OneEngine
 from tests.queueing.requests import request
@@ -338,7 +338,7 @@ def test_what_ends_while_it_leaves_does_not_go_on(event: str) -> None:
     machine.teardown()
 
 
-def test_a_contradiction_is_told() -> None:
+def test_a_contradiction_is_logged() -> None:
     table = RequestTable(LocalScheduler(), lambda: 0.0)
     table.wait(TrackedRequest(request("1"), "1-1"))
     table.start(TrackedRequest(request("2")), "gone", 16)

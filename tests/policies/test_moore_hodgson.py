@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from random import Random
 
@@ -14,17 +13,27 @@ from numpy.typing import NDArray
 
 from prism.policies.admission import fcfs
 from prism.policies.admission.moore_hodgson import order
-from prism.policies.data import AdmissionJob, AdmissionOrder
+from prism.policies.data import AdmissionOrder, EngineView, Waiting
 
 
-def job(id: str, prefill_s: float, deadline_s: float, arrival_s: float = 0.0) -> AdmissionJob:
-    return AdmissionJob(id, "m", arrival_s, deadline_s, prefill_s)
+def engine(model: str, ready_in_s: float = 0.0) -> EngineView:
+    """Returns an engine that prefills one token per second."""
+    return EngineView(model, 0, 0, 0, 1, prefill_tokens_per_s=1.0, ready_in_s=ready_in_s)
 
 
-def all_in_time(jobs: tuple[AdmissionJob, ...], start_s: float) -> bool:
+ENGINES = {"m": engine("m")}
+
+
+def job(
+    id: str, prefill_s: int, deadline_s: float, arrival_s: float = 0.0, model: str = "m"
+) -> Waiting:
+    return Waiting(id, model, prefill_s, 1, arrival_s, deadline_s)
+
+
+def all_in_time(jobs: tuple[Waiting, ...], start_s: float) -> bool:
     """Returns True if all prefills, in this order from `start_s`, end by their deadlines."""
     for each in jobs:
-        start_s += each.prefill_s
+        start_s += each.prompt_tokens
         if start_s > each.deadline_s:
             return False
     return True
@@ -59,7 +68,7 @@ def test_equals_brute_force_on_all_small_instances(
     table = np.array(instances)
     best = best_counts(table[:, :, 1], table[:, :, 0])
     for instance, expected in zip(instances, best, strict=True):
-        found = order([jobs[kind][n] for n, kind in enumerate(instance)], 0.0)
+        found = order([jobs[kind][n] for n, kind in enumerate(instance)], ENGINES, 0.0)
         assert len(found.on_time) == expected, instance
         assert all_in_time(found.on_time, 0.0), instance
         assert len(found.late) == count - expected
@@ -71,10 +80,8 @@ jobs_strategy = st.lists(
 
 
 @given(jobs_strategy, st.integers(0, 20), st.integers(0, 20))
-def test_equals_brute_force_later_and_busy(
-    jobs: list[AdmissionJob], now_s: int, busy_s: int
-) -> None:
-    found = order(jobs, now_s, busy_s)
+def test_equals_brute_force_later_and_busy(jobs: list[Waiting], now_s: int, busy_s: int) -> None:
+    found = order(jobs, ENGINES, now_s, busy_s)
     rows = sorted(jobs, key=lambda each: each.deadline_s)
     best = max(
         sum(subset)
@@ -89,9 +96,9 @@ def test_equals_brute_force_later_and_busy(
 
 @given(jobs_strategy, st.randoms(use_true_random=False))
 def test_partition_is_complete_sorted_and_independent_of_input_order(
-    jobs: list[AdmissionJob], random: Random
+    jobs: list[Waiting], random: Random
 ) -> None:
-    found = order(jobs, 0.0)
+    found = order(jobs, ENGINES, 0.0)
     assert sorted(found.on_time + found.late, key=lambda j: j.id) == sorted(
         jobs, key=lambda j: j.id
     )
@@ -101,25 +108,26 @@ def test_partition_is_complete_sorted_and_independent_of_input_order(
     assert arrivals == sorted(arrivals)
     shuffled = list(jobs)
     random.shuffle(shuffled)
-    assert order(shuffled, 0.0) == found
+    assert order(shuffled, ENGINES, 0.0) == found
 
 
 def test_the_removed_one_is_the_longest_so_far() -> None:
     long, short, urgent = job("long", 5, 6), job("short", 1, 7), job("urgent", 3, 8)
-    assert order([long, short, urgent], 0.0) == AdmissionOrder((short, urgent), (long,))
+    assert order([long, short, urgent], ENGINES, 0.0) == AdmissionOrder((short, urgent), (long,))
 
 
 def test_what_cannot_be_on_time_even_alone_pushes_nobody_out() -> None:
-    hopeless, short = job("hopeless", 1, 2), job("short", 2, 3)
-    waits = replace(hopeless, ready_in_s=1.5)
-    assert order([waits, short], 0.0) == AdmissionOrder((short,), (waits,))
-    assert order([replace(hopeless, ready_in_s=1.0), short], 0.0).on_time[0].id == "hopeless"
+    hopeless, short = job("hopeless", 1, 2, model="coming"), job("short", 2, 3)
+    engines = {**ENGINES, "coming": engine("coming", ready_in_s=1.5)}
+    assert order([hopeless, short], engines, 0.0) == AdmissionOrder((short,), (hopeless,))
+    engines["coming"] = engine("coming", ready_in_s=1.0)
+    assert order([hopeless, short], engines, 0.0).on_time[0].id == "hopeless"
 
 
 def test_first_come_first_served_ignores_deadlines() -> None:
     late, urgent = job("late", 9, 1, arrival_s=1), job("urgent", 1, 5, arrival_s=2)
-    assert fcfs.order([urgent, late], 3.0, 1.0) == AdmissionOrder((late, urgent), ())
+    assert fcfs.order([urgent, late], ENGINES, 3.0, 1.0) == AdmissionOrder((late, urgent), ())
 
 
 def test_no_requests() -> None:
-    assert order([], 5.0, 1.0) == AdmissionOrder((), ())
+    assert order([], ENGINES, 5.0, 1.0) == AdmissionOrder((), ())

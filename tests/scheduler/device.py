@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prism.scheduler.local import LocalScheduler, Waiting
-from prism.scheduler.ports import EngineView
+from prism.policies.data import EngineView, Waiting
+from prism.scheduler.local import LocalScheduler
 
 
 def blocks(tokens: int, block_tokens: int) -> int:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.policies.data import Waiting
+from prism.scheduler.local import Limits, LocalScheduler
 from tests.scheduler.device import Device, Engine
 
 MODELS = tuple(f"m{n:02}" for n in range(64))

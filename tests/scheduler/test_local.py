@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 
 from prism.policies.admission import fcfs, moore_hodgson
-from prism.policies.data import AdmissionJob, AdmissionOrder
-from prism.scheduler.local import CHEAP_ORDER, Limits, LocalScheduler, Waiting
-from prism.scheduler.ports import EngineView
+from prism.policies.data import AdmissionOrder, EngineView, Waiting
+from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.ordered_queue import CHEAP_ORDER
 from prism.scheduler.step_budget import StartResult
 from tests.scheduler.device import Device, Engine
 
@@ -53,9 +53,15 @@ class Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, jobs: Iterable[AdmissionJob], now_s: float, busy_s: float) -> AdmissionOrder:
+    def __call__(
+        self,
+        requests: Sequence[Waiting],
+        engines: Mapping[str, EngineView],
+        now_s: float,
+        busy_s: float,
+    ) -> AdmissionOrder:
         self.calls += 1
-        return moore_hodgson.order(jobs, now_s, busy_s)
+        return moore_hodgson.order(requests, engines, now_s, busy_s)
 
 
 def test_earliest_deadline_first_and_only_into_free_slots() -> None:

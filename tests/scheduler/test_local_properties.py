@@ -8,7 +8,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prism.scheduler.local import Limits, LocalScheduler, Waiting
+from prism.policies.data import Waiting
+from prism.scheduler.local import Limits, LocalScheduler
 from tests.scheduler.device import Device, Engine
 
 MODELS = ("a", "b", "c")

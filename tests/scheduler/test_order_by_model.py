@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.policies.data import AdmissionJob, AdmissionOrder
+from prism.policies.data import AdmissionOrder, Waiting
 from prism.scheduler.order_by_model import OrderByModel
 
 KINDS = ("on", "new", "late")
@@ -24,7 +24,7 @@ def test_walk_is_the_order_without_who_is_blocked(
 ) -> None:
     """Blocks each model of `limits` after so many of its requests."""
     jobs = [
-        AdmissionJob(f"{i:03}", model, 0.0, 0.0, 0.0, priority=priority)
+        Waiting(f"{i:03}", model, 1, 1, 0.0, 0.0, priority=priority)
         for i, (model, _, priority) in enumerate(entries)
     ]
     parts = {

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from prism.policies import registry
-from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings
+from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings, Waiting
 from prism.policies.placement import Hosted, Placement, Unit
-from prism.scheduler.local import Waiting
 from prism_sim.cluster.device import Resident
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records

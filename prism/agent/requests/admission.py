@@ -11,7 +11,7 @@ from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
 from prism.agent.state.engine_pool import EngineProcess
 from prism.agent.state.request_table import EngineLoad
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
-from prism.scheduler.ports import EngineView
+from prism.policies.data import EngineView
 
 # Expected duration of a model's activation before one was measured.
 ACTIVATION_PRIOR_S = 2.0

@@ -10,9 +10,9 @@ from enum import Enum
 
 from prism import clock
 from prism.messages.requests import Request
+from prism.policies.data import EngineView, Waiting
 from prism.queueing import RequestQueue
-from prism.scheduler.local import AdmissionPlan, LocalScheduler, Waiting
-from prism.scheduler.ports import EngineView
+from prism.scheduler.local import AdmissionPlan, LocalScheduler
 
 ENDED_MAX = 10_000  # ended attempts to remember
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
-from prism.policies.data import AdmissionJob, AdmissionOrder
+from prism.policies.data import AdmissionOrder, EngineView, Waiting
 
 
-def order(jobs: Iterable[AdmissionJob], now_s: float, busy_s: float = 0.0) -> AdmissionOrder:
-    """Returns all jobs, oldest first. Deadlines are ignored, so no job is late."""
-    return AdmissionOrder(tuple(sorted(jobs, key=lambda job: (job.arrival_s, job.id))), ())
+def order(
+    requests: Sequence[Waiting],
+    engines: Mapping[str, EngineView],
+    now_s: float,
+    busy_s: float = 0.0,
+) -> AdmissionOrder:
+    """Returns all requests, oldest first. Deadlines are ignored, so no request is late."""
+    return AdmissionOrder(tuple(sorted(requests, key=lambda r: (r.arrival_s, r.id))), ())

@@ -8,37 +8,50 @@ machine exactly.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
-from prism.policies.data import AdmissionJob, AdmissionOrder
+from prism.policies.data import AdmissionOrder, EngineView, Waiting
 
 
-def order(jobs: Iterable[AdmissionJob], now_s: float, busy_s: float = 0.0) -> AdmissionOrder:
-    """Splits `jobs` into the largest on-time set, earliest deadline first, and the late ones.
+def order(
+    requests: Sequence[Waiting],
+    engines: Mapping[str, EngineView],
+    now_s: float,
+    busy_s: float = 0.0,
+) -> AdmissionOrder:
+    """Splits `requests` into the largest on-time set, earliest deadline first, and the late ones.
 
-    A job that would be late even alone is late at once. Its `ready_in_s` is used for this check
-    only, since an activation delays no other model. Late jobs are ordered oldest first. Ties are
-    ordered by deadline, arrival, id, so the order is deterministic. O(n log n).
+    A request that would be late even alone is late at once. The rest of its model's activation is
+    used for this check only, since an activation delays no other model. Late requests are ordered
+    oldest first. Ties are ordered by deadline, arrival, id, so the order is deterministic.
+    O(n log n).
 
     Args:
-        busy_s: Time of prefill work in progress, before which no job can start.
+        busy_s: Time of prefill work in progress, before which no request can start.
     """
-    alone: list[AdmissionJob] = []
-    late: list[AdmissionJob] = []
-    for job in jobs:
-        in_time = now_s + job.ready_in_s + job.prefill_s <= job.deadline_s
-        (alone if in_time else late).append(job)
-    by_deadline = sorted(alone, key=lambda job: (job.deadline_s, job.arrival_s, job.id))
+    by_deadline: list[tuple[float, float, str, float, Waiting]] = []
+    late: list[Waiting] = []
+    for request in requests:
+        engine = engines[request.model]
+        prefill_s = request.prompt_tokens / engine.prefill_tokens_per_s
+        deadline_s = request.deadline_s
+        if now_s + engine.ready_in_s + prefill_s <= deadline_s:
+            by_deadline.append((deadline_s, request.arrival_s, request.id, prefill_s, request))
+        else:
+            late.append(request)
+    by_deadline.sort()
     end_s = now_s + busy_s
     longest_first: list[tuple[float, int]] = []
     removed: set[int] = set()
-    for index, job in enumerate(by_deadline):
-        heapq.heappush(longest_first, (-job.prefill_s, index))
-        end_s += job.prefill_s
-        if end_s > job.deadline_s:
+    for index, (deadline_s, _, _, prefill_s, _) in enumerate(by_deadline):
+        heapq.heappush(longest_first, (-prefill_s, index))
+        end_s += prefill_s
+        if end_s > deadline_s:
             negative_s, longest = heapq.heappop(longest_first)
             end_s += negative_s
             removed.add(longest)
-    on_time = tuple(job for index, job in enumerate(by_deadline) if index not in removed)
-    late.extend(by_deadline[index] for index in removed)
-    return AdmissionOrder(on_time, tuple(sorted(late, key=lambda job: (job.arrival_s, job.id))))
+    on_time = tuple(
+        request for index, (*_, request) in enumerate(by_deadline) if index not in removed
+    )
+    late.extend(by_deadline[index][-1] for index in removed)
+    return AdmissionOrder(on_time, tuple(sorted(late, key=lambda r: (r.arrival_s, r.id))))

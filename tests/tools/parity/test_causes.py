@@ -11,9 +11,9 @@ from lab.parity.causes import Causes, Moments
 from lab.parity.console import print_parity
 from lab.parity.results import CLASSES, Compared, ParityResults
 from prism.policies import registry
+from prism.policies.data import EngineView
 from prism.scheduler.journal import Queued, Stepped
 from prism.scheduler.local import Limits
-from prism.scheduler.ports import EngineView
 from tests.tools.parity.worlds import queued, run, stepped
 
 World = list[Queued | Stepped]
@@ -56,7 +56,7 @@ def test_the_live_scheduler_is_asked_again(simulated: Stepped, kind: str) -> Non
     assert kinds(live, [*TWO, simulated, starts(2.0, 1)]) == [kind]
 
 
-def test_what_a_difference_leads_to_is_told_from_it() -> None:
+def test_consequences_are_separated_from_a_difference() -> None:
     """Attributes a difference to an earlier one until the queue has been empty.
 
     With the same moments and speeds, the live scheduler would not choose like the simulated one,
@@ -77,7 +77,7 @@ def test_without_inputs_there_are_no_moments() -> None:
     assert Moments({"host:0": [*TWO, stepped(1.0, 1)]}).at("host:0", len(TWO)) is None
 
 
-def test_the_terminal_tells_what_each_class_means_and_how_many_are_equal_together() -> None:
+def test_the_terminal_explains_each_class_and_how_many_are_equal_together() -> None:
     live: World = [*TWO, starts(1.0, 1), starts(2.0, 0)]
     simulated: World = [*TWO, starts(0.9, 0), starts(2.0, 1)]
     order = compare_order(run(*live), run(*simulated))
