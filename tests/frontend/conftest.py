@@ -121,4 +121,4 @@ def parser_modules() -> Iterator[None]:
         if name.partition(".")[0] in ("sglang", "xgrammar"):
             del sys.modules[name]
     for name in ("parsers", "parser_library"):
-        sys.modules.pop(f"prism.engines.sglang.{name}", None)
+        sys.modules.pop(f"prism.engines.sglang.grammars.{name}", None)

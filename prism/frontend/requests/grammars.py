@@ -222,8 +222,9 @@ class GrammarTrials:
 
     def __init__(self, adapter: str) -> None:
         self._adapter = adapter
-        self._module = f"{adapter_module(adapter)}.try_grammar"
-        self._can = importlib.util.find_spec(self._module) is not None
+        folder = f"{adapter_module(adapter)}.grammars"
+        self._module = f"{folder}.try_grammar"
+        self._can = importlib.util.find_spec(folder) is not None
         # Grammar's digest -> its error ("" for none), and until when that is valid, s (monotonic).
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._trials: dict[bytes, asyncio.Task[str]] = {}

@@ -51,8 +51,9 @@ class AnswerParsers:
     one event loop."""
 
     def __init__(self, adapter: str) -> None:
-        self._name = f"{adapter_module(adapter)}.parsers"
-        self._can = importlib.util.find_spec(self._name) is not None
+        folder = f"{adapter_module(adapter)}.grammars"
+        self._name = f"{folder}.parsers"
+        self._can = importlib.util.find_spec(folder) is not None
         self._found: dict[str, tuple[str, str]] = {}
 
     async def parsing(
