@@ -19,7 +19,7 @@ from prism.frontend.requests.parsers import AnswerParsers
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering
-from tests.frontend.test_responses import City, compiled, failing  # noqa: F401 - a fixture
+from tests.frontend.test_responses import STARTED, City, compiled, failing  # noqa: F401 - a fixture
 from tests.frontend.test_tools import CALLS, tools_stack  # noqa: F401 - a fixture
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -173,13 +173,13 @@ async def test_a_text_that_is_cut_behind_calls_stays_there(
 
 
 def test_a_calls_end_comes_before_the_text_of_the_same_delta() -> None:
-    blocks = _Blocks()
+    blocks = _Blocks(STARTED)
     call = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"function": {"arguments": '"Oslo"}'}}
     for said in ({"tool_calls": [call]}, {"content": " Yes", "tool_calls": [rest]}):
         list(blocks.take(said))
-    list(blocks.end())
-    assert [(b.get("input"), b.get("text")) for b in blocks.content] == [
+    list(blocks.close())
+    assert [(b.get("input"), b.get("text")) for b in blocks.parts] == [
         ({"city": "Oslo"}, None),
         (None, " Yes"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ WEATHER: Any = {
     "strict": True,
 }
 TEXT = "größer als 1 €"
+STARTED: Any = SimpleNamespace(spec=SimpleNamespace(id="resp_x", parsing=None))  # a generation
 
 
 async def post(stack: Stack, **body: Any) -> httpx.Response:
@@ -230,13 +232,13 @@ async def test_a_text_that_is_cut_behind_calls_stays_there(
 
 
 def test_a_calls_end_comes_before_the_text_of_the_same_delta() -> None:
-    items = _Items("resp_x")
+    items = _Items(STARTED)
     call = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"function": {"arguments": '"Oslo"}'}}
     for said in ({"tool_calls": [call]}, {"content": " Yes", "tool_calls": [rest]}):
         list(items.take(said))
-    list(items.end(cut=False))
-    called, message = items.output
+    list(items.close())
+    called, message = items.parts
     assert json.loads(called["arguments"]) == {"city": "Oslo"}
     assert message["content"][0]["text"] == " Yes"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,23 +11,23 @@ from pydantic_core import from_json
 
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody, renamed
-from prism.frontend.api.openai.chat import ChoiceRenderer, split_calls
+from prism.frontend.api.openai.chat_parts import ChatParts, Kind
 from prism.frontend.http.errors import anthropic_error
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, read_key
-from prism.frontend.requests.replies import (
-    Event,
-    Events,
-    reply_stream,
-    reply_whole,
-    run_in_thread_if_slow,
-)
+from prism.frontend.requests.replies import Event, Events, reply_stream, reply_whole
 from prism.frontend.requests.services import services
 from prism.frontend.requests.specs import chat_spec, conversation_text
 
 router = APIRouter(route_class=PlainRoute)
 
+# Kind of a part -> its block, without the text or the call.
+_BLOCKS: dict[Kind, Event] = {
+    "call": {"type": "tool_use"},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -70,41 +69,25 @@ class _Answer:
         self.generation = generation
 
     def whole(self) -> dict[str, Any]:
-        [choice] = self.generation.choices
-        ended, renderer = choice.so_far(), ChoiceRenderer(self.generation, 0)
-        blocks = _Blocks()
-        for delta in renderer.in_order(ended):
-            for _ in blocks.take(delta):
-                pass
-        for _ in blocks.end():
-            pass
-        usage = self._usage()
-        return self._message(
-            blocks.content, usage=usage, **self._ending(renderer.finish_reason(ended))
-        )
+        blocks = _Blocks(self.generation)
+        blocks.take_whole()
+        return self._message(blocks.parts, usage=self._usage(), **self._ending(blocks))
 
     async def events(self) -> Events:
         """Yields events in Anthropic's order."""
-        blocks, renderer, reason = _Blocks(), ChoiceRenderer(self.generation, 0), None
+        blocks, began = _Blocks(self.generation), False
         try:
-            async for update in self.generation.updates():
-                if not blocks.began:
+            async for events in blocks.updates():
+                if not began:
                     # The number of cached tokens is known with the first token.
-                    blocks.began = True
+                    began = True
                     yield {"type": "message_start", "message": self._begun()}
-                delta = await run_in_thread_if_slow(
-                    partial(renderer.delta, update), self.generation.spec, len(update.token_ids)
-                )
-                for event in blocks.take(delta):
+                for event in events:
                     yield event
-                reason = renderer.finish_reason(update)
         except RequestError as error:
             yield anthropic_error(error)
             raise
-        for event in blocks.end():
-            yield event
-        ending = self._ending(reason)
-        yield {"type": "message_delta", "delta": ending, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": self._ending(blocks), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def _begun(self) -> dict[str, Any]:
@@ -116,8 +99,8 @@ class _Answer:
         fields = {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
         return {**fields, "content": content, **more}
 
-    def _ending(self, reason: str | None) -> dict[str, Any]:
-        stop = self.generation.choices[0].stop_string
+    def _ending(self, blocks: _Blocks) -> dict[str, Any]:
+        stop, reason = self.generation.choices[0].stop_string, blocks.finish_reason
         if stop is not None and reason == "stop":
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _REASONS[reason or "stop"], "stop_sequence": None}
@@ -133,86 +116,33 @@ class _Answer:
         }
 
 
-class _Blocks:
-    """Content of a message, built block by block, and its events. It takes deltas of a chat
-    completion, or its whole message as one."""
+class _Blocks(ChatParts):
+    """Content of a message, and its events."""
 
-    def __init__(self) -> None:
-        self.content: list[Event] = []
-        self.began = False
-        self._open = ""  # type of the last block while it is open
-        self._pieces: list[str] = []
-        self._space = ""  # held back: it belongs to a text if one follows
-
-    def take(self, delta: dict[str, Any]) -> Iterator[Event]:
-        if reasoning := delta.get("reasoning_content"):
-            yield from self._write("thinking", reasoning)
-        continued, new = split_calls(delta)
-        for call in continued:
-            yield from self._call(call)
-        if text := delta.get("content"):
-            yield from self._text(text)
-        for call in new:
-            yield from self._call(call)
-
-    def end(self) -> Iterator[Event]:
-        """Closes the last block. Adds an empty text if none was written."""
-        if not self.content:
-            yield from self._write("text", self._space)
-        yield from self._close()
-
-    def _text(self, text: str) -> Iterator[Event]:
-        """Writes text. Space before and between other blocks does not start a text block."""
-        if self._open != "text" and not text.strip():
-            self._space += text
-            return
-        before, self._space = self._space, ""
-        yield from self._write("text", before + text)
-
-    def _write(self, kind: str, text: str) -> Iterator[Event]:
-        if self._open != kind:
-            extra = {"signature": ""} if kind == "thinking" else {}
-            yield from self._begin({"type": kind, kind: "", **extra})
-        self._pieces.append(text)
-        if text:
-            yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
-        function = call["function"]
-        if "id" in call:
-            self._space = ""
-            yield from self._begin(
-                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-            )
-        self._pieces.append(function["arguments"])
-        if function["arguments"]:
-            yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
-
-    def _begin(self, block: Event) -> Iterator[Event]:
-        yield from self._close()
-        self.content.append(block)
-        self._open, self._pieces = block["type"], []
+    def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:
+        block = {**_BLOCKS[kind]}
+        if call:
+            block |= {"id": call["id"], "name": call["function"]["name"], "input": {}}
+        self.parts.append(block)
         # A copy, since the block is filled later.
-        yield {
-            "type": "content_block_start",
-            "index": len(self.content) - 1,
-            "content_block": {**block},
-        }
+        yield self._event("start", content_block={**block})
 
-    def _close(self) -> Iterator[Event]:
-        """Closes the last block."""
-        if not self._open:
-            return
-        kind, text, block = self._open, "".join(self._pieces), self.content[-1]
-        self._open = ""
-        block["input" if kind == "tool_use" else kind] = (
-            _arguments(text) if kind == "tool_use" else text
-        )
-        yield {"type": "content_block_stop", "index": len(self.content) - 1}
+    def _delta(self, kind: Kind, text: str) -> Event:
+        if kind == "call":
+            return self._event("delta", delta={"type": "input_json_delta", "partial_json": text})
+        name = _BLOCKS[kind]["type"]
+        return self._event("delta", delta={"type": f"{name}_delta", name: text})
 
-    def _delta(self, delta: Event) -> Event:
-        index = len(self.content) - 1
-        return {"type": "content_block_delta", "index": index, "delta": delta}
+    def _end(self, kind: Kind, text: str, cut: bool) -> Iterator[Event]:
+        block = self.parts[-1]
+        if kind == "call":
+            block["input"] = _arguments(text)
+        else:
+            block[block["type"]] = text
+        yield self._event("stop")
+
+    def _event(self, what: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{what}", "index": len(self.parts) - 1, **fields}
 
 
 def _arguments(text: str) -> Any:

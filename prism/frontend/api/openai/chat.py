@@ -129,14 +129,6 @@ class ChoiceRenderer:
         }
 
 
-def split_calls(delta: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the parts of calls in a delta: those that continue the open call, which precede the
-    delta's text, and those of new calls."""
-    calls = delta.get("tool_calls", [])
-    first = next((place for place, call in enumerate(calls) if "id" in call), len(calls))
-    return calls[:first], calls[first:]
-
-
 def _choice(
     update: TextUpdate,
     content: dict[str, Any],
