@@ -30,7 +30,6 @@ LONG_CLASSES = {
     "kvcached/device.py Device": "public API; most methods are a call of the core",
     "kvcached/kvcache.py KVCache": "public API; most methods are a call of the core",
     "prism/agent/agent.py Agent": "composes the parts of the agent and runs their turns",
-    "prism/agent/engines/lifecycle.py Lifecycle": "one state machine of a model on a device",
     "prism/agent/requests/serving.py Serving": "one state machine of the requests of an engine",
     "prism/cluster/controller.py ClusterController": "implements the whole ClusterPort",
     "prism/engines/fake/core.py FakeCore": "implements the whole EngineCore",

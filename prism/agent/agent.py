@@ -17,11 +17,11 @@ from kvcached import Device, KvcachedError, WeightKey
 from prism import clock
 from prism.agent import reload
 from prism.agent.effects import AgentEffects
-from prism.agent.engines.activations import TraceFile, trace_path
 from prism.agent.engines.fork_supervisor import ForkServerClient, ForkServerSupervisor
 from prism.agent.engines.lifecycle import Lifecycle
 from prism.agent.engines.overdraft import MemoryWatch
 from prism.agent.engines.reclaimer import PeerLedgers, Reclaimer
+from prism.agent.engines.trace_file import TraceFile, trace_path
 from prism.agent.inbox import CancelInbox, EngineInbox, OrderInbox
 from prism.agent.network.kv_transfer import KvNetwork
 from prism.agent.network.prefetch import Prefetcher

@@ -8,8 +8,8 @@ import signal
 import time
 
 from kvcached import Device
-from prism.agent.engines.activations import ActivationRecord, TraceFile
 from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.engines.trace_file import TraceFile
 from prism.agent.network.kv_transfer import KvNetwork
 from prism.agent.network.sockets import EngineLink
 from prism.agent.reports import Reporter
@@ -18,14 +18,14 @@ from prism.agent.state.device_state import HostedModel
 from prism.agent.state.engine_pool import EngineProcess
 from prism.agent.state.request_table import RequestTable
 from prism.messages.agent import ActionResult
-from prism.messages.engine import ToEngine
+from prism.messages.engine import Activated, ToEngine
 from prism.scheduler.journal import Served, Sink
 
 log = logging.getLogger(__name__)
 
 
 class AgentEffects:
-    """Implementation of `prism.agent.engines.lifecycle.Effects`."""
+    """Implementation of `prism.agent.engines.lifecycle_effects.Effects`."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class AgentEffects:
     def answer(self, result: ActionResult) -> None:
         self._reporter.answer(result)
 
-    def record(self, activation: ActivationRecord) -> None:
-        self._trace.add(activation)
-        if self._journal is not None and (found := activation.activated) is not None:
+    def record(self, engine_id: str, activated: Activated) -> None:
+        self._trace.add(engine_id, activated)
+        if self._journal is not None:
             self._journal.add(
                 Served(
                     time_s=time.monotonic(),
-                    model=activation.model,
-                    seconds=activation.stages_s["total"] - activation.stages_s["engine"],
-                    static_bytes=found.static_bytes,
-                    reserve_bytes=found.reserve_bytes,
-                    quantum_bytes=found.quantum_bytes,
-                    quantum_tokens=found.quantum_tokens,
-                    block_tokens=found.block_tokens,
+                    model=activated.model,
+                    seconds=activated.stages_s["total"] - activated.stages_s["engine"],
+                    static_bytes=activated.static_bytes,
+                    reserve_bytes=activated.reserve_bytes,
+                    quantum_bytes=activated.quantum_bytes,
+                    quantum_tokens=activated.quantum_tokens,
+                    block_tokens=activated.block_tokens,
                 )
             )
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from prism.agent.engines.activations import TraceFile
 from prism.agent.engines.lifecycle import Lifecycle
 from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.engines.trace_file import TraceFile
 from prism.agent.network.prefetch import Prefetcher
 from prism.agent.network.sockets import EngineLink, SchedulerLink
 from prism.agent.reports import Reporter

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prism.agent.engines.activations import ActivationRecord
 from prism.agent.state.device_state import HostedModel
 from prism.agent.state.engine_pool import EngineProcess
 from prism.messages.agent import ActionResult
-from prism.messages.engine import ToEngine
+from prism.messages.engine import Activated, ToEngine
 
 
 @dataclass
@@ -22,7 +21,7 @@ class Recorder:
     load: dict[str, int] = field(default_factory=dict)
     reclaimed: list[tuple[int, str]] = field(default_factory=list)
     answers: list[ActionResult] = field(default_factory=list)
-    records: list[ActivationRecord] = field(default_factory=list)
+    records: list[Activated] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     blames: bool = False  # a request is blamed for an engine's death
 
@@ -49,8 +48,8 @@ class Recorder:
     def answer(self, result: ActionResult) -> None:
         self.answers.append(result)
 
-    def record(self, activation: ActivationRecord) -> None:
-        self.records.append(activation)
+    def record(self, engine_id: str, activated: Activated) -> None:
+        self.records.append(activated)
 
     def replaced(self, engine: EngineProcess, model: str, why: str) -> None:
         self.reasons.append(f"{engine.id} {model} {why}")

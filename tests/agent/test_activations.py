@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from prism.agent.engines import activations
-from prism.agent.engines.activations import ActivationRecord, Fingerprints, TraceFile
+from prism.agent.engines import trace_file
+from prism.agent.engines.activations import Fingerprints
+from prism.agent.engines.trace_file import TraceFile
 from prism.messages.engine import Activated
 
-RECORD = ActivationRecord("m", "host0-e1", {"reserve": 0.25, "weights": 0.5, "total": 0.75})
+STAGES_S = {"reserve": 0.25, "weights": 0.5, "total": 0.75}
+ACTIVATED = Activated("m", 4096, 16, 0, 0, 0, 16, 4, stages_s=STAGES_S)
 
 
 def events(path: Path) -> list[dict[str, object]]:
@@ -26,8 +28,8 @@ def test_a_trace_has_the_stages_one_after_another(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "a.trace.json"
     trace = TraceFile(path, "host:0")
     before_us = time.time() * 1e6
-    trace.add(RECORD)
-    trace.add(RECORD)
+    trace.add("host0-e1", ACTIVATED)
+    trace.add("host0-e1", ACTIVATED)
     found = events(path)
     assert [e["name"] for e in found] == ["reserve", "weights"] * 2
     assert {(e["ph"], e["pid"], e["tid"]) for e in found} == {("X", "host:0", "host0-e1")}
@@ -40,19 +42,18 @@ def test_a_trace_has_the_stages_one_after_another(tmp_path: Path) -> None:
 
 def test_a_trace_says_what_each_link_brought(tmp_path: Path) -> None:
     links = {"cuda:0": 5, "cuda:1": 3}
-    activated = Activated("m", 4096, 16, 0, 0, 0, 16, 4, link_bytes=links)
     path = tmp_path / "a.trace.json"
-    TraceFile(path, "cuda:0").add(dataclasses.replace(RECORD, activated=activated))
+    TraceFile(path, "cuda:0").add("e1", msgspec.structs.replace(ACTIVATED, link_bytes=links))
     reserve, weights = events(path)
     assert reserve["args"] == {"model": "m"}
     assert weights["args"] == {"model": "m", "link_bytes": links}
 
 
 def test_a_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "TRACE_BYTES_MAX", 1000)
+    monkeypatch.setattr(trace_file, "TRACE_BYTES_MAX", 1000)
     trace = TraceFile(tmp_path / "t", "host:0")
     for _ in range(50):
-        trace.add(RECORD)
+        trace.add("host0-e1", ACTIVATED)
     assert sorted(p.name for p in tmp_path.iterdir()) in (["t", "t.1"], ["t.1"])
     assert all(p.stat().st_size < 2000 for p in tmp_path.iterdir())
     assert events(tmp_path / "t.1")
@@ -61,7 +62,7 @@ def test_a_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_trace_that_cannot_be_written_fails_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    TraceFile(tmp_path, "host:0").add(RECORD)
+    TraceFile(tmp_path, "host:0").add("host0-e1", ACTIVATED)
     assert "cannot write" in caplog.text
 
 

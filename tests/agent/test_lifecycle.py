@@ -38,7 +38,7 @@ class Bench:
     def fill(self) -> None:
         """Replaces missing engines, as the fork servers do."""
         while (pool := self.state.pool).is_short:
-            kind = next(filter(None, map(self.lifecycle.next_kind, reversed(pool.adapters))))
+            kind = next(filter(None, map(self.state.next_kind, reversed(pool.adapters))))
             self.lifecycle.engine_ready(pool.create(self.time_s, kind))
 
     def engine(self, model: str) -> EngineProcess:

@@ -18,11 +18,11 @@ def test_a_free_engine_makes_way_for_one_over_two_devices_and_back() -> None:
     bench.lifecycle.activate(spread)
     assert len(bench.effects.killed) == 1
     assert plain.id not in bench.effects.killed
-    assert bench.lifecycle.next_kind() == EngineKind("", ("host:1",))
+    assert bench.state.next_kind() == EngineKind("", ("host:1",))
     bench.fill()
     assert bench.engine("a").kind.peers == ("host:1",)
     bench.succeed("a")
-    assert bench.lifecycle.next_kind() is None
+    assert bench.state.next_kind() is None
     bench.lifecycle.engine_died(bench.engine("a").id, "test")
     bench.fill()
     assert bench.engine("a").kind.peers == ("host:1",)
@@ -44,13 +44,13 @@ def test_a_pool_has_engines_of_each_adapter_and_more_of_one_that_models_wait_for
         bench.lifecycle.activate(ActivateModel(number, spec))
     assert bench.engine("a").kind.adapter == "y"
     assert len(bench.effects.killed) == 1  # one of x, for b
-    kinds = [bench.lifecycle.next_kind(adapter) for adapter in ("x", "y")]
+    kinds = [bench.state.next_kind(adapter) for adapter in ("x", "y")]
     assert kinds == [None, EngineKind("y")]
     bench.fill()
     assert bench.engine("b").kind.adapter == "y"
     bench.succeed("a")
     bench.lifecycle.engine_died(bench.engine("a").id, "killed")
-    kinds = [bench.lifecycle.next_kind(adapter) for adapter in ("x", "y")]
+    kinds = [bench.state.next_kind(adapter) for adapter in ("x", "y")]
     assert kinds == [None, EngineKind("y")]
 
 
@@ -145,7 +145,7 @@ def test_a_fresh_process_has_the_time_that_imports_take() -> None:
     bench = Bench(1)
     free = bench.state.pool.free()
     assert free is not None
-    bench.lifecycle.import_s = 100.0
+    bench.state.pool.import_s = 100.0
     bench.lifecycle.engine_died(free.id, "test")
     starting = bench.state.pool.create(bench.time_s)
     began_s = bench.time_s

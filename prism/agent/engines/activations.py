@@ -1,32 +1,18 @@
-"""Duration of each activation by stage, the trace of them, and fingerprints of models."""
+"""Activations of models on the device's engines: stages, fingerprints, and repeated tries."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from prism.agent.state.device_state import HostedModel
-from prism.config.schema.cluster_config import ClusterConfig
-from prism.messages.engine import Activated
+from msgspec import structs
+
+from prism.agent.engines.lifecycle_effects import Effects
+from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
+from prism.agent.state.engine_pool import EngineProcess, EngineState
+from prism.messages.agent import ActionResult
+from prism.messages.engine import Activated, ActivateEngine, ActivationFailed, SetLimit
 
 log = logging.getLogger(__name__)
-
-TRACE_BYTES_MAX = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationRecord:
-    """Activation that succeeded."""
-
-    model: str
-    engine_id: str
-    stages_s: dict[str, float]  # in order, "total" last
-    activated: Activated | None = None  # the engine's message
 
 
 def stages_of(hosted: HostedModel, activated: Activated, now_s: float) -> dict[str, float]:
@@ -62,78 +48,127 @@ class Fingerprints:
             self._known[model] = fingerprint
 
 
-class TraceFile:
-    """File of activations as Chrome trace events (chrome://tracing, ui.perfetto.dev).
+class Activations:
+    """Activations of hosted models: each begins on a free engine and succeeds or fails.
 
-    The file is a valid trace after every event: the format does not require the closing bracket. At
-    TRACE_BYTES_MAX the file is renamed to `*.1` and a new one begins. Errors of the file are logged
-    and not raised.
+    Args:
+        max_running: requests that an engine may run at once.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
-        self._path = path
-        self._device = device
+    def __init__(self, state: DeviceState, effects: Effects, max_running: int) -> None:
+        self._state = state
+        self._pool = state.pool
+        self._timing = state.timing
+        self._now_s = state.now_s
+        self._effects = effects
+        self._max_running = max_running
+        self._fingerprints = Fingerprints()
 
-    def add(self, record: ActivationRecord) -> None:
-        """Appends the stages of an activation."""
-        self._append(_events(record, self._device, time.time() * 1e6))
+    # --- engines for models -----------------------------------------------------------------
 
-    def note(self, name: str, engine_id: str, arguments: Mapping[str, object]) -> None:
-        """Appends an instant event."""
-        event = {
-            "name": name,
-            "cat": "engine",
-            "ph": "i",
-            "s": "t",
-            "ts": round(time.time() * 1e6),
-            "pid": self._device,
-            "tid": engine_id,
-            "args": dict(arguments),
-        }
-        self._append([event])
+    def begin_waiting(self) -> None:
+        """Begins the activations that wait for an engine, as far as engines are free."""
+        for hosted in list(self._state.models.hosted.values()):
+            if not hosted.needs_engine:
+                continue
+            if self._now_s() - hosted.since_s > self._timing.activation_s:
+                self._fail(hosted, "no engine became free in time")
+            elif self._now_s() >= hosted.not_before_s:
+                self.begin(hosted)
 
-    def captured(self, engine_id: str, model: str, seconds: Sequence[float]) -> None:
-        """Appends an event for each CUDA graph that the engine captured, with its duration."""
-        for duration_s in seconds:
-            arguments = {"model": model, "seconds": round(duration_s, 3)}
-            self.note("graph captured", engine_id, arguments)
+    def begin(self, hosted: HostedModel) -> None:
+        """Starts the activation on a free engine, or lets the model wait for one that starts."""
+        engine = self._pool.free(self._state.kind_for(hosted), hosted.needs_fresh)
+        if engine is None:
+            self._wait_or_fail(hosted)
+            return
+        hosted.engine_id, hosted.sent_limit_bytes = engine.id, hosted.kv_limit_bytes
+        hosted.sent_s = self._now_s()
+        hosted.asked_s = hosted.asked_s or hosted.sent_s
+        engine.become(EngineState.ACTIVATING, hosted.sent_s, hosted.name)
+        self._state.models.totals(hosted.name).begin(engine.id, engine.counters)
+        log.info("%s activates %s", engine.id, hosted.name)
+        expected = self._fingerprints.expected(hosted.name, engine.is_fresh)
+        self._effects.send(
+            engine.id,
+            ActivateEngine(hosted.spec, hosted.kv_limit_bytes, self._max_running, expected),
+        )
+        self._effects.changed()
 
-    def _append(self, events: Iterable[Mapping[str, object]]) -> None:
-        lines = "".join(f"{json.dumps(event)},\n" for event in events).encode()
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                file.write(lines if file.tell() else b"[\n" + lines)
-                is_full = file.tell() > TRACE_BYTES_MAX
-            if is_full:
-                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-        except OSError as error:
-            log.warning("cannot write %s: %s", self._path, error)
+    def _wait_or_fail(self, hosted: HostedModel) -> None:
+        # A pool below its size: an engine died and its successor is about to start.
+        if self._pool.count(EngineState.STARTING) or self._pool.is_short:
+            return
+        if unsuitable := self._pool.unsuitable():
+            self._end_unsuitable(unsuitable, hosted)
+            return
+        busy = ", ".join(sorted(f"{e.model or e.state.value}" for e in self._pool))
+        self._fail(hosted, f"no engine is free ({busy})")
 
+    def _end_unsuitable(self, engine: EngineProcess, hosted: HostedModel) -> None:
+        """Ends a free engine, so that one of the kind that `hosted` needs is forked."""
+        log.info("%s is replaced by an engine that suits %s", engine.id, hosted.name)
+        self._pool.remove(engine.id)
+        self._effects.kill(engine)
+        self._effects.changed()
 
-def trace_path(config: ClusterConfig, device: str) -> Path:
-    """Returns the path of a device's trace, in the folder of the logs."""
-    return Path(config.run_dir) / "logs" / f"activations-{device.replace(':', '')}.trace.json"
+    # --- results ----------------------------------------------------------------------------
 
+    def succeeded(self, hosted: HostedModel, engine: EngineProcess, message: Activated) -> None:
+        now_s = self._now_s()
+        hosted.activation_s = now_s - engine.since_s
+        hosted.state, hosted.error, hosted.memory_tries = ModelState.ACTIVE, "", 0
+        self._record(hosted, engine, message)
+        engine.become(EngineState.ACTIVE, now_s, hosted.name)
+        engine.activated = message
+        if hosted.kv_limit_bytes != hosted.sent_limit_bytes:
+            self._effects.send(engine.id, SetLimit(hosted.kv_limit_bytes))
+        log.info("%s serves %s after %.3f s", engine.id, hosted.name, hosted.activation_s)
+        self._effects.changed()
+        self.answer_orders(hosted)
 
-def _events(record: ActivationRecord, device: str, end_us: float) -> Iterator[dict[str, object]]:
-    at_us = end_us - record.stages_s["total"] * 1e6
-    for name, seconds in record.stages_s.items():
-        if name == "total":
-            continue
-        yield {
-            "name": name,
-            "cat": "activation",
-            "ph": "X",
-            "ts": round(at_us),
-            "dur": round(seconds * 1e6),
-            "pid": device,
-            "tid": record.engine_id,
-            "args": _arguments(record, name),
-        }
-        at_us += seconds * 1e6
+    def _record(self, hosted: HostedModel, engine: EngineProcess, message: Activated) -> None:
+        hosted.stages_s = stages_of(hosted, message, self._now_s())
+        totals = self._state.models.totals(hosted.name)
+        totals.activations += 1
+        totals.stages_s.update(hosted.stages_s)
+        self._fingerprints.learn(hosted.name, message.fingerprint, engine.is_fresh)
+        engine.is_fresh = hosted.needs_fresh = False
+        self._effects.record(engine.id, structs.replace(message, stages_s=hosted.stages_s))
 
+    def failed(self, hosted: HostedModel, engine: EngineProcess, message: ActivationFailed) -> None:
+        """Lets the model wait for its next try after a lack of memory, or else fails it.
 
-def _arguments(record: ActivationRecord, stage: str) -> dict[str, object]:
-    links = record.activated.link_bytes if record.activated and stage == "weights" else {}
-    return {"model": record.model} | ({"link_bytes": links} if links else {})
+        For the next try, idle memory is reclaimed from other engines.
+        """
+        hosted.engine_id = ""
+        log.warning("%s could not activate %s: %s", engine.id, hosted.name, message.message)
+        if message.missing_bytes > 0 and hosted.memory_tries < self._timing.memory_tries:
+            hosted.memory_tries += 1
+            hosted.not_before_s = self._now_s() + self._timing.memory_retry_s
+            self._effects.reclaim(message.missing_bytes, engine.id)
+        else:
+            hosted.broken = message.missing_bytes == 0
+            self._fail(hosted, message.message)
+
+    def after_death(self, hosted: HostedModel) -> None:
+        """Activates a model again whose engine died, or fails it after too many deaths."""
+        if len(hosted.deaths_s) > self._timing.revives_max:
+            self._fail(hosted, f"its engines died {len(hosted.deaths_s)} times in a row")
+            return
+        hosted.become(ModelState.ACTIVATING, self._now_s())
+        hosted.asked_s = 0.0
+        self.begin(hosted)
+
+    def _fail(self, hosted: HostedModel, message: str) -> None:
+        hosted.become(ModelState.FAILED, self._now_s())
+        hosted.error, hosted.engine_id = message, ""
+        self._effects.changed()
+        self.answer_orders(hosted, message)
+
+    def answer_orders(self, hosted: HostedModel, problem: str = "") -> None:
+        """Answers the scheduler's orders that wait for the end of the model's state."""
+        actions, hosted.actions = hosted.actions, []
+        seconds = self._now_s() - hosted.since_s
+        for action_id in actions:
+            self._effects.answer(ActionResult(action_id, not problem, problem, seconds))

@@ -141,6 +141,7 @@ class ForkServerSupervisor:
     def __init__(
         self, state: DeviceState, lifecycle: Lifecycle, start: Start, adapter: str = ""
     ) -> None:
+        self._state = state
         self._pool = state.pool
         self._adapter = adapter or state.pool.adapters[0]
         self._timing = state.timing
@@ -186,7 +187,7 @@ class ForkServerSupervisor:
             case ForkServerReady(import_s=import_s):
                 log.info("the fork server of %s is ready after %.1f s", self._adapter, import_s)
                 self._ready = True
-                self._lifecycle.import_s = max(import_s, self._lifecycle.import_s)
+                self._pool.import_s = max(import_s, self._pool.import_s)
                 self.tick()
             case EngineForked(engine_id=engine_id, pid=pid):
                 self._forked(engine_id, pid)
@@ -226,7 +227,7 @@ class ForkServerSupervisor:
         if not self._ready or self._client is None or self._now_s() < self._fork_at_s:
             return
         while self._pool.is_short:
-            if (kind := self._lifecycle.next_kind(self._adapter)) is None:
+            if (kind := self._state.next_kind(self._adapter)) is None:
                 break
             engine = self._pool.create(self._now_s(), kind)
             self._client.fork(ForkEngine(engine.id, engine.sm_percent, kind.peers))

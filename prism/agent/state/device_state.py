@@ -8,7 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prism.agent.state.engine_pool import Counters, EnginePool, counters_of
+from prism.agent.state.engine_pool import (
+    Counters,
+    EngineKind,
+    EnginePool,
+    EngineState,
+    counters_of,
+)
 from prism.agent.state.request_table import RequestTable
 from prism.config.schema.cluster_config import EngineConfig
 from prism.messages.engine import EngineStatus
@@ -105,6 +111,32 @@ class HostedModel:
     def needs_engine(self) -> bool:
         return self.state is ModelState.ACTIVATING and not self.engine_id
 
+    def become(self, state: ModelState, now_s: float) -> None:
+        self.state, self.since_s = state, now_s
+
+    def count_death(
+        self, now_s: float, window_s: float, *, explained: bool, made_suspects: bool
+    ) -> None:
+        """Counts a death of its engine.
+
+        If one of the requests explains it, neither this death nor the one that made the request a
+        suspect counts.
+
+        Args:
+            now_s: time of the death.
+            window_s: time for which a death counts.
+            explained: whether one of the requests caused it.
+            made_suspects: whether its requests are suspects now.
+        """
+        self.deaths_s = [t for t in self.deaths_s if t > now_s - window_s]
+        if not explained:
+            self.deaths_s.append(now_s)
+            self.suspects_s = now_s if made_suspects else self.suspects_s
+            return
+        if self.suspects_s in self.deaths_s:
+            self.deaths_s.remove(self.suspects_s)
+        self.suspects_s = None
+
 
 @dataclass(slots=True)
 class ModelTotals:
@@ -174,3 +206,33 @@ class DeviceState:
     now_s: Callable[[], float] = time.monotonic  # monotonic clock
     models: Models = field(default_factory=Models)
     requests: RequestTable = field(default_factory=lambda: RequestTable(LocalScheduler()))
+
+    def kind_for(self, hosted: HostedModel) -> EngineKind:
+        """Returns the kind of engine that serves this model."""
+        return self.pool.kind(hosted.spec.adapter, hosted.peers)
+
+    def next_kind(self, adapter: str = "") -> EngineKind | None:
+        """Returns the kind of the next engine to fork if it is of this adapter, else None.
+
+        Kinds for which a model waits come first, unless an engine of the kind is starting.
+
+        Args:
+            adapter: "" means the first one.
+        """
+        plain = self.pool.kind(adapter)
+        missing = self._missing_kinds()
+        if missing:
+            return next((kind for kind in missing if kind.adapter == plain.adapter), None)
+        return plain if self.pool.is_short_of(plain.adapter) else None
+
+    def _missing_kinds(self) -> list[EngineKind]:
+        coming = [e.kind for e in self.pool if e.state is EngineState.STARTING]
+        missing = []
+        for hosted in self.models.hosted.values():
+            if not hosted.needs_engine:
+                continue
+            if (kind := self.kind_for(hosted)) in coming:
+                coming.remove(kind)
+            else:
+                missing.append(kind)
+        return missing

@@ -97,6 +97,8 @@ class EnginePool:
         self._engines: dict[str, EngineProcess] = {}
         self._count = 0
         self.restarts_total = 0
+        self.import_s = 0.0
+        """Duration of the fork servers' imports, which an engine in a new process does again."""
 
     def create(self, now_s: float, kind: EngineKind | None = None) -> EngineProcess:
         """Adds an engine with a new id. The caller starts its process."""
