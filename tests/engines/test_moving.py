@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import kvcached
 from prism.engines.kv_moves import kv_file
+from prism.engines.kv_moves.moves import KVMoves
+from prism.engines.ranks.group import RankGroup
 from prism.messages.engine import Deactivate, Deactivated, Export, Exported, Submit
-from prism.messages.requests import Request
+from prism.messages.requests import Request, Resume
 from tests.engines.harness import DEVICE, DeviceUnderTest, request
 from tests.engines.subjects import Subject
 
@@ -166,6 +171,17 @@ def test_export_of_nothing(device: DeviceUnderTest, engine: str, moment: str, su
     if moment == "after":
         device.activate(subject.models[0], engine)
     assert export(device, engine) == []
+
+
+def test_several_ranks_use_no_file() -> None:
+    """Reaches no target: one file cannot hold the parts of all ranks."""
+    kv: Any = SimpleNamespace(
+        layout=kvcached.Layout(num_layers=1, num_kv_heads=1, head_dim=4),
+        can_offer_to=lambda device: False,
+    )
+    unused: Any = None
+    moves = KVMoves(kv, RankGroup(0, 2, []), unused, unused, unused)
+    assert moves.export([7], 5, [0], ("cuda:0", "cuda:1")) == Resume([7])
 
 
 def test_abandoned_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,7 +336,7 @@ class ClusterConfig(Endpoints, frozen=True):
     hang_timeout_s: float = float(_HANG_TIMEOUT)
     # Interval of an agent's reports without a change. Not in the YAML: only tests change it.
     report_interval_s: float = 0.5
-    # Not in the YAML: see `DirectMoves`.
+    # Not in the YAML: see `KVMoves`.
     kv_offer_s: float = 5.0
     kv_fetch_s: float = 2.0
     # Not in the YAML: True if a process listens at `preloaded_path` of each device.

@@ -209,10 +209,10 @@ class FakeCore:
         return [self._export(sequence, targets) for sequence in sequences]
 
     def _export(self, sequence: FakeSequence, targets: Sequence[str] | None) -> Request:
-        request = sequence.request
-        resume = Resume(sequence.tokens[len(request.prompt_ids) :])
-        if self._memory is not None and sequence.computed and targets is not None:
-            resume = self._memory.export_kv(sequence.blocks, sequence.computed, resume, targets)
+        assert self._memory is not None  # sequences exist only with a model
+        request, moves = sequence.request, self._memory.moves
+        output_ids = sequence.tokens[len(request.prompt_ids) :]
+        resume = moves.export(output_ids, sequence.computed, sequence.blocks, targets)
         self._drop(sequence)
         return msgspec.structs.replace(request, resume=resume)
 
@@ -268,10 +268,10 @@ class FakeCore:
     def _import(self, memory: FakeMemory, sequence: FakeSequence) -> None:
         """Imports the KV of a request that moved here, except what the prefix cache has."""
         resume, sequence.resume = sequence.resume, None
-        if resume is None or not resume.kv_tokens:
+        if resume is None or (fill := memory.moves.importer(resume)) is None:
             return
         start, end = sequence.computed, resume.kv_tokens
-        if memory.import_kv(resume, sequence.blocks, start) and end > start:
+        if fill(sequence.blocks, start) and end > start:
             sequence.computed = end
             self._totals.imported_tokens += end - start
 

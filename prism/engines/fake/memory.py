@@ -21,14 +21,13 @@ from prism.config.schema.units import format_size
 from prism.engines.core import EngineContext
 from prism.engines.fake.cpu_view import cpu_address
 from prism.engines.fake.prefix_cache import BlockCache
-from prism.engines.kv_moves import kv_file
-from prism.engines.kv_moves.kv_direct import DirectMoves
+from prism.engines.kv_moves.kv_file import Rows
+from prism.engines.kv_moves.moves import Ids, KVMoves
 from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.models import ModelSpec
-from prism.messages.requests import Resume
 
 BLOCK_TOKENS = 16
 RESERVED_BLOCKS = 1
@@ -73,7 +72,6 @@ class FakeMemory:
         *,
         share_bytes: int,
     ) -> None:
-        config = context.config
         self._client = client
         usage = device.usage()
         layout = layout_of(order.model)
@@ -97,8 +95,7 @@ class FakeMemory:
             raise self._no_room(device, order.model) from error
         self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
         self._group = context.ranks
-        self._direct = DirectMoves(self.kv, context.ranks, config)
-        self._folder = config.moves_dir
+        self.moves = KVMoves(self.kv, context.ranks, context.config, _read, _write)
         self._layout = layout
         self._quantum = (
             layout.quantum_bytes(usage.page_bytes),
@@ -191,44 +188,9 @@ class FakeMemory:
         for buffer in self._buffers:
             buffer[places] = values
 
-    def export_kv(
-        self, blocks: Sequence[int], tokens: int, resume: Resume, targets: Sequence[str]
-    ) -> Resume:
-        """Offers the KV of a sequence's first tokens to an engine on `targets`, or saves it to a
-        file; see `kv_direct`, `kv_file`. Returns `resume` with its location."""
-        if self._direct.reaches(targets):
-            held = np.asarray(blocks[: -(-tokens // BLOCK_TOKENS)], dtype=np.int64)
-            offers = self._direct.offer(held)
-            return Resume(resume.output_ids, "", tokens if offers else 0, offers)
-        if self._group.size > 1:
-            return resume
-        slots = self._slots(blocks, 0, tokens)
-        rows = (buffer[slots] for buffer in self._buffers)
-        path = kv_file.save(self._folder, rows, len(self._buffers))
-        return Resume(resume.output_ids, path, tokens if path else 0)
-
-    def import_kv(self, resume: Resume, blocks: Sequence[int], start: int) -> bool:
-        """Imports the KV of the tokens from `start`, a multiple of a block, into a sequence's
-        blocks. Returns False if the KV cannot be read or is not for this engine. A collective of
-        the ranks."""
-        if not resume.kv_path:
-            first, end = start // BLOCK_TOKENS, -(-resume.kv_tokens // BLOCK_TOKENS)
-            fresh = np.asarray(blocks[first:end], dtype=np.int64)
-            return self._direct.fetch(resume, fresh, skip=first)
-        end = resume.kv_tokens
-        shape = self._buffers[0].shape[1:]
-        token_bytes = int(np.prod(shape)) * self._buffers[0].itemsize
-        rows = kv_file.take(resume.kv_path, len(self._buffers), end, token_bytes)
-        if rows is None:
-            return False
-        slots = self._slots(blocks, start, end)
-        for buffer, row in zip(self._buffers, rows, strict=True):
-            buffer[slots] = np.ascontiguousarray(row[start:]).view(buffer.dtype).reshape(-1, *shape)
-        return True
-
     def check(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Raises CorruptKVError when a token's KV is not what was written."""
-        slots = self._slots(blocks, 0, len(token_ids))
+        slots = self._slots(blocks, len(token_ids))
         values = _values(token_ids)
         for buffer in (self._buffers[0], self._buffers[-1]):
             if not np.array_equal(buffer[slots], np.broadcast_to(values, buffer[slots].shape)):
@@ -291,8 +253,8 @@ class FakeMemory:
         if blocks:
             self.kv.free_kv(np.asarray(blocks, dtype=np.int64))
 
-    def _slots(self, blocks: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
-        index = np.arange(start, end, dtype=np.int64)
+    def _slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
+        index = np.arange(tokens, dtype=np.int64)
         table = np.asarray(blocks, dtype=np.int64)
         return table[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
 
@@ -306,6 +268,16 @@ def as_array(view: Any) -> NDArray[Any]:
     last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
     raw = (ctypes.c_uint8 * ((last + 1) * item)).from_address(cpu_address(view))
     return np.ndarray(view.shape, view.dtype, raw, strides=[step * item for step in view.strides])
+
+
+def _read(view: Any, slots: Ids) -> NDArray[Any]:
+    rows: NDArray[Any] = as_array(view)[slots]
+    return rows
+
+
+def _write(view: Any, slots: Ids, rows: Rows) -> None:
+    buffer = as_array(view)
+    buffer[slots] = np.ascontiguousarray(rows).view(buffer.dtype).reshape(-1, *buffer.shape[1:])
 
 
 def _values(token_ids: Sequence[int]) -> NDArray[np.int64]:

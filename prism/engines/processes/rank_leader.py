@@ -12,7 +12,7 @@ import msgspec
 import kvcached
 from prism.config.checks.memory_needs import shard_of
 from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
-from prism.engines.kv_moves.kv_direct import merge_ranks
+from prism.engines.kv_moves.moves import merge_ranks
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.orders import ActivationVote, AskStatus, RankStatus, RankStep, Shrink
 from prism.errors import ActivationError, RankLostError, SelfCheckError

@@ -12,7 +12,7 @@ import msgspec
 import kvcached
 from kvcached.engines.sglang.radix_pages import RadixPages
 from prism.config.checks.memory_needs import BLOCK_TOKENS
-from prism.engines.kv_moves.kv_direct import DirectMoves
+from prism.engines.kv_moves.moves import KVMoves
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.lora import Adapters
 from prism.engines.sglang.memory import EngineMemory
@@ -29,7 +29,7 @@ class ActiveModel:
     order: ActivateEngine
     memory: EngineMemory
     scheduler: InProcessScheduler
-    direct: DirectMoves
+    moves: KVMoves
     graphs: DecodeGraphs
     adapters: Adapters
 
@@ -50,17 +50,13 @@ class ActiveModel:
         req = self.scheduler.find(rid) if request.resume else None
         if request.resume is None or req is None:
             return 0
-        return moving.resume_request(self.scheduler, self.direct, req, request.resume)
+        return moving.resume_request(self.scheduler, self.moves, req, request.resume)
 
-    def export(
-        self, rid: str, request: Request, targets: Sequence[str] | None, moves_dir: str
-    ) -> Request:
-        """Stops `rid`, and returns its request with its progress. KV of several ranks is not saved
-        to a file: it moves from rank to rank, or is computed again."""
+    def export(self, rid: str, request: Request, targets: Sequence[str] | None) -> Request:
+        """Stops `rid`, and returns its request with its progress."""
         req = self.scheduler.find(rid)
         if req is not None:
-            folder = moves_dir if self.memory.ranks.size == 1 and targets is not None else ""
-            resume = moving.export_request(self.scheduler, self.direct, req, targets or (), folder)
+            resume = moving.export_request(self.scheduler, self.moves, req, targets)
             request = msgspec.structs.replace(request, resume=resume)
         self.scheduler.cancel(rid)
         return request

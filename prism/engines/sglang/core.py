@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from prism.engines.core import EngineContext, StepOutput
-from prism.engines.kv_moves.kv_direct import DirectMoves
+from prism.engines.kv_moves.moves import KVMoves
 from prism.engines.model_core import ModelCore
 from prism.engines.model_memory import plan
 from prism.engines.request_checks import failure
@@ -21,7 +21,7 @@ from prism.engines.sglang.grammars import grammar_process
 from prism.engines.sglang.lora import Adapters
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
-from prism.engines.sglang.scheduling import warm_up
+from prism.engines.sglang.scheduling import moving, warm_up
 from prism.engines.sglang.scheduling.scheduler import Emission
 from prism.errors import (
     EngineError,
@@ -61,10 +61,11 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
         try:
             scheduler.grammar_manager.serve_from(self._grammars)
             gpu.name_streams(self._client, device, scheduler)
-            direct = DirectMoves(memory.kv, ranks, self._context.config)
+            read, write = moving.read_rows, moving.write_rows
+            moves = KVMoves(memory.kv, ranks, self._context.config, read, write)
             graphs = DecodeGraphs(scheduler, ranks.size)
             adapters = Adapters(scheduler, order.model, ranks)
-            return ActiveModel(order, memory, scheduler, direct, graphs, adapters)
+            return ActiveModel(order, memory, scheduler, moves, graphs, adapters)
         except BaseException:
             host.tear_down(scheduler, device)
             raise
@@ -116,13 +117,13 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
                 self._required().scheduler.cancel(rid)
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
-        active, moves_dir = self._active, self._context.config.moves_dir
+        active = self._active
         if active is None:
             return []
         leaving = [(rid, r.request) for rid, r in self._by_rid.items() if not r.cancelled]
         for rid, _ in leaving:
             del self._by_rid[rid]
-        return [active.export(rid, request, targets, moves_dir) for rid, request in leaving]
+        return [active.export(rid, request, targets) for rid, request in leaving]
 
     def handing_over(self) -> bool:
         return self._active is not None and self._active.memory.kv.open_offers() > 0
