@@ -1,7 +1,7 @@
 """Executor of actions. Each action is a task that sends commands to agents and routes in Redis.
 
-A failure is logged, counted and followed by a pause (backoff.py). The agents' reports show what a
-failed action left incomplete, and the controller's next step repairs it.
+A failure is logged, counted and followed by a pause (activations.py). The agents' reports show what
+a failed action left incomplete, and the controller's next step repairs it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from prism.cluster.link import AgentLinks, wait_for_result
-from prism.cluster.state.scheduler_state import Move, SchedulerState
+from prism.cluster.state.actions import Move
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.config.schema.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
 from prism.queueing.requests import RequestQueue
-from prism.scheduler.journal import Ended, Started
 from prism.tasks import cancel_all
 
 log = logging.getLogger("prism.cluster")
@@ -43,7 +43,7 @@ class Actuator:
 
         Returns None if there is nothing to do or the model has an action in progress.
         """
-        if action.model in self._state.moves:
+        if action.model in self._state.actions.moves:
             return None
         if isinstance(action, Activate):
             move = Move("activate", action.model, action.device, peers=action.peers)
@@ -61,7 +61,7 @@ class Actuator:
 
     def drop_copy(self, model: str, device: str, served_by: str) -> None:
         """Evicts `model` from `device` while requests are routed to its copy on `served_by`."""
-        if model not in self._state.moves:
+        if model not in self._state.actions.moves:
             why = f"a second copy, {served_by} serves it"
             move = Move("drop_copy", model, device, served_by)
             self._begin(move, why, self._take_down(EvictModel(0, model, why), device))
@@ -70,7 +70,7 @@ class Actuator:
         self, model: str, devices: Sequence[str], reason: str
     ) -> asyncio.Task[str] | None:
         """Evicts the copies that are active on `devices`, as one action. Returns as `start`."""
-        if model in self._state.moves:
+        if model in self._state.actions.moves:
             return None
         held = [part for d in devices for part in (d, *self._state.book.peers(d, model))]
         move = Move("evict", model, held[0], peers=tuple(held[1:]))
@@ -92,7 +92,7 @@ class Actuator:
         return devices
 
     def _serving(self, model: str) -> tuple[str, ...]:
-        move, active = self._state.moves.get(model), self._state.book.where(model, "active")
+        move, active = self._state.actions.moves.get(model), self._state.book.where(model, "active")
         return tuple(d for d in active if move is None or d not in move.routes)
 
     async def stop(self) -> None:
@@ -103,10 +103,7 @@ class Actuator:
 
     def _begin(self, move: Move, reason: str, work: Awaitable[None]) -> asyncio.Task[str]:
         log.info("%s %s on %s: %s", move.kind, move.model, move.device, reason)
-        self._note(Started, move, reason=reason)
-        ends = move.source_and_target
-        number = self._state.decisions.began(move.kind, move.model, *ends, reason)
-        self._state.moves[move.model] = move
+        number = self._state.actions.begin(move, reason)
         task = asyncio.create_task(self._finish(move, work, number))
         self._tasks[move.model] = task
         self._state.changes.notify()
@@ -121,35 +118,25 @@ class Actuator:
             problem = str(error)
             self._failed(move, problem)
         finally:
-            self._note(Ended, move, problem=problem)
-            self._state.decisions.ended(number, problem)
-            del self._state.moves[move.model]
+            self._state.actions.end(number, move, problem)
             del self._tasks[move.model]
             self._state.changes.notify()
         return problem
 
-    def _note(self, record: type[Started] | type[Ended], move: Move, **fields: str) -> None:
-        if (journal := self._state.journal) is not None:
-            device, target = move.source_and_target
-            now_s, kind, model = self._state.now_s(), move.kind, move.model
-            journal.add(
-                record(time_s=now_s, kind=kind, model=model, device=device, target=target, **fields)
-            )
-
     def _succeeded(self, move: Move) -> None:
-        self._state.actions_total[move.kind] += 1
-        self._state.wanted.discard(move.model)
+        self._state.actions.totals[move.kind] += 1
+        self._state.startup.wanted.discard(move.model)
         if move.kind == "activate":
-            self._state.activated_s[move.model] = self._state.now_s()
+            self._state.activations.ended(move.model, self._state.now_s())
 
     def _failed(self, move: Move, problem: str) -> None:
         log.warning("%s of %s on %s failed: %s", move.kind, move.model, move.device, problem)
-        self._state.actions_total[f"{move.kind}_failed"] += 1
+        self._state.actions.totals[f"{move.kind}_failed"] += 1
         if move.brings_up:
-            self._state.backoff.failed(move.model, move.device, problem, self._state.now_s())
+            self._state.activations.failed(move.model, move.device, problem, self._state.now_s())
 
     def _evictions_on(self, devices: Collection[str]) -> list[tuple[str, asyncio.Task[str]]]:
-        evictions = (m for m in self._state.moves.values() if m.kind == "evict")
+        evictions = (m for m in self._state.actions.moves.values() if m.kind == "evict")
         leaving = [m.model for m in evictions if not set(m.devices).isdisjoint(devices)]
         return [(model, self._tasks[model]) for model in leaving]
 
@@ -228,8 +215,7 @@ class Actuator:
             result.cancel()
         await self._wait_for_report(device, name, "active")
         now_s = self._state.now_s()
-        self._state.load_s[name] = now_s - since_s
-        self._state.repaid_s[name] = now_s + (now_s - since_s)
+        self._state.activations.loaded(name, now_s - since_s, now_s)
 
     async def _take_down(self, command: EvictModel, device: str) -> None:
         timing = self._state.timing

@@ -17,11 +17,12 @@ import uvloop
 
 from prism.cluster import reload
 from prism.cluster.actuator import Actuator
+from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.controller import ClusterController
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator import Operator
-from prism.cluster.state.scheduler_state import new_state
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.state.timing import SchedulerTiming, timing_of
 from prism.config.knobs import live_policy
 from prism.config.resolved import LOOK_S, ConfigFile
@@ -50,20 +51,21 @@ async def run(
     policy = live_policy(config)
     devices, models = len(config.devices), len(config.models)
     log.info("policy %s, %d devices, %d models", policy.name, devices, models)
-    state = new_state(config, policy, timing, time.monotonic)
-    state.journal = journal = open_journal(
+    journal = open_journal(
         config.journal,
         Path(config.run_dir),
         CLUSTER,
         config.policy,
         settings=config.scheduler.settings(),
     )
+    state = SchedulerState(config, policy, timing, time.monotonic, journal)
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     link = AgentLinks(config.own_scheduler_endpoints, config.cluster_key)
     actuator = Actuator(state, link, queue)
-    controller = ClusterController(state, queue, link, actuator)
+    monitor = AgentMonitor(state, link, queue)
+    controller = ClusterController(state, queue, monitor, actuator)
     operator = Operator(state, link, actuator)
-    receiving = link.run(controller.on_report, operator.take)
+    receiving = link.run(monitor.on_report, operator.take)
     try:
         loops = [controller.watch_arrivals(), controller.run()]
         if file is not None:

@@ -85,7 +85,7 @@ class Operator:
             return f"{command.model!r} is not a configured model; models: {', '.join(models)}"
         if command.device is not None and command.device not in devices:
             return f"{command.device!r} is not a configured device; devices: {', '.join(devices)}"
-        if command.kind == "activate" and command.device in self._state.drained:
+        if command.kind == "activate" and command.device in self._state.demands.drained:
             return f"{command.device} is drained; run prism-serve undrain first"
         return ""
 
@@ -98,7 +98,7 @@ class Operator:
 
         Waits until the drained devices are in Redis, so that a restarted scheduler knows them.
         """
-        state, device = self._state, command.device
+        state, demands, device = self._state, self._state.demands, command.device
         if device is None:
             return _result(False, f"{command.kind}: name a device")
         if not state.policy.evicts:
@@ -106,15 +106,15 @@ class Operator:
             return _result(False, f"{command.kind}: {why}; use another policy")
         # The previous scheduler's drained devices are merged into this one's before any change.
         known = await state.changes.wait_until(
-            lambda: state.kept_drained is not None, state.timing.settle_s
+            lambda: demands.kept_drained is not None, state.timing.settle_s
         )
         if not known:
             return _result(False, "Redis does not answer the scheduler; try again")
         drains = command.kind == "drain"
-        (state.drained.add if drains else state.drained.discard)(device)
+        (demands.drained.add if drains else demands.drained.discard)(device)
         state.changes.notify()
         kept = await state.changes.wait_until(
-            lambda: (device in (state.kept_drained or ())) == drains, state.timing.settle_s
+            lambda: (device in (demands.kept_drained or ())) == drains, state.timing.settle_s
         )
         why = "not stored in Redis, so a restart of the scheduler would undo it; try again"
         return _result(kept, "" if kept else f"{command.kind} of {device}: {why}")
@@ -153,7 +153,7 @@ class Operator:
         if self._state.config.model(model).never_evict:
             why = f"{model} has never_evict, or replicas.min above 1"
             return _result(False, f"{why}; change its configuration first")
-        if model in self._state.moves:
+        if model in self._state.actions.moves:
             return _result(False, _busy(self._state, model))
         devices = self._state.book.where(model, "active")
         if not devices:
@@ -189,24 +189,22 @@ class Operator:
     async def _activate_by_policy(self, model: str, device: str | None) -> ActionResult:
         """Lets the policy place the model as if a request waited. Waits for the outcome."""
         state = self._state
-        if model in state.demands:
+        if model in state.demands.activations:
             return _result(False, f"{model}: another operator is activating it")
-        state.backoff.clear(model)
-        state.refusals.pop(model, None)
-        state.demands[model] = device
-        self._state.changes.notify()
+        state.activations.clear(model)
+        state.demands.activations[model] = device
+        state.changes.notify()
         try:
-            await self._state.changes.wait_until(
+            await state.changes.wait_until(
                 lambda: self._is_settled(model), state.timing.activation_s
             )
         finally:
-            del state.demands[model]
+            del state.demands.activations[model]
         active = state.book.where(model, "active")
         if active:
             return self._active(model, active[0], "is active on")
-        now_s = self._state.now_s()
-        failure = state.backoff.message(model, now_s)
-        why = failure or state.refusals.get(model) or "it took too long"
+        failure = state.activations.message(model, state.now_s())
+        why = failure or state.activations.refusals.get(model) or "it took too long"
         return _result(False, f"{model} was not activated: {why}")
 
     def _active(self, model: str, device: str, verb: str) -> ActionResult:
@@ -219,12 +217,13 @@ class Operator:
     def _is_settled(self, model: str) -> bool:
         """Returns True if the model is active, refused or failed, and no action is in progress."""
         state = self._state
-        ended = state.book.where(model, "active") or state.backoff.count(model)
-        return model not in state.moves and bool(ended or model in state.refusals)
+        ended = state.book.where(model, "active") or state.activations.failures(model)
+        refused = model in state.activations.refusals
+        return model not in state.actions.moves and bool(ended or refused)
 
 
 def _busy(state: SchedulerState, model: str) -> str:
-    move = state.moves.get(model)
+    move = state.actions.moves.get(model)
     what = f"{move.kind} on {move.device}" if move else "an action"
     return f"{model}: {what} is in progress; try again when it is done"
 

@@ -26,41 +26,46 @@ async def watch(file: ConfigFile, state: SchedulerState, scheduler: ClusterSched
 
 
 def apply_config(state: SchedulerState, scheduler: ClusterScheduler, config: ClusterConfig) -> None:
-    served = [model for model in state.config.models if model.name not in state.leaving]
+    """Replaces the configuration. State of models and devices that remain is kept."""
+    served, wanted = state.served.staying(), state.startup.wanted
     before = structs.replace(state.config, models=served)
-    state.serve(config)
+    state.served.serve(config)
+    state.sizes.add(state.config)
+    devices = [device.name for device in config.devices]
+    state.book.serve(devices)
+    state.demands.drained.intersection_update(devices)
+    state.rates.window_s = config.scheduler.rate_window_s
     scheduler.tune(config.scheduler.settings(), config.scheduler.interval_s)
     # New models are activated if they have room, as at the cluster's start.
-    state.wanted |= {model.name for model in config.models} - {model.name for model in served}
-    state.wanted -= state.leaving
+    wanted |= {model.name for model in config.models} - {model.name for model in served}
+    wanted -= state.served.leaving
     log.info("reloaded: %s", "; ".join(changes(before, config)) or "nothing has changed")
     state.changes.notify()
 
 
 async def confirm(state: SchedulerState, queue: RequestQueue) -> None:
-    """Updates `state.revision` to the oldest revision that a frontend uses.
+    """Updates `served.revision` to the oldest revision that a frontend uses.
 
     Once all frontends use the current revision, removed models without open requests are deleted
     from the configuration, and so are evicted. Raises QueueUnavailableError.
     """
-    if state.revision == state.config.revision and not state.leaving:
+    served = state.served
+    if served.revision == served.config.revision and not served.leaving:
         return
     frontends = await queue.frontends()
     revisions = [frontend.revision for frontend in frontends]
-    state.revision = min([state.config.revision, *revisions])
-    if state.revision < state.config.revision:
+    served.revision = min([served.config.revision, *revisions])
+    if served.revision < served.config.revision:
         return
     held = {name for frontend in frontends for name in frontend.leaving}
-    gone = {name for name in state.leaving - held if not _is_in_use(state, name)}
+    gone = {name for name in served.leaving - held if not _is_in_use(state, name)}
     if gone:
         log.info("no requests are left for the removed models %s", ", ".join(sorted(gone)))
-        state.leaving -= gone
-        kept = [model for model in state.config.models if model.name not in gone]
-        state.config = structs.replace(state.config, models=kept)
+        served.remove(gone)
 
 
 def _is_in_use(state: SchedulerState, name: str) -> bool:
     """Returns True if the model has requests or an action in progress."""
     models = state.book.of(name)
-    has_requests = state.unplaced.get(name) or any(m.waiting or m.running for _, m in models)
-    return bool(has_requests) or name in state.moves
+    has_requests = state.routes.unplaced.get(name) or any(m.waiting or m.running for _, m in models)
+    return bool(has_requests) or name in state.actions.moves

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
+from prism.cluster.state.actions import Move
+from prism.cluster.state.agents import AgentBook
+from prism.cluster.state.routes import Routes
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.messages.models import ModelSpec
 
@@ -57,67 +60,71 @@ def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
     action in progress is changing.
     """
     models = {model.name: model for model in state.config.models}
-    gone = [name for name in state.placement if name not in models]
+    routes, book, moves = state.routes, state.book, state.actions.moves
+    gone = [name for name in routes.placement if name not in models]
     found: list[Repair] = [Route(name, (), "not in the configuration") for name in gone]
-    found += _removals(state, models.keys())
+    found += _removals(book, models.keys())
     for name, model in models.items():
-        placed = state.placement.get(name, ())
-        if any(_may_report(state, device, now_s) for device in placed):
+        placed = routes.placement.get(name, ())
+        if any(_may_report(book, device, now_s) for device in placed):
             continue
-        if name in state.moves:
-            found += _repairs_during_action(state, name, placed)
+        if name in moves:
+            found += _repairs_during_action(moves[name], book, placed)
         else:
-            found += _repairs_of(state, model, placed)
+            found += _repairs_of(model, routes, book, placed)
     return found
 
 
-def _removals(state: SchedulerState, names: Set[str]) -> list[Repair]:
-    unknown = sorted(state.book.models() - names)
-    active = {name: state.book.where(name, "active") for name in unknown}
+def _removals(book: AgentBook, names: Set[str]) -> list[Repair]:
+    unknown = sorted(book.models() - names)
+    active = {name: book.where(name, "active") for name in unknown}
     return [Remove(name, tuple(devices)) for name, devices in active.items() if devices]
 
 
-def _repairs_of(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> list[Repair]:
-    name, route = model.name, _route_of(state, model, placed)
+def _repairs_of(
+    model: ModelSpec, routes: Routes, book: AgentBook, placed: tuple[str, ...]
+) -> list[Repair]:
+    name, route = model.name, _route_of(model, routes, book, placed)
     found: list[Repair] = []
     if route != placed:
         found.append(Route(name, route, f"it was routed to {', '.join(placed) or 'no device'}"))
-    elif route and state.unplaced.get(name):
+    elif route and routes.unplaced.get(name):
         found.append(Route(name, route, "requests waited although it is placed"))
-    copies = [d for d in state.book.where(name, "active") if route and d not in route]
+    copies = [d for d in book.where(name, "active") if route and d not in route]
     return found + [DropCopy(name, copy, route[0]) for copy in copies[:1]]
 
 
-def _repairs_during_action(
-    state: SchedulerState, name: str, placed: tuple[str, ...]
-) -> list[Repair]:
+def _repairs_during_action(move: Move, book: AgentBook, placed: tuple[str, ...]) -> list[Repair]:
     """Returns repairs of the route on devices that the model's action does not change.
 
     The action may take minutes, so they cannot wait for it.
     """
-    changing, active = state.moves[name].routes, state.book.where(name, "active")
+    name, changing = move.model, move.routes
+    active = book.where(name, "active")
     others = tuple(device for device in active if device not in changing)
-    serving = others or state.book.where(name, "active", "activating")
+    serving = others or book.where(name, "active", "activating")
     lost = tuple(d for d in placed if d not in changing and d not in serving)
     return [Reroute(name, lost, others)] if lost or (others and not placed) else []
 
 
-def _may_report(state: SchedulerState, device: str, now_s: float) -> bool:
-    return state.book.report(device) is None and not state.book.is_gone(device, now_s)
+def _may_report(book: AgentBook, device: str, now_s: float) -> bool:
+    return book.report(device) is None and not book.is_gone(device, now_s)
 
 
-def _route_of(state: SchedulerState, model: ModelSpec, placed: tuple[str, ...]) -> tuple[str, ...]:
+def _route_of(
+    model: ModelSpec, routes: Routes, book: AgentBook, placed: tuple[str, ...]
+) -> tuple[str, ...]:
     """Returns the devices that requests should be routed to.
 
     A copy that its agent is restarting is left out until it is active, if others serve: it would
     look idle and attract requests. If the placement is lost, active copies replace it.
     """
     name, most = model.name, model.replicas_max
-    active = state.book.where(name, "active")
-    serving = active or state.book.where(name, "activating")
+    active = book.where(name, "active")
+    serving = active or book.where(name, "activating")
     kept = [device for device in placed if device in serving]
     if not kept:
         return tuple(active[:most] or serving[:1])
-    again = state.reviving.get(name, frozenset()).difference(kept)
+    again = routes.reviving.get(name, frozenset()).difference(kept)
     back = [device for device in active if device in again]
     return (*kept, *back[: max(0, most - len(kept))])

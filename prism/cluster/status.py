@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from prism import clock
-from prism.cluster.state.agents import ABSENT_STATES
+from prism.cluster.state.agents import ABSENT_STATES, AgentBook
 from prism.cluster.state.scheduler_state import SchedulerState
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
 from prism.policies.bins import current_bins
@@ -22,22 +23,23 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         time_unix_s=clock.unix_s(),
         node=state.config.node,
         policy=state.policy.name,
-        placement={name: devices[0] for name, devices in state.placement.items()},
-        copies={name: d for name, d in state.placement.items() if len(d) > 1},
+        placement={name: devices[0] for name, devices in state.routes.placement.items()},
+        copies={name: d for name, d in state.routes.placement.items() if len(d) > 1},
         agents=state.book.reports(),
         kvpr={name: b.kvpr for name, b in bins.items() if state.book.report(name)},
         token_rates=_token_rates(view),
-        unplaced=dict(state.unplaced),
-        actions_total=dict(state.actions_total),
-        ready=is_ready(state, view),
-        refusals=state.refusals | _refusals_of_removed(state),
+        unplaced=dict(state.routes.unplaced),
+        actions_total=dict(state.actions.totals),
+        ready=state.startup.is_ready(view.models, state.now_s()),
+        refusals=state.activations.refusals | _refusals_of_removed(state),
         malformed_total=malformed_total(),
         degraded=degraded(state),
-        decisions=state.decisions.latest(),
-        revision=state.revision,
+        decisions=state.actions.latest(),
+        revision=state.served.revision,
         leaving=_leaving(state),
         drained={
-            device: "; ".join(_remaining(state, view, device)) for device in sorted(state.drained)
+            device: "; ".join(_remaining(state, view, device))
+            for device in sorted(state.demands.drained)
         },
     )
 
@@ -46,7 +48,7 @@ def _remaining(state: SchedulerState, view: ClusterView, device: str) -> list[st
     """Returns the models on or moving to a drained device, each with the reason."""
     if state.book.report(device) is None:
         return ["its agent does not report"]
-    here = {m.model for m in state.moves.values() if m.brings_up and device in m.devices}
+    here = {m.model for m in state.actions.moves.values() if m.brings_up and device in m.devices}
     for report in state.book.reports():
         present = (m for m in report.models if m.state not in ABSENT_STATES)
         here |= {m.model for m in present if device in (report.device, *m.peers)}
@@ -56,15 +58,15 @@ def _remaining(state: SchedulerState, view: ClusterView, device: str) -> list[st
 
 def _leaving(state: SchedulerState) -> list[str]:
     """Returns the removed models that still have requests or are on a device."""
-    served = {model.name for model in state.config.models} - state.leaving
-    return sorted(state.leaving | (state.book.models() - served))
+    staying = {model.name for model in state.served.staying()}
+    return sorted(state.served.leaving | (state.book.models() - staying))
 
 
 def _refusals_of_removed(state: SchedulerState) -> dict[str, str]:
     """Returns refusals for requests sent by frontends that did not know of a model's removal."""
     known = {model.name for model in state.config.models}
     why = "it was removed from the configuration"
-    return dict.fromkeys(state.unplaced.keys() - known, why)
+    return dict.fromkeys(state.routes.unplaced.keys() - known, why)
 
 
 def _token_rates(view: ClusterView) -> dict[str, float]:
@@ -82,34 +84,20 @@ def degraded(state: SchedulerState) -> dict[str, str]:
     Devices and models are included only after the cluster has been ready once.
     """
     found = read_troubles(Path(state.config.run_dir))
-    if state.started_all:
+    if state.startup.complete:
         silent = [d.name for d in state.config.devices if state.book.report(d.name) is None]
         found |= dict.fromkeys(silent, "its agent does not report; its models may go elsewhere")
         starting = state.book.not_started()
         found |= dict.fromkeys(starting, "its engines have not all started yet")
-        found |= _too_few_copies(state)
+        found |= _too_few_copies(state.config, state.book)
     return found
 
 
-def _too_few_copies(state: SchedulerState) -> dict[str, str]:
+def _too_few_copies(config: ClusterConfig, book: AgentBook) -> dict[str, str]:
     """Returns the models with fewer active copies than `replicas.min`, with a message each."""
     found = {}
-    for model in state.config.models:
-        up, least = len(state.book.where(model.name, "active")), model.replicas_min
+    for model in config.models:
+        up, least = len(book.where(model.name, "active")), model.replicas_min
         if up < least and least > 1:
             found[model.name] = f"{up} of at least {least} copies (replicas.min) are up"
     return found
-
-
-def is_ready(state: SchedulerState, view: ClusterView) -> bool:
-    """Returns True if the cluster has completed its start and a device has started engines.
-
-    The start is complete once every device's engines have been up and each model of the initial
-    placement was activated, refused, or failed at least once. It stays complete, also after a
-    restart of the scheduler.
-    """
-    if not state.started_all and state.planned_once and state.book.all_started(state.now_s()):
-        absent = {m.name for m in view.models if m.state in ("absent", "activating")}
-        pending = state.wanted & absent - set(state.refusals)
-        state.started_all = not any(state.backoff.count(name) == 0 for name in pending)
-    return state.started_all and state.book.any_started()

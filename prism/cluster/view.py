@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prism.cluster.state.agents import ABSENT_STATES
-from prism.cluster.state.scheduler_state import Move, SchedulerState
+from prism.cluster.state.actions import Move
+from prism.cluster.state.agents import ABSENT_STATES, AgentBook
+from prism.cluster.state.scheduler_state import SchedulerState
+from prism.cluster.state.sizes import Sizes
 from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.models import ModelSpec
@@ -29,7 +31,7 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
         for spec in state.config.models
         for view in _views(state, spec, rates.get(spec.name, 0.0), now_s)
     )
-    here = _by_device(state, models)
+    here = _by_device(state.book, state.actions.moves.values(), models)
     gpus = tuple(_gpu(state, device, here[device.name]) for device in state.config.devices)
     return ClusterView(now_s, models, gpus)
 
@@ -39,32 +41,33 @@ def copies_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], s
 
     Copies without a route are included only if their agent restarts them, or without any other.
     """
-    move, reports = state.moves.get(name), state.book.of(name)
+    move, reports = state.actions.moves.get(name), state.book.of(name)
     if move is None and not reports:
         return []
     ends = (*move.devices, move.source) if move is not None else ()
-    placed, reviving = state.placement.get(name, ()), state.reviving.get(name, frozenset())
+    placed = state.routes.placement.get(name, ())
+    reviving = state.routes.reviving.get(name, frozenset())
     shown = (*placed, *sorted(reviving.difference(placed)))
     routed = [device for device in shown if device not in ends]
     found = [
-        (_ranks(state, device, name), stage)
+        (_ranks(state.book, device, name), stage)
         for device in routed
         if (stage := state.book.state(device, name)) != "absent"
     ]
     if move is not None and move.source is not None:
-        return [*found, (_ranks(state, move.source, name), "migrating")]
+        return [*found, (_ranks(state.book, move.source, name), "migrating")]
     if move is not None:
         return [*found, (move.devices, _MOVING[move.kind])]
     for stage in ("active", "activating", "draining"):
         if any(known == stage for _, known in found):
             break
         if device := next((d for d, model in reports if model.state == stage), None):
-            return [(_ranks(state, device, name), stage)]
+            return [(_ranks(state.book, device, name), stage)]
     return found
 
 
-def _ranks(state: SchedulerState, device: str, name: str) -> tuple[str, ...]:
-    return (device, *state.book.peers(device, name))
+def _ranks(book: AgentBook, device: str, name: str) -> tuple[str, ...]:
+    return (device, *book.peers(device, name))
 
 
 def _views(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> list[ModelView]:
@@ -90,10 +93,10 @@ def _model(
     state: SchedulerState, spec: ModelSpec, now_s: float, rate: float, copy: Copy
 ) -> ModelView:
     devices, stage, reports = copy
-    move = state.moves.get(spec.name)
+    move = state.actions.moves.get(spec.name)
     size = state.sizes.of(spec.name)
-    waiting = state.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
-    asked = spec.name in state.demands
+    waiting = state.routes.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
+    demands = state.demands.activations
     moving = move is not None and stage == "migrating"
     return ModelView(
         name=spec.name,
@@ -104,24 +107,24 @@ def _model(
         slo_tpot_s=spec.slo_tpot_s,
         token_rate=rate,
         # An operator's activation counts as one waiting request.
-        waiting=max(waiting, 1) if asked else waiting,
+        waiting=max(waiting, 1) if spec.name in demands else waiting,
         running=sum(m.running for _, m in reports),
         idle_s=_idle_s(state, spec.name, reports, now_s),
-        owes_s=max(0.0, state.repaid_s.get(spec.name, now_s) - now_s),
+        owes_s=state.activations.owes_s(spec.name, now_s),
         device=devices[0] if devices else None,
         state=stage,
         never_evict=spec.never_evict,
-        pinned_device=state.demands.get(spec.name) or spec.pinned_device,
+        pinned_device=demands.get(spec.name) or spec.pinned_device,
         static_share=spec.static_share,
-        wanted=spec.name in state.wanted,
-        barred=state.backoff.devices(spec.name, now_s),
+        wanted=spec.name in state.startup.wanted,
+        barred=state.activations.barred(spec.name, now_s),
         tp=spec.tp,
         peers=devices[1:],
         moving_to=move.devices if move is not None and moving else (),
         replicas_min=spec.replicas_min,
         replicas_max=spec.replicas_max,
-        oldest_wait_s=_oldest_wait_s(state, reports, now_s),
-        load_s=state.load_s.get(spec.name, 0.0),
+        oldest_wait_s=_oldest_wait_s(state.book, reports, now_s),
+        load_s=state.activations.load_s.get(spec.name, 0.0),
     )
 
 
@@ -133,7 +136,7 @@ def _idle_s(
     A request's age is taken on its agent's clock, so that clocks of two machines are never
     compared.
     """
-    idle_s = now_s - state.activated_s.get(name, state.started_s)
+    idle_s = state.activations.idle_s(name, now_s)
     for device, model in reports:
         report = state.book.report(device)
         if report is not None and model.last_request_unix_s > 0:
@@ -142,12 +145,10 @@ def _idle_s(
     return max(0.0, idle_s)
 
 
-def _oldest_wait_s(
-    state: SchedulerState, reports: list[tuple[str, ModelReport]], now_s: float
-) -> float:
+def _oldest_wait_s(book: AgentBook, reports: list[tuple[str, ModelReport]], now_s: float) -> float:
     """Returns the longest wait, assuming that no request has started since the reports."""
     waits = [
-        model.oldest_wait_s + now_s - state.book.seen_s(device)
+        model.oldest_wait_s + now_s - book.seen_s(device)
         for device, model in reports
         if model.waiting
     ]
@@ -164,20 +165,22 @@ class _Device:
     coming: list[Move] = field(default_factory=list)  # actions that activate a model here
 
 
-def _by_device(state: SchedulerState, models: Iterable[ModelView]) -> defaultdict[str, _Device]:
+def _by_device(
+    book: AgentBook, moves: Iterable[Move], models: Iterable[ModelView]
+) -> defaultdict[str, _Device]:
     """Returns the models of each device. One pass, since there are many devices and models."""
     found: defaultdict[str, _Device] = defaultdict(_Device)
     for view in models:
         for device in devices_of(view):
             found[device].shown.add(view.name)
-    for report in state.book.reports():
+    for report in book.reports():
         for model in report.models:
             if model.state not in ABSENT_STATES:
                 found[report.device].reported.add(model.model)
                 for device in model.peers:
                     found[device].reported.add(model.model)
                     found[device].peers.add(model.model)
-    for move in state.moves.values():
+    for move in moves:
         if move.brings_up:
             for device in move.devices:
                 found[device].coming.append(move)
@@ -194,24 +197,24 @@ def _gpu(state: SchedulerState, device: DeviceConfig, here: _Device) -> GpuView:
             device.models_bytes,
             engines_total=device.engines,
             alive=False,
-            drained=device.name in state.drained,
+            drained=device.name in state.demands.drained,
             node=device.node,
         )
     coming = here.coming
     unseen = {m.model for m in coming if state.book.state(m.device, m.model) == "absent"}
     taking_engine = {m.model for m in coming if m.device == device.name} & unseen
-    pending_bytes = sum(_pending_bytes(state, m) for m in coming)
+    pending_bytes = sum(_pending_bytes(state.book, state.sizes, m) for m in coming)
     pending_bytes += report.engines_starting * device.idle_bytes
     return GpuView(
         name=device.name,
         # The capacity for models excludes what engine processes without a model use.
         capacity_bytes=max(0, report.capacity_bytes - device.engines_bytes),
-        fixed_bytes=_elsewhere_bytes(state, here, unseen),
+        fixed_bytes=_elsewhere_bytes(state.sizes, here, unseen),
         free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
         engines_free=_engines_free(report) - len(taking_engine | here.peers),
         engines_total=device.engines,
-        alive=device.name not in state.drained,
-        drained=device.name in state.drained,
+        alive=device.name not in state.demands.drained,
+        drained=device.name in state.demands.drained,
         node=device.node,
     )
 
@@ -225,17 +228,17 @@ def _engines_free(report: AgentReport) -> int:
     return min(report.engines_free + report.engines_starting, report.engines_total - here)
 
 
-def _pending_bytes(state: SchedulerState, move: Move) -> int:
+def _pending_bytes(book: AgentBook, sizes: Sizes, move: Move) -> int:
     """Returns the bytes that an activating model will still reserve on each of its devices."""
-    model = state.book.model(move.device, move.model)
+    model = book.model(move.device, move.model)
     held = model.static_bytes + model.kv_reserve_bytes if model else 0
-    return max(0, state.sizes.part_bytes(move.model) - held)
+    return max(0, sizes.part_bytes(move.model) - held)
 
 
-def _elsewhere_bytes(state: SchedulerState, here: _Device, unseen: Collection[str]) -> int:
+def _elsewhere_bytes(sizes: Sizes, here: _Device, unseen: Collection[str]) -> int:
     """Returns the bytes here of models whose ModelView is on other devices.
 
     These are copies that are being activated or evicted.
     """
     away = here.reported.union(unseen) - here.shown
-    return sum(state.sizes.part_bytes(name) for name in away)
+    return sum(sizes.part_bytes(name) for name in away)

@@ -12,8 +12,9 @@ from typing import Any
 from msgspec import structs
 
 from prism.cluster.repairs import repairs
+from prism.cluster.state.actions import Move
 from prism.cluster.state.agents import AgentBook
-from prism.cluster.state.scheduler_state import Move, SchedulerState, new_state
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.config.schema.cluster_config import DeviceConfig
@@ -132,7 +133,7 @@ def full_of(devices: int) -> SchedulerState:
     names = [f"m{i}" for i in range(10 * devices)]
     state = make_state(*map(spec, names))
     config = [DeviceConfig(f"host:{i}", 20 * MODEL_BYTES, 4096, 12) for i in range(devices)]
-    state = new_state(
+    state = SchedulerState(
         structs.replace(state.config, devices=config), state.policy, state.timing, state.now_s
     )
     for i in range(devices):
@@ -140,10 +141,10 @@ def full_of(devices: int) -> SchedulerState:
         models = [ModelReport(name, "active") for name in here]
         state.book.take(structs.replace(report(f"host:{i}"), models=models), 100.0)
         for name in here:
-            state.placement[name] = (f"host:{i}",)
+            state.routes.placement[name] = (f"host:{i}",)
         coming = names[5 * (devices + i)]
-        state.moves[coming] = Move("activate", coming, f"host:{i}")
-        state.backoff.failed(coming, f"host:{i}", "no room", 100.0)
+        state.actions.moves[coming] = Move("activate", coming, f"host:{i}")
+        state.activations.failed(coming, f"host:{i}", "no room", 100.0)
     return state
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from prism.cluster.controller import ClusterController
+from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.repairs import DropCopy, Reroute, Route, repairs
-from prism.cluster.state.backoff import ActivationBackoff
-from prism.cluster.state.scheduler_state import Move, SchedulerState, new_state
+from prism.cluster.state.actions import Move
+from prism.cluster.state.activations import Activations
+from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.state.timing import SchedulerTiming
 from prism.cluster.status import build_status, degraded
 from prism.cluster.view import build_view
@@ -32,7 +33,7 @@ def make_state(*models: Any, policy: str = "prism", now_s: float = 100.0) -> Sch
         models=list(models) or [spec("a"), spec("b")],
         engine=EngineConfig(static_bytes=0),
     )
-    return new_state(config, registry.get(policy), SchedulerTiming(), lambda: now_s)
+    return SchedulerState(config, registry.get(policy), SchedulerTiming(), lambda: now_s)
 
 
 def report(device: str, *models: ModelReport, **more: Any) -> AgentReport:
@@ -81,7 +82,7 @@ def test_a_queue_is_older_than_its_last_report_said() -> None:
     state = make_state()
     queue = ModelReport("a", "active", waiting=2, oldest_wait_s=3.0)
     seen(state, report("host:0", queue, ModelReport("b", "active")))
-    state.placement = {"a": ("host:0",), "b": ("host:0",)}
+    state.routes.placement = {"a": ("host:0",), "b": ("host:0",)}
     models, _ = look(state, now_s=100.4)
     assert models["a"].oldest_wait_s == pytest.approx(3.4)
     assert models["b"].oldest_wait_s == 0.0
@@ -90,7 +91,7 @@ def test_a_queue_is_older_than_its_last_report_said() -> None:
 def test_an_activation_on_its_way_takes_memory_and_an_engine_once() -> None:
     state = make_state()
     seen(state, report("host:0"), report("host:1"))
-    state.moves["a"] = Move("activate", "a", "host:0")
+    state.actions.moves["a"] = Move("activate", "a", "host:0")
     models, gpus = look(state)
     assert (models["a"].device, models["a"].state) == ("host:0", "activating")
     assert (gpus["host:0"].engines_free, gpus["host:0"].free_bytes) == (2, CAPACITY - MODEL_BYTES)
@@ -105,7 +106,7 @@ def test_an_activation_on_its_way_takes_memory_and_an_engine_once() -> None:
 def test_a_migration_counts_on_both_devices(there: tuple[ModelReport, ...]) -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "active")), report("host:1", *there))
-    state.moves["a"] = Move("migrate", "a", "host:1", "host:0")
+    state.actions.moves["a"] = Move("migrate", "a", "host:1", "host:0")
     models, gpus = look(state)
     assert (models["a"].device, models["a"].state) == ("host:0", "migrating")
     assert models["a"].moving_to == ("host:1",)
@@ -119,7 +120,7 @@ def test_a_model_over_two_devices_is_on_both() -> None:
     part_bytes = 40960 + 16384
     state = make_state(spec("w", tp=2, num_kv_heads=2, weight_bytes=81920, token_bytes=256))
     seen(state, report("host:0"), report("host:1"))
-    state.moves["w"] = Move("activate", "w", "host:0", peers=("host:1",))
+    state.actions.moves["w"] = Move("activate", "w", "host:0", peers=("host:1",))
 
     def check(stage: str) -> tuple[GpuView, GpuView]:
         models, gpus = look(state)
@@ -143,16 +144,16 @@ def test_a_model_over_two_devices_is_on_both() -> None:
     )
     for gpu in check("activating"):
         assert gpu.free_bytes == CAPACITY - part_bytes
-    del state.moves["w"]
+    del state.actions.moves["w"]
     check("active")
-    state.moves["w"] = Move("evict", "w", "host:0", peers=("host:1",))
+    state.actions.moves["w"] = Move("evict", "w", "host:0", peers=("host:1",))
     check("draining")
 
 
 def test_a_failed_model_is_absent_and_its_requests_count() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "failed", waiting=2)))
-    state.unplaced["a"] = 3
+    state.routes.unplaced["a"] = 3
     models, _ = look(state)
     assert (models["a"].device, models["a"].state, models["a"].waiting) == (None, "absent", 5)
 
@@ -160,7 +161,7 @@ def test_a_failed_model_is_absent_and_its_requests_count() -> None:
 def test_the_copy_that_is_routed_is_the_one_shown() -> None:
     state = make_state()
     seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
-    state.placement["a"] = ("host:1",)
+    state.routes.placement["a"] = ("host:1",)
     models, gpus = look(state)
     assert models["a"].device == "host:1"
     assert gpus["host:0"].fixed_bytes == MODEL_BYTES
@@ -171,8 +172,8 @@ def test_each_copy_has_a_view_with_its_share() -> None:
     state = make_state()
     first = ModelReport("a", "active", waiting=5, running=3, oldest_wait_s=2.0)
     seen(state, report("host:0", first), report("host:1", ModelReport("a", "active", running=1)))
-    state.placement["a"], state.unplaced["a"] = ("host:1", "host:0"), 2
-    state.load_s["a"] = 1.5
+    state.routes.placement["a"], state.routes.unplaced["a"] = ("host:1", "host:0"), 2
+    state.activations.loaded("a", 1.5, 0.0)
     views = [m for m in build_view(state, 100.0).models if m.name == "a"]
     assert [(m.device, m.state, m.waiting, m.running) for m in views] == [
         ("host:1", "active", 2, 1),
@@ -185,15 +186,15 @@ def test_each_copy_has_a_view_with_its_share() -> None:
 def test_copies_show_beside_one_that_comes_or_goes() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "active")), report("host:1"))
-    state.placement["a"] = ("host:0",)
-    state.moves["a"] = Move("activate", "a", "host:1")
+    state.routes.placement["a"] = ("host:0",)
+    state.actions.moves["a"] = Move("activate", "a", "host:1")
     views = [m for m in build_view(state, 100.0).models if m.name == "a"]
     assert [(m.device, m.state) for m in views] == [
         ("host:0", "active"),
         ("host:1", "activating"),
     ]
-    state.placement["a"] = ("host:0", "host:1")
-    state.moves["a"] = Move("evict", "a", "host:0")
+    state.routes.placement["a"] = ("host:0", "host:1")
+    state.actions.moves["a"] = Move("evict", "a", "host:0")
     seen(state, report("host:1", ModelReport("a", "active")))
     views = [m for m in build_view(state, 100.0).models if m.name == "a"]
     assert [(m.device, m.state) for m in views] == [("host:1", "active"), ("host:0", "draining")]
@@ -202,7 +203,7 @@ def test_copies_show_beside_one_that_comes_or_goes() -> None:
 def both_active(model: Any) -> SchedulerState:
     state = make_state(model)
     seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
-    state.placement["a"] = ("host:0", "host:1")
+    state.routes.placement["a"] = ("host:0", "host:1")
     return state
 
 
@@ -217,7 +218,7 @@ def test_a_copy_that_does_not_serve_is_routed_no_more(stage: str) -> None:
 def test_a_copy_that_comes_back_joins_and_shows_meanwhile() -> None:
     """Prevents that another action of the model is planned."""
     state = both_active(spec("a", replicas_max=2))
-    state.placement["a"], state.reviving["a"] = ("host:0",), frozenset({"host:1"})
+    state.routes.placement["a"], state.routes.reviving["a"] = ("host:0",), frozenset({"host:1"})
     seen(state, report("host:1", ModelReport("a", "activating")))
     assert repairs(state, 100.0) == []
     assert [(m.device, m.state) for m in build_view(state, 100.0).models] == [
@@ -230,11 +231,11 @@ def test_a_copy_that_comes_back_joins_and_shows_meanwhile() -> None:
 
 def test_a_placement_that_redis_lost_is_where_copies_are_active() -> None:
     state = both_active(spec("a", replicas_max=2))
-    del state.placement["a"]
+    del state.routes.placement["a"]
     assert repairs(state, 100.0) == [
         Route("a", ("host:0", "host:1"), "it was routed to no device"),
     ]
-    state.moves["a"] = Move("activate", "a", "host:2")
+    state.actions.moves["a"] = Move("activate", "a", "host:2")
     assert repairs(state, 100.0) == [Reroute("a", (), ("host:0", "host:1"))]
 
 
@@ -251,7 +252,7 @@ def test_the_rate_of_a_model_is_that_of_all_its_copies() -> None:
 
 def test_too_few_copies_are_in_the_status() -> None:
     state = both_active(spec("a", replicas_min=2))
-    state.started_all = True
+    state.startup.complete = True
     assert "a" not in degraded(state)
     seen(state, report("host:1", ModelReport("a", "activating")))
     assert degraded(state)["a"] == "1 of at least 2 copies (replicas.min) are up"
@@ -264,14 +265,14 @@ def test_idle_time_is_on_the_agents_clock_and_starts_with_the_activation() -> No
     models, _ = look(state, now_s=142.0)
     assert models["a"].idle_s == pytest.approx(32.0)
     assert models["b"].idle_s == pytest.approx(42.0)
-    state.activated_s["a"] = 139.0
+    state.activations.ended("a", 139.0)
     assert look(state, now_s=142.0)[0]["a"].idle_s == pytest.approx(3.0)
 
 
 def test_a_model_owes_the_time_that_its_load_took() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "active")))
-    state.repaid_s["a"] = 145.0
+    state.activations.restarted("a", 5.0, 140.0)
     owed = [look(state, now_s)[0]["a"].owes_s for now_s in (142.0, 145.0, 200.0)]
     assert owed == [3.0, 0.0, 0.0]
 
@@ -279,16 +280,16 @@ def test_a_model_owes_the_time_that_its_load_took() -> None:
 def test_a_model_that_its_agent_brought_up_again_owes_the_time_of_that() -> None:
     state = make_state()
     nothing: Any = None
-    controller = ClusterController(state, nothing, nothing, nothing)
+    monitor = AgentMonitor(state, nothing, nothing)
     for stage, activation_s in (("active", 2.0), ("activating", 2.0), ("active", 7.0)):
         assert look(state)[0]["a"].owes_s == 0.0
-        controller.on_report(report("host:0", ModelReport("a", stage, activation_s=activation_s)))
+        monitor.on_report(report("host:0", ModelReport("a", stage, activation_s=activation_s)))
     assert look(state)[0]["a"].owes_s == 7.0
 
 
 def test_an_operators_demand_counts_like_a_request_and_names_the_device() -> None:
     state = make_state()
-    state.demands["a"] = "host:1"
+    state.demands.activations["a"] = "host:1"
     models, _ = look(state)
     assert (models["a"].waiting, models["a"].pinned_device) == (1, "host:1")
     assert (models["b"].waiting, models["b"].pinned_device) == (0, None)
@@ -309,15 +310,15 @@ def test_sizes_are_measured_unless_placement_must_stay_fixed(policy: str, weight
 def test_nothing_to_repair_when_redis_and_agents_agree() -> None:
     state = make_state()
     seen(state, report("host:0", ModelReport("a", "active")), report("host:1"))
-    state.placement = {"a": ("host:0",)}
-    state.unplaced = {"b": 4}
+    state.routes.placement = {"a": ("host:0",)}
+    state.routes.unplaced = {"b": 4}
     assert repairs(state, 100.0) == []
 
 
 def test_devices_that_may_still_come_are_left_alone() -> None:
     state = make_state()
     seen(state, report("host:0"))
-    state.placement = {"a": ("host:1",), "b": ("host:0",)}
+    state.routes.placement = {"a": ("host:1",), "b": ("host:0",)}
     assert [r.model for r in repairs(state, 101.0)] == ["b"]
     (_, late) = sorted(repairs(state, 131.0), key=lambda r: r.model, reverse=True)
     assert late == Route("a", (), "it was routed to host:1")
@@ -326,17 +327,17 @@ def test_devices_that_may_still_come_are_left_alone() -> None:
 def test_a_model_with_an_action_under_way_is_left_to_it() -> None:
     state = make_state()
     seen(state, report("host:0"), report("host:1"))
-    state.placement = {"a": ("host:0",)}
-    state.moves["a"] = Move("activate", "a", "host:0")
+    state.routes.placement = {"a": ("host:0",)}
+    state.actions.moves["a"] = Move("activate", "a", "host:0")
     assert repairs(state, 100.0) == []
-    state.placement = {"a": ("host:0", "host:1")}
+    state.routes.placement = {"a": ("host:0", "host:1")}
     assert repairs(state, 100.0) == [Reroute("a", ("host:1",), ())], "not of the action's devices"
 
 
 def test_requests_stranded_in_unplaced_and_second_copies() -> None:
     state = make_state()
     seen(state, *(report(d, ModelReport("a", "active")) for d in ("host:0", "host:1")))
-    state.placement, state.unplaced = {"a": ("host:1",), "zzz": ("host:0",)}, {"a": 1}
+    state.routes.placement, state.routes.unplaced = {"a": ("host:1",), "zzz": ("host:0",)}, {"a": 1}
     assert repairs(state, 100.0) == [
         Route("zzz", (), "not in the configuration"),
         Route("a", ("host:1",), "requests waited although it is placed"),
@@ -348,26 +349,26 @@ def test_requests_stranded_in_unplaced_and_second_copies() -> None:
 
 
 def test_pauses_double_up_to_a_bound_and_start_over_after_a_quiet_time() -> None:
-    backoff = ActivationBackoff(SchedulerTiming(retry_s=1.0, retry_max_s=5.0, forget_s=60.0))
+    backoff = Activations(SchedulerTiming(retry_s=1.0, retry_max_s=5.0, forget_s=60.0), 0.0)
     ends, now_s = [], 0.0
     for _ in range(5):
         backoff.failed("a", "g", f"at {now_s:g}", now_s)
-        pause_s = next(p / 2 for p in range(1, 40) if not backoff.devices("a", now_s + p / 2))
+        pause_s = next(p / 2 for p in range(1, 40) if not backoff.barred("a", now_s + p / 2))
         ends.append(pause_s)
         now_s += pause_s
     assert ends == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert backoff.count("a") == 5
+    assert backoff.failures("a") == 5
     backoff.failed("a", "g", "much later", now_s + 100)
     assert backoff.message("a", now_s + 100) == "much later"
-    assert not backoff.devices("a", now_s + 101)
+    assert not backoff.barred("a", now_s + 101)
 
 
 def test_a_lost_model_may_come_back_at_once_the_first_time() -> None:
-    backoff = ActivationBackoff(SchedulerTiming(retry_s=1.0))
+    backoff = Activations(SchedulerTiming(retry_s=1.0), 0.0)
     backoff.died("a", "g", "killed", 0.0)
-    assert backoff.devices("a", 0.0) == ()
+    assert backoff.barred("a", 0.0) == ()
     backoff.died("a", "g", "killed", 5.0)
-    assert backoff.devices("a", 5.5) == ("g",)
-    assert backoff.devices("b", 5.5) == ()
+    assert backoff.barred("a", 5.5) == ("g",)
+    assert backoff.barred("b", 5.5) == ()
     backoff.clear("a")
-    assert (backoff.devices("a", 5.5), backoff.count("a")) == ((), 0)
+    assert (backoff.barred("a", 5.5), backoff.failures("a")) == ((), 0)

@@ -73,7 +73,7 @@ def test_policies_see_what_idle_engines_leave() -> None:
     """Excludes the engines' contexts, which stay when all models are gone."""
     state = make_state()
     devices = [msgspec.structs.replace(d, idle_bytes=1000) for d in state.config.devices]
-    state.config = msgspec.structs.replace(state.config, devices=devices)
+    state.served.config = msgspec.structs.replace(state.config, devices=devices)
     seen(state, report("host:0", reserved_bytes=3000))
     _, gpus = look(state)
     capacity_bytes = devices[0].capacity_bytes

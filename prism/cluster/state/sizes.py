@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prism.config.checks.memory_needs import MemoryNeed, memory_need, one_of_each_kind
+from prism.config.checks.memory_needs import memory_need, one_of_each_kind
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.messages.agent import AgentReport
 from prism.messages.models import ModelSpec
@@ -77,9 +77,5 @@ def _computed(model: ModelSpec, config: ClusterConfig, kinds: Sequence[DeviceCon
     devices = kinds if pinned is None else [config.device(pinned)]
     needs = [(memory_need(model, device, config.engine), device) for device in devices]
     fitting = [need for need, device in needs if need.total_bytes <= device.capacity_bytes]
-    need = max(fitting or [need for need, _ in needs], key=_total)
+    need = max(fitting or [need for need, _ in needs], key=lambda need: need.total_bytes)
     return Size((need.weight_bytes + need.static_bytes) * model.tp, need.kv_bytes * model.tp)
-
-
-def _total(need: MemoryNeed) -> int:
-    return need.total_bytes
