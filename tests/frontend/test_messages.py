@@ -318,6 +318,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": TURNS[2:]}, "tool_use 'c1' does not precede it"),
     ({"messages": TURNS[:2], "tools": [WEATHER]}, "the last tool_use requires a tool_result"),
     ({"stop_sequences": [""]}, "stop_sequences: "),
+    (
+        {"thinking": {"type": "disabled"}, "chat_template_kwargs": "x"},
+        "chat_template_kwargs: Input should be a valid dictionary",
+    ),
     ({"max_tokens": None}, "max_tokens"),
     ({"mcp_servers": []}, "mcp_servers: unknown field"),
     ({"response_format": {"type": "json_object"}}, "response_format: unknown field"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from prism.frontend.api.responses import response_types
+from prism.frontend.api.responses.response_types import ResponsesBody
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering
 from tests.frontend.test_responses import WEATHER, post, whole
@@ -82,6 +82,11 @@ ERRORS = [
         "input[1].call_id: no earlier function_call has this id",
     ),
     ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", "has 4097 items; at most 4096"),
+    (
+        {"input": [{"role": "user", "content": "x"}] * 4096, "instructions": "be brief"},
+        "input",
+        "input: has 4097 messages; at most 4096",
+    ),
     ({"store": True}, "store", "store: responses are not stored"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
     ({"conversation": "conv_1"}, "conversation", "conversation: responses are not stored"),
@@ -119,13 +124,13 @@ async def test_a_large_body_is_translated_beside_the_event_loop(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    translate = response_types._chat_of
+    translate = ResponsesBody.chat_fields
 
-    def chat_of(body: Any) -> Any:
+    def chat_fields(body: Any) -> Any:
         threads.append(threading.current_thread())
         return translate(body)
 
-    monkeypatch.setattr(response_types, "_chat_of", chat_of)
+    monkeypatch.setattr(ResponsesBody, "chat_fields", chat_fields)
     stack.agent.script = answering([0])
     assert (await post(stack)).status_code == 200
     await post(stack, instructions="x" * 100_000)

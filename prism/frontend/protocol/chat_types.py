@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -12,11 +13,13 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
-from prism.frontend.http.errors import bad_request
+from prism.errors import BadRequestError
+from prism.frontend.http.errors import bad_request, from_validation
 from prism.frontend.protocol.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
 from prism.frontend.text.chat_template import GIVEN
 
@@ -299,6 +302,45 @@ class ChatBody(Conversation, GenerationBody):
     @property
     def logprobs_asked(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ConvertedBody(RequestBody):
+    """Base of the bodies of other APIs, which are converted to chat completions."""
+
+    CHAT: ClassVar[type[ChatBody]] = ChatBody
+    # Fields of a chat completion that are accepted as extensions.
+    EXTENSIONS: ClassVar[frozenset[str]] = frozenset()
+    # Field of a chat completion -> its name in this API, if that is another one.
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    _chat: ChatBody = PrivateAttr()
+
+    @property
+    def chat(self) -> ChatBody:
+        """Chat completion equivalent to this body."""
+        return self._chat
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Returns the chat completion's fields, without extensions. Raises BadRequestError."""
+        return {"model": self.model}
+
+    def prepare(self) -> None:
+        extra = self.model_extra or {}
+        asked = {name: extra[name] for name in extra.keys() & self.EXTENSIONS}
+        asked |= self.chat_fields()
+        fields = {name: value for name, value in asked.items() if value is not None}
+        try:
+            chat = self.CHAT.model_validate(fields)
+        except ValidationError as error:
+            raise self.renamed(from_validation(error, self.CHAT)) from error
+        chat.reject_unsupported()
+        self._chat = chat
+
+    def renamed(self, error: BadRequestError) -> BadRequestError:
+        """Returns `error` with this API's name of the field."""
+        name = self.NAMES.get(error.param or "")
+        if name is None:
+            return error
+        return bad_request(name + str(error).removeprefix(error.param or ""), name)
 
 
 class TokenizeBody(Conversation):

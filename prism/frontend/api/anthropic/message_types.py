@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PrivateAttr,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
-from prism.errors import BadRequestError
-from prism.frontend.http.errors import bad_request, from_validation
+from prism.frontend.http.errors import bad_request
 from prism.frontend.protocol.chat_types import (
     TOOLS_MAX,
     ChatBody,
+    ConvertedBody,
     ToolName,
     check_count,
     joined_parts,
 )
-from prism.frontend.protocol.openai_types import IGNORED, RequestBody, TokenCount
+from prism.frontend.protocol.openai_types import IGNORED, TokenCount
 
 # Fields of a chat completion that have another name in this API, or that its answer cannot show.
 # All other fields of chat completions are accepted as extensions.
@@ -42,8 +40,6 @@ _BLOCKS = {
     "tool_use": "id",
     "tool_result": "tool_use_id",
 }
-# Field of a chat completion -> its name in this API.
-_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
 
 
 class Block(BaseModel):
@@ -158,12 +154,17 @@ class OutputConfig(BaseModel):
     effort: str | None = None  # ignored
 
 
-class CountBody(RequestBody):
+class _Chat(ChatBody):
+    ID_PREFIX = "msg_"
+
+
+class CountBody(ConvertedBody):
     """POST /v1/messages/count_tokens, and base of the body of /v1/messages. `context_management` is
     ignored: prompts are not edited."""
 
     IGNORED = IGNORED | {"betas", "cache_control", "context_management"}
-    EXTENSIONS: ClassVar[frozenset[str]] = frozenset()
+    CHAT = _Chat
+    NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}  # noqa: RUF012
 
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     system: str | None = None
@@ -171,7 +172,6 @@ class CountBody(RequestBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    _chat: ChatBody = PrivateAttr()
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -187,17 +187,26 @@ class CountBody(RequestBody):
     def prompt_field(self) -> str:
         return "messages"
 
-    def prepare(self) -> None:
-        self._chat = _chat_of(self)
+    def chat_fields(self) -> dict[str, Any]:
+        choice = self.tool_choice
+        # A last message of the assistant is the beginning of the answer.
+        continues = self.messages[-1].role == "assistant"
+        return super().chat_fields() | {
+            "messages": _with_system(self.system, chat_messages(self.messages)),
+            "continue_final_message": continues or None,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": _chat_choice(choice) if choice else None,
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            **self._template_options(),
+        }
 
-    @property
-    def chat(self) -> ChatBody:
-        """Chat completion equivalent to this body."""
-        return self._chat
-
-    def generation_fields(self) -> dict[str, Any]:
-        """Returns the chat completion's fields other than the conversation."""
-        return {}
+    def _template_options(self) -> dict[str, Any]:
+        """Returns the options of the template, with the switch for reasoning if it is set."""
+        given = (self.model_extra or {}).get("chat_template_kwargs") or {}
+        switch = self.thinking.type if self.thinking else "adaptive"
+        if switch == "adaptive" or not isinstance(given, dict):
+            return {}  # the extension alone, which is checked with the other fields
+        return {"chat_template_kwargs": {"enable_thinking": switch == "enabled"} | given}
 
 
 class MessagesBody(CountBody):
@@ -213,49 +222,17 @@ class MessagesBody(CountBody):
     top_k: int | None = None
     stream: bool | None = None
 
-    def generation_fields(self) -> dict[str, Any]:
-        extra = self.model_extra or {}
+    def chat_fields(self) -> dict[str, Any]:
         form = self.output_config.format if self.output_config else None
         schema = {"schema": form.json_schema} if form else None
-        return {
+        return super().chat_fields() | {
             "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            **{name: extra[name] for name in extra.keys() & self.EXTENSIONS},
         }
-
-
-class _Chat(ChatBody):
-    ID_PREFIX = "msg_"
-
-
-def _chat_of(body: CountBody) -> ChatBody:
-    """Returns the equivalent chat completion. Raises BadRequestError."""
-    choice = body.tool_choice
-    # A last message of the assistant is the beginning of the answer.
-    continues = body.messages[-1].role == "assistant"
-    asked: dict[str, Any] = {
-        "model": body.model,
-        "messages": _with_system(body.system, chat_messages(body.messages)),
-        "continue_final_message": continues or None,
-        "tools": [_chat_tool(tool) for tool in body.tools or ()] or None,
-        "tool_choice": _chat_choice(choice) if choice else None,
-        "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
-        **body.generation_fields(),
-    }
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        options = {"enable_thinking": body.thinking.type == "enabled"}
-        asked["chat_template_kwargs"] = options | (asked.get("chat_template_kwargs") or {})
-    fields = {name: value for name, value in asked.items() if value is not None}
-    try:
-        chat = _Chat.model_validate(fields)
-    except ValidationError as error:
-        raise renamed(from_validation(error, _Chat)) from error
-    chat.reject_unsupported()
-    return chat
 
 
 def chat_messages(turns: Sequence[MessageParam]) -> list[dict[str, Any]]:
@@ -314,11 +291,3 @@ def _chat_choice(choice: ToolChoice) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
-
-
-def renamed(error: BadRequestError) -> BadRequestError:
-    """Returns `error` with this API's name of the field."""
-    name = _NAMES.get(error.param or "")
-    if name is None:
-        return error
-    return bad_request(name + str(error).removeprefix(error.param or ""), name)

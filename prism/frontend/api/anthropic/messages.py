@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import from_json
 
 from prism.errors import BadRequestError, RequestError
-from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody, renamed
+from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody
 from prism.frontend.api.openai.chat_parts import ChatParts, Kind
 from prism.frontend.http.errors import anthropic_error
 from prism.frontend.http.routing import PlainRoute
@@ -39,7 +39,7 @@ async def create_message(request: Request) -> Response:
     try:
         spec = await chat_spec(found, body.chat)
     except BadRequestError as error:
-        raise renamed(error) from error
+        raise body.renamed(error) from error
     answer = _Answer(found.generation(spec, key))
     if body.stream:
         events = answer.events()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import (
@@ -15,21 +15,20 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
-from prism.errors import BadRequestError
-from prism.frontend.http.errors import bad_request, from_validation
+from prism.frontend.http.errors import bad_request
 from prism.frontend.protocol.chat_types import (
     TOOLS_MAX,
     ChatBody,
+    ConvertedBody,
     ToolName,
     check_count,
     joined_parts,
 )
-from prism.frontend.protocol.openai_types import IGNORED, RequestBody, TokenCount
+from prism.frontend.protocol.openai_types import IGNORED, TokenCount
 
 # Fields of a chat completion that have another name in this API, or that its answer cannot show.
 # All other fields of chat completions are accepted as extensions.
@@ -51,8 +50,6 @@ _FIELDS = {
 }
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataText = Annotated[str, Field(max_length=512)]
-# Field of a chat completion -> its name in this API.
-_NAMES = {"messages": "input", "response_format": "text.format"}
 
 
 class Item(BaseModel):
@@ -155,12 +152,25 @@ class ReasoningOptions(BaseModel):
     generate_summary: Literal["auto"] | None = None
 
 
-class ResponsesBody(RequestBody):
+class _Chat(ChatBody):
+    """Chat completion whose errors name the fields of this API."""
+
+    MAX_TOKENS = "max_output_tokens"
+    ID_PREFIX = "resp_"
+
+    @property
+    def prompt_field(self) -> str:
+        return "input"
+
+
+class ResponsesBody(ConvertedBody):
     """POST /v1/responses. Other fields of chat completions are accepted as extensions."""
 
     MAX_TOKENS = "max_output_tokens"
-    EXTENSIONS: ClassVar[frozenset[str]] = frozenset(ChatBody.model_fields) - _NOT_EXTENSIONS
+    CHAT = _Chat
+    EXTENSIONS = frozenset(ChatBody.model_fields) - _NOT_EXTENSIONS
     IGNORED = (IGNORED - {"metadata", "store", "verbosity"}) | {"stream_options"} | EXTENSIONS
+    NAMES = {"messages": "input", "response_format": "text.format"}  # noqa: RUF012
     NEUTRAL = {  # noqa: RUF012 - a ClassVar of the base
         "background": (False,),
         "max_tool_calls": (),
@@ -182,7 +192,6 @@ class ResponsesBody(RequestBody):
     include: list[str] | None = None
     stream: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataText], Field(max_length=16)] | None = None
-    _chat: ChatBody = PrivateAttr()
     _echo: dict[str, Any] = PrivateAttr()
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[Item])
@@ -208,58 +217,30 @@ class ResponsesBody(RequestBody):
             if name not in _INCLUDED:
                 raise bad_request(f"include: {name!r:.80} is not supported; remove it", "include")
 
-    def prepare(self) -> None:
-        self._chat = _chat_of(self)
-        self._echo = _echo_of(self)
+    def chat_fields(self) -> dict[str, Any]:
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return super().chat_fields() | {
+            "messages": _with_instructions(self.instructions, messages_of(self.input)),
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self.text.response_format(),
+            "reasoning_effort": self.reasoning.effort,
+        }
 
-    @property
-    def chat(self) -> ChatBody:
-        """Chat completion equivalent to this body."""
-        return self._chat
+    def prepare(self) -> None:
+        super().prepare()
+        self._echo = _echo_of(self)
 
     @property
     def echo(self) -> dict[str, Any]:
         """Fields that the answer repeats. Long ones are already encoded as JSON."""
         return self._echo
-
-
-class _Chat(ChatBody):
-    """Chat completion whose errors name the fields of this API."""
-
-    MAX_TOKENS = "max_output_tokens"
-    ID_PREFIX = "resp_"
-
-    @property
-    def prompt_field(self) -> str:
-        return "input"
-
-
-def _chat_of(body: ResponsesBody) -> ChatBody:
-    """Returns the equivalent chat completion. Raises BadRequestError."""
-    extra = body.model_extra or {}
-    choice: Any = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        choice = {"type": "function", "function": {"name": choice.name}}
-    asked: dict[str, Any] = {
-        "model": body.model,
-        "messages": _with_instructions(body.instructions, messages_of(body.input)),
-        "tools": [_chat_tool(tool) for tool in body.tools or ()] or None,
-        "tool_choice": choice,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "max_completion_tokens": body.max_output_tokens,
-        "response_format": body.text.response_format(),
-        "reasoning_effort": body.reasoning.effort,
-        **{name: extra[name] for name in extra.keys() & body.EXTENSIONS},
-    }
-    fields = {name: value for name, value in asked.items() if value is not None}
-    try:
-        chat = _Chat.model_validate(fields)
-    except ValidationError as error:
-        raise from_validation(error, _Chat) from error
-    chat.reject_unsupported()
-    return chat
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
@@ -336,11 +317,3 @@ def _echo_of(body: ResponsesBody) -> dict[str, Any]:
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
         "tools": msgspec.Raw(msgspec.json.encode(tools)),
     }
-
-
-def renamed(error: BadRequestError) -> BadRequestError:
-    """Returns `error` with this API's name of the field."""
-    name = _NAMES.get(error.param or "")
-    if name is None:
-        return error
-    return bad_request(name + str(error).removeprefix(error.param or ""), name)

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.api.openai.chat_parts import ChatParts, Kind
-from prism.frontend.api.responses.response_types import ResponsesBody, renamed
+from prism.frontend.api.responses.response_types import ResponsesBody
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, read_key
@@ -49,7 +49,7 @@ async def create_response(request: Request) -> Response:
     try:
         spec = await chat_spec(found, body.chat)
     except BadRequestError as error:
-        raise renamed(error) from error
+        raise body.renamed(error) from error
     generation = found.generation(spec, key)
     answer = _Answer(body, generation, found.tokenizer(body.model))
     if body.stream:
