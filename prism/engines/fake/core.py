@@ -1,75 +1,27 @@
-"""Continuous batching like that of a real engine, with arithmetic instead of a model.
-
-A sequence computes the KV of its tokens: prefill in chunks, then one token per step. When all are
-computed, it produces the next token. If a sequence finds no free block for its next token, the
-newest sequence is retracted: it returns to the head of the queue and keeps its output.
-"""
+"""The fake engine as a `prism.engines.core.EngineCore`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 import kvcached
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.fake import leak
-from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
+from prism.engines.fake.batch import FakeBatch
+from prism.engines.fake.memory import FakeMemory
 from prism.engines.fake.options import FakeOptions, needs
-from prism.engines.fake.sampling import reject_unsupported, with_requested_data
-from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.fake.weights import FakeWeights
 from prism.engines.gpu_share import GpuShare
 from prism.engines.timeline import Timeline
-from prism.errors import ActivationError, EngineError, SelfCheckError
+from prism.errors import ActivationError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
-from prism.messages.requests import Chunk, Failure, Request, Resume
+from prism.messages.requests import Request
 from prism.models.prefill_speed import Speed
-
-
-class InjectedFault(EngineError):
-    """Exception that PRISM_FAKE asks for."""
-
-
-@dataclass(slots=True, eq=False)
-class FakeSequence:
-    """State of one request."""
-
-    request: Request
-    seed: int
-    # Prompt and output.
-    tokens: list[int]
-    # Number of tokens whose KV is in `blocks`.
-    computed: int = 0
-    # Number of prompt tokens found in the prefix cache.
-    cached: int = 0
-    blocks: list[int] = field(default_factory=list)
-    resume: Resume | None = None
-
-    @property
-    def produced(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
-
-    @property
-    def to_compute(self) -> int:
-        return len(self.tokens) - self.computed
-
-    @property
-    def prefill_left(self) -> int:
-        return 0 if self.decodes else self.to_compute
-
-    @property
-    def decodes(self) -> bool:
-        return self.produced > 0 and self.to_compute == 1
-
-    @property
-    def blocks_short(self) -> int:
-        return -(-len(self.tokens) // BLOCK_TOKENS) - len(self.blocks)
 
 
 class FakeCore:
@@ -82,18 +34,10 @@ class FakeCore:
         self._client, self._share = GpuShare.open(context, self._device, needs(context.device))
         self._leak(options.leak_idle_bytes)
         self._weights = FakeWeights(self._client, context) if options.load_weights else None
-        self._memory: FakeMemory | None = None
-        self._model: str | None = None
+        self._batch: FakeBatch | None = None
         self._served = False
-        self._context_tokens = 0
-        self._max_running = context.config.engine.max_running
-        self._waiting: deque[FakeSequence] = deque()
-        self._running: list[FakeSequence] = []
-        self._rejected: list[Failure] = []
-        self._cancelled: list[FakeSequence] = []
         self._totals = RequestTotals()
-        self._speeds: dict[str | None, Speed] = {}
-        self._due_s = 0.0  # planned end of the last step; 0: nothing runs
+        self._speeds: dict[str, Speed] = {}
 
     # --- activation and deactivation -------------------------------------------------------
 
@@ -109,7 +53,7 @@ class FakeCore:
             raise SelfCheckError(f"PRISM_FAKE fails the self-check of {name}")
         share_bytes = self._share.model_bytes()
         try:
-            self._memory = FakeMemory(
+            memory = FakeMemory(
                 self._client,
                 self._device,
                 self._context,
@@ -125,13 +69,18 @@ class FakeCore:
         if name in self._options.die_in_activation and self._options.claim_fault():
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self._options.activation_s)
-        link_bytes = self._load_weights(self._memory, order)
+        link_bytes = self._load_weights(memory, order)
         timeline.enter("build")
         self._served = True
-        self._model = name
-        self._context_tokens = order.model.context_length
-        self._max_running = min(order.max_running, self._context.config.engine.max_running)
-        activated = self._memory.describe(order, self._max_running)
+        self._batch = FakeBatch(
+            order,
+            memory,
+            self._context.config.engine,
+            self._options,
+            totals=self._totals,
+            speed=self._speeds.setdefault(name, Speed()),
+        )
+        activated = memory.describe(order, self._batch.max_running)
         activated.stages_s.update(timeline.finish())
         return msgspec.structs.replace(activated, link_bytes=link_bytes)
 
@@ -146,22 +95,18 @@ class FakeCore:
         try:
             return self._weights.load(order.model)
         except ActivationError:
-            self._memory = None
             memory.free()
             self._share.settle(served=False)
             raise
 
     def deactivate(self) -> None:
-        if self._memory is None:
+        if self._batch is None:
             return
         if self._weights is not None:
             self._weights.free()
-        self._memory.free()
+        self._batch.memory.free()
         self._share.settle()
-        self._memory = None
-        self._model = None
-        for group in (self._waiting, self._running, self._rejected, self._cancelled):
-            group.clear()
+        self._batch = None
 
     def close(self) -> None:
         self.deactivate()
@@ -177,197 +122,37 @@ class FakeCore:
         return self._client.answer_requests(shrink or self.shrink) is not None or lent
 
     def shrink(self, size_bytes: int | None = None) -> kvcached.Shrunk:
-        return self._memory.shrink(size_bytes) if self._memory else kvcached.Shrunk()
+        return self._batch.memory.shrink(size_bytes) if self._batch else kvcached.Shrunk()
 
     def set_limit(self, kv_limit_bytes: int | None) -> None:
-        if self._memory is not None:
-            self._memory.set_limit(kv_limit_bytes)
+        if self._batch is not None:
+            self._batch.memory.set_limit(kv_limit_bytes)
 
     # --- requests --------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            excess = len(request.prompt_ids) + request.sampling.max_tokens - self._context_tokens
-            if (rejection := reject_unsupported(request)) is not None:
-                self._rejected.append(rejection)
-                continue
-            if excess > 0 or not request.prompt_ids:
-                self._rejected.append(_too_long(request, excess))
-                continue
-            self._totals.prompt_tokens += len(request.prompt_ids)
-            self._waiting.append(_sequence(request))
+        assert self._batch is not None
+        self._batch.submit(requests)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        ids = set(request_ids)
-        gone = [s for s in (*self._waiting, *self._running) if s.request.id in ids]
-        for sequence in gone:
-            self._drop(sequence)
-        self._cancelled += gone
+        if self._batch is not None:
+            self._batch.cancel(request_ids)
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
-        sequences = (*self._running, *self._waiting)
-        return [self._export(sequence, targets) for sequence in sequences]
-
-    def _export(self, sequence: FakeSequence, targets: Sequence[str] | None) -> Request:
-        assert self._memory is not None  # sequences exist only with a model
-        request, moves = sequence.request, self._memory.moves
-        output_ids = sequence.tokens[len(request.prompt_ids) :]
-        resume = moves.export(output_ids, sequence.computed, sequence.blocks, targets)
-        self._drop(sequence)
-        return msgspec.structs.replace(request, resume=resume)
+        return self._batch.export(targets) if self._batch else []
 
     def handing_over(self) -> bool:
-        return self._memory is not None and self._memory.kv.open_offers() > 0
+        return self._batch is not None and self._batch.memory.kv.open_offers() > 0
 
     def step(self) -> StepOutput:
-        output = StepOutput(failures=self._rejected)
-        self._rejected = []
-        output.chunks += [_last_chunk(s, "cancelled") for s in self._cancelled]
-        self._cancelled.clear()
-        if self._memory is not None:
-            self._admit(self._memory)
-            self._make_room(self._memory)
-            self._compute(self._memory)
-            output.chunks += self._emit(self._memory)
-        output.busy = bool(self._running)
-        if not output.busy:
-            self._due_s = 0.0
-        if self._memory is not None and not output.busy:
-            self._memory.kv.trim()
-            self._memory.kv.check_integrity()
-        return output
-
-    def _drop(self, sequence: FakeSequence) -> None:
-        """Removes a sequence from the batch or the queue; its blocks go to the prefix cache."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._release(sequence)
-
-    def _release(self, sequence: FakeSequence) -> None:
-        if self._memory is not None:
-            self._memory.give(sequence.tokens[: sequence.computed], sequence.blocks)
-        sequence.blocks = []
-        sequence.computed = 0
-
-    # --- one step --------------------------------------------------------------------------
-
-    def _admit(self, memory: FakeMemory) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            sequence = self._waiting[0]
-            sequence.blocks = memory.take(sequence.tokens)
-            sequence.computed = len(sequence.blocks) * BLOCK_TOKENS
-            if not self._extend(memory, sequence):
-                self._release(sequence)
-                return
-            sequence.cached = sequence.cached or sequence.computed
-            self._import(memory, sequence)
-            self._running.append(self._waiting.popleft())
-
-    def _import(self, memory: FakeMemory, sequence: FakeSequence) -> None:
-        """Imports the KV of a request that moved here, except what the prefix cache has."""
-        resume, sequence.resume = sequence.resume, None
-        if resume is None or (fill := memory.moves.importer(resume)) is None:
-            return
-        start, end = sequence.computed, resume.kv_tokens
-        if fill(sequence.blocks, start) and end > start:
-            sequence.computed = end
-            self._totals.imported_tokens += end - start
-
-    def _extend(self, memory: FakeMemory, sequence: FakeSequence) -> bool:
-        """Allocates blocks for all tokens of a sequence. Returns False without free blocks; the
-        sequence is then unchanged."""
-        short = sequence.blocks_short
-        blocks = memory.alloc(short) if short > 0 else []
-        sequence.blocks += blocks or []
-        return blocks is not None
-
-    def _make_room(self, memory: FakeMemory) -> None:
-        for sequence in list(self._running):
-            while sequence in self._running and not self._extend(memory, sequence):
-                self._retract()
-
-    def _retract(self) -> None:
-        newest = self._running.pop()
-        self._release(newest)
-        self._waiting.appendleft(newest)
-        self._totals.retractions += 1
-
-    def _compute(self, memory: FakeMemory) -> None:
-        """Computes a chunk of every sequence, and waits as long as a real step would take."""
-        started_s = time.monotonic()
-        budget = self._context.config.engine.prefill_chunk_tokens
-        prefilled = tokens = 0
-        parts = []
-        for sequence in self._running:
-            decodes = sequence.decodes
-            count = 1 if decodes else min(sequence.to_compute, budget - prefilled)
-            prefilled += 0 if decodes else count
-            tokens += count
-            start, sequence.computed = sequence.computed, sequence.computed + count
-            parts.append((sequence.tokens, sequence.blocks, range(start, sequence.computed)))
-        memory.write(parts)
-        self._pass_time(tokens)
-        self._measure(prefilled, time.monotonic() - started_s)
-
-    def _pass_time(self, tokens: int) -> None:
-        """Waits for the duration of a step, which grows with its tokens of prefill and decode. As
-        on a GPU, the process's own work since the last step overlaps with the step: it is deducted
-        up to the step's duration."""
-        seconds = self._options.decode_step_ms / 1000 if self._running else 0.0
-        if self._options.prefill_tokens_per_s:
-            seconds += tokens / self._options.prefill_tokens_per_s
-        now_s = time.monotonic()
-        if now_s - self._due_s > seconds:
-            self._due_s = now_s
-        self._due_s += seconds
-        if seconds:
-            time.sleep(self._due_s - now_s)
-
-    def _measure(self, prefilled: int, seconds: float) -> None:
-        if prefilled and seconds > 0:
-            self._speeds.setdefault(self._model, Speed()).add(prefilled, seconds)
-
-    def _emit(self, memory: FakeMemory) -> list[Chunk]:
-        ready = [s for s in self._running if s.to_compute == 0]
-        return [self._next_token(memory, sequence) for sequence in ready]
-
-    def _next_token(self, memory: FakeMemory, sequence: FakeSequence) -> Chunk:
-        request = sequence.request
-        first_index = sequence.produced
-        token = token_at(sequence.seed, first_index, self._options.vocabulary)
-        sequence.tokens.append(token)
-        self._totals.output_tokens += 1
-        self._inject_fault(request)
-        reason = _finish_reason(sequence, token)
-        if reason is not None:
-            memory.check(sequence.tokens[:-1], sequence.blocks)
-            self._drop(sequence)
-        cached = sequence.cached if first_index == 0 else 0
-        chunk = Chunk(request.id, request.attempt, first_index, [token], reason, cached)
-        return with_requested_data(chunk, request, memory.embedding)
-
-    def _inject_fault(self, request: Request) -> None:
-        count, options = self._totals.output_tokens, self._options
-        marked = options.die_on_prompt_token in request.prompt_ids
-        if (marked or count == options.die_at_token) and options.claim_fault():
-            os.kill(os.getpid(), signal.SIGKILL)
-        if count == options.raise_at_token and options.claim_fault():
-            raise InjectedFault(f"PRISM_FAKE raises at token {count}")
+        return self._batch.step() if self._batch else StepOutput()
 
     # --- status ----------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        totals, memory, usage = self._totals, self._memory, self._client.usage()
-        speed = self._speeds.get(self._model)
+        totals, usage = self._totals, self._client.usage()
         return EngineStatus(
             engine_id=self._context.engine_id,
-            model=self._model,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            pending_prefill_tokens=sum(s.prefill_left for s in (*self._waiting, *self._running)),
-            prefill_tokens_per_s=speed.tokens_per_s if speed else 0.0,
             prompt_tokens_total=totals.prompt_tokens,
             output_tokens_total=totals.output_tokens,
             retractions_total=totals.retractions,
@@ -375,31 +160,5 @@ class FakeCore:
             unmaps_total=usage.unmaps,
             imported_tokens_total=totals.imported_tokens,
             outside=self._share.report(),
-            captures_s=(),
-            **(memory.figures(busy=bool(self._running)) if memory else {}),
+            **(self._batch.figures() if self._batch else {"model": None}),
         )
-
-
-def _sequence(request: Request) -> FakeSequence:
-    tokens = list(request.prompt_ids) + (request.resume.output_ids if request.resume else [])
-    return FakeSequence(request, seed_of(request.prompt_ids), tokens, resume=request.resume)
-
-
-def _too_long(request: Request, excess: int) -> Failure:
-    text = f"prompt and max_tokens exceed the context by {excess} tokens"
-    code = "context_length_exceeded"
-    if not request.prompt_ids:
-        code, text = "invalid_request_error", "the prompt is empty"
-    return Failure(request_id=request.id, attempt=request.attempt, code=code, message=text)
-
-
-def _last_chunk(sequence: FakeSequence, reason: str) -> Chunk:
-    request = sequence.request
-    return Chunk(request.id, request.attempt, sequence.produced, [], reason)
-
-
-def _finish_reason(sequence: FakeSequence, token: int) -> str | None:
-    sampling = sequence.request.sampling
-    if token in sampling.stop_token_ids and sequence.produced > sampling.min_tokens:
-        return "stop"
-    return "length" if sequence.produced >= sampling.max_tokens else None
