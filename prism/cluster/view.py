@@ -72,13 +72,12 @@ def _ranks(book: AgentBook, device: str, name: str) -> tuple[str, ...]:
 
 def _views(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) -> list[ModelView]:
     """Returns one view per copy, with an equal share of the rate, or one of an absent model."""
-    found = copies_of(state, spec.name)
+    found, reports = copies_of(state, spec.name), state.book.of(spec.name)
     if len(found) < 2:
-        (devices, stage) = found[0] if found else ((), "absent")
-        return [_model(state, spec, now_s, rate, Copy(devices, stage, state.book.of(spec.name)))]
-    reports = state.book.of(spec.name)
-    copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in found]
-    return [_model(state, spec, now_s, rate / len(found), copy) for copy in copies]
+        copies = [Copy(*found[0], reports) if found else Copy((), "absent", reports)]
+    else:
+        copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in found]
+    return [_model(state, spec, now_s, rate / len(copies), copy) for copy in copies]
 
 
 class Copy(NamedTuple):

@@ -42,17 +42,22 @@ class SchedulerState:
         self.timing = timing
         self.now_s = now_s
         self.changes = Changes()
-        self.served = ServedConfig(config)  # reload
+        # reload; it also applies a new configuration to the other parts
+        self.served = ServedConfig(config)
         # agent_monitor
         self.book = AgentBook(devices, started_s, timing.start_grace_s, timing.activation_s)
-        self.rates = TokenRates(config.scheduler.rate_window_s)  # agent_monitor
-        self.sizes = Sizes(self.config, learn=policy.evicts)  # agent_monitor
-        self.actions = Actions(now_s, journal)  # actuator
-        # actuator, agent_monitor; refusals: controller
+        self.rates = TokenRates(config.scheduler.rate_window_s)
+        self.sizes = Sizes(self.config, learn=policy.evicts)
+        # actuator; refusals and plans: controller
+        self.actions = Actions(now_s, journal)
+        # actuator, agent_monitor; refusals: controller, operator
         self.activations = Activations(timing, started_s)
-        self.routes = Routes(self.book, self.actions.moves)  # controller
-        self.startup = Startup(self.book, self.activations)  # controller
-        self.demands = OperatorDemands()  # operator
+        # controller
+        self.routes = Routes(self.book, self.actions.moves)
+        # controller; wanted models: actuator, agent_monitor
+        self.startup = Startup(self.book, self.activations)
+        # operator; devices in Redis: controller
+        self.demands = OperatorDemands()
 
     @property
     def config(self) -> ClusterConfig:
