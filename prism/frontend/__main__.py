@@ -30,10 +30,11 @@ from prism.config.resolved import ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig, FrontendConfig
 from prism.errors import ConfigError
 from prism.frontend.app import create_admin, create_app
+from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.http.accepting import Acceptor
 from prism.frontend.http.connections import guarded_protocol
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.listener import open_admin, open_listener
-from prism.frontend.requests.services import Services
 from prism.process import beat, configure_logging, die_with_parent, raise_file_limit
 
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -120,15 +121,16 @@ async def serve(
             for server, each in zip(servers, listeners, strict=True)
         ]
         ending = asyncio.create_task(signals.get())
-        dispatcher = app.state.services.dispatcher
+        in_flight: InFlight = app.state.in_flight
+        dispatcher: Dispatcher = app.state.dispatcher
         broken = asyncio.create_task(dispatcher.broken.wait())
         await asyncio.wait((*serving, ending, broken), return_when=asyncio.FIRST_COMPLETED)
         if not broken.done():
             broken.cancel()
-            left_s = app.state.services.config.engine.drain_timeout_s
+            left_s = app.state.live.config.engine.drain_timeout_s
             if ending.done() and ending.result() == signal.SIGUSR1:
-                left_s -= await leave(servers, app.state.services, signals)
-            await drain(app.state.services, signals, left_s)
+                left_s -= await leave(servers, in_flight, signals, left_s)
+            await drain(in_flight, dispatcher, signals, left_s)
         dispatcher.fail_all("internal_error", "the frontend failed; try again")
         for server in servers:
             server.should_exit = True
@@ -154,10 +156,12 @@ def _server(app: FastAPI, tls: FrontendConfig, connections_max: int) -> UvicornS
     )
 
 
-async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: float) -> None:
+async def drain(
+    in_flight: InFlight, dispatcher: Dispatcher, signals: asyncio.Queue[int], timeout_s: float
+) -> None:
     """Rejects new requests and waits up to `timeout_s` for the open ones."""
-    services.draining = True
-    idle = asyncio.create_task(services.wait_idle())
+    in_flight.draining = True
+    idle = asyncio.create_task(in_flight.wait_idle())
     again = asyncio.create_task(signals.get())
     await asyncio.wait(
         (idle, again),
@@ -166,20 +170,21 @@ async def drain(services: Services, signals: asyncio.Queue[int], timeout_s: floa
     )
     for task in (idle, again):
         task.cancel()
-    services.dispatcher.fail_all(
-        "shutting_down", "the server was shut down before the request finished"
-    )
+    dispatcher.fail_all("shutting_down", "the server was shut down before the request finished")
     with suppress(TimeoutError):
-        await asyncio.wait_for(services.wait_idle(), 1.0)
+        await asyncio.wait_for(in_flight.wait_idle(), 1.0)
 
 
 async def leave(
-    servers: Sequence[UvicornServer], services: Services, signals: asyncio.Queue[int]
+    servers: Sequence[UvicornServer],
+    in_flight: InFlight,
+    signals: asyncio.Queue[int],
+    timeout_s: float,
 ) -> float:
     """Stops accepting and waits until the open connections have ended.
 
-    Requests on open connections are answered with `Connection: close`. The wait ends after the
-    drain's time or at a signal. Returns its duration in seconds.
+    Requests on open connections are answered with `Connection: close`. The wait ends after
+    `timeout_s` or at a signal. Returns its duration in seconds.
     """
     began_s = time.monotonic()
     for server in servers:
@@ -187,22 +192,21 @@ async def leave(
             each.close()
         server.config.encoded_headers.append((b"connection", b"close"))
         server.server_state.default_headers = list(server.config.encoded_headers)
-    unused = asyncio.create_task(_unused(servers, services))
+    unused = asyncio.create_task(_unused(servers, in_flight))
     hurry = asyncio.create_task(signals.get())
-    timeout_s = services.config.engine.drain_timeout_s
     await asyncio.wait((unused, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (unused, hurry):
         task.cancel()
     return time.monotonic() - began_s
 
 
-async def _unused(servers: Sequence[UvicornServer], services: Services) -> None:
+async def _unused(servers: Sequence[UvicornServer], in_flight: InFlight) -> None:
     """Waits until no connection is left, or none had a request for _IDLE_S: a client that is about
     to reuse its connection must not meet one that is closing."""
     idle_s = 0.0
-    while (_connected(servers) or services.busy) and idle_s < _IDLE_S:
+    while (_connected(servers) or in_flight.busy) and idle_s < _IDLE_S:
         await asyncio.sleep(_POLL_S)
-        idle_s = 0.0 if services.busy else idle_s + _POLL_S
+        idle_s = 0.0 if in_flight.busy else idle_s + _POLL_S
 
 
 def _connected(servers: Sequence[UvicornServer]) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
 
 from prism.config.resolved import ConfigFile
@@ -17,18 +17,23 @@ from prism.frontend.api.admin import dashboard, health, reload
 from prism.frontend.api.anthropic import messages
 from prism.frontend.api.openai import chat, completions, embeddings, models, tokenize
 from prism.frontend.api.responses import responses
-from prism.frontend.config_watcher import retry_unreadable, watch
+from prism.frontend.config_watcher import watch
 from prism.frontend.dispatch.dispatcher import Dispatcher
+from prism.frontend.dispatch.rate_limits import RateLimits
+from prism.frontend.dispatch.write_check import WriteCheck
 from prism.frontend.http.access import ApiKeyGuard, CrossSiteGuard
 from prism.frontend.http.calls import ID_HEADER, CallMiddleware
 from prism.frontend.http.errors import install_handlers
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import add_plain
-from prism.frontend.metrics.cluster_metrics import ClusterCollector
+from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.tracing import Traces
 from prism.frontend.openapi import describe
-from prism.frontend.requests.services import Services
-from prism.frontend.text.tokenizers import load_tokenizers
+from prism.frontend.requests.generation import Generation, GenerationSpec
+from prism.frontend.requests.idempotency import SharedAnswers
+from prism.frontend.requests.model_catalog import ModelCatalog
+from prism.frontend.requests.specs import SpecBuilder
 from prism.queueing.requests import RequestQueue
 
 
@@ -47,11 +52,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running_services(config, frontend_id, without_unreadable) as found:
-            app.state.services = found
-            tasks = [asyncio.create_task(retry_unreadable(found))]
+        async with _running(app.state, config, frontend_id, without_unreadable):
+            live, catalog = app.state.live, app.state.catalog
+            tasks = [asyncio.create_task(catalog.retry_unreadable())]
             if file is not None:
-                tasks.append(asyncio.create_task(watch(file, found)))
+                watching = watch(file, live, catalog, app.state.dispatcher)
+                tasks.append(asyncio.create_task(watching))
             try:
                 yield
             finally:
@@ -72,7 +78,7 @@ def create_app(
 
 
 def create_admin(app: FastAPI, config: ClusterConfig) -> FastAPI:
-    """Returns the application of the operators' pages, which shares the services of `app` and has a
+    """Returns the application of the operators' pages, which shares the state of `app` and has a
     separate socket. A Unix socket needs no key: only the cluster's user may open its file."""
     admin = FastAPI(title="Prism", openapi_url=None)
     admin.state = app.state
@@ -96,7 +102,7 @@ def _add_middleware(
     """Adds the middleware. The last one added is the outermost, so that a preflight is answered and
     logged before the other checks. `origins`: sites whose pages may send requests."""
     if has_keys:
-        app.add_middleware(ApiKeyGuard, keys=lambda: app.state.services.config.keys)
+        app.add_middleware(ApiKeyGuard, keys=lambda: app.state.live.config.keys)
     app.add_middleware(CrossSiteGuard, origins=origins)
     if origins:
         app.add_middleware(
@@ -110,33 +116,36 @@ def _add_middleware(
 
 
 @asynccontextmanager
-async def running_services(
-    config: ClusterConfig, frontend_id: str, without_unreadable: bool = False
-) -> AsyncIterator[Services]:
-    """Starts the services and stops them at exit. Raises ConfigError if a tokenizer cannot be
-    loaded, unless `without_unreadable`."""
-    unreadable: dict[str, str] | None = {} if without_unreadable else None
-    tokenizers = await asyncio.to_thread(load_tokenizers, config.models, unreadable)
+async def _running(
+    state: State, config: ClusterConfig, frontend_id: str, without_unreadable: bool
+) -> AsyncIterator[None]:
+    """Starts the parts of a frontend and stops them at exit. `state` has each part that routes use
+    under its name. Raises ConfigError if a tokenizer cannot be loaded, unless `without_unreadable`.
+    """
+    catalog = await ModelCatalog.load(config.models, without_unreadable)
+    live, in_flight = LiveConfig(config), InFlight()
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     address = config.frontend.traces
     metrics = Metrics(Traces(address, frontend_id) if address else None)
-    dispatcher = Dispatcher(config, frontend_id, queue, metrics)
+    dispatcher = Dispatcher(live, frontend_id, queue, metrics)
     await dispatcher.start()
-    made = Services(
-        config=config,
-        queue=queue,
-        dispatcher=dispatcher,
-        metrics=metrics,
-        cluster=ClusterCollector(),
-        tokenizers=tokenizers,
-        unreadable=unreadable or {},
-        started_unix_s=int(time.time()),
-    )
+    rates = RateLimits(live, queue)
+
+    def generate(spec: GenerationSpec) -> Generation:
+        return Generation(spec, catalog.tokenizer(spec.model), dispatcher, metrics, rates)
+
+    specs = SpecBuilder(live, catalog, dispatcher)
+    answers = SharedAnswers(live, queue, frontend_id, in_flight, generate)
+    writes = WriteCheck(queue)
+    state.live, state.catalog, state.in_flight = live, catalog, in_flight
+    state.queue, state.writes, state.dispatcher = queue, writes, dispatcher
+    state.specs, state.answers = specs, answers
     try:
-        yield made
+        yield
     finally:
-        await made.shared_answers.close()
-        await made.close()
+        await answers.close()
+        await writes.close()
+        await specs.modules.close()
         await dispatcher.close()
         await queue.close()
         if metrics.traces is not None:

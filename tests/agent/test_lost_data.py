@@ -21,6 +21,7 @@ from prism.engines.fake import expected_tokens
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.dispatch.request_log import Mailbox, OpenRequest
+from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.messages.requests import Chunk, Failure
 from prism.queueing import BundledRedis
@@ -183,7 +184,7 @@ async def test_all_are_answered_once(
         config = make_config(short_dir, short_dir.name, server.url)
         async with world(config, TIMING) as this:
             await this.serve("a")
-            dispatcher = Dispatcher(config, "f1", this.queue, Metrics())
+            dispatcher = Dispatcher(LiveConfig(config), "f1", this.queue, Metrics())
             await dispatcher.start()
             client, later = Client(dispatcher, this), Client(dispatcher, this)
             async with background(client.run(), keep_placed(this)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from rich.console import Console
 
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
@@ -21,10 +21,7 @@ def status(*agents: AgentReport) -> ClusterStatus:
 
 
 def metrics(*agents: AgentReport) -> str:
-    registry, collector = CollectorRegistry(), ClusterCollector()
-    registry.register(collector)
-    collector.status = status(*agents)
-    return generate_latest(registry).decode()
+    return generate_latest(ClusterCollector(status(*agents)).registry).decode()
 
 
 def shown(*agents: AgentReport) -> str:

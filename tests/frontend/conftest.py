@@ -14,6 +14,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from starlette.datastructures import State
 
 from prism.config.schema.cluster_config import (
     ClusterConfig,
@@ -23,7 +24,6 @@ from prism.config.schema.cluster_config import (
 )
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
-from prism.frontend.requests.services import Services
 from prism.messages.models import ModelSpec
 from prism.queueing.server import BundledRedis
 from tests.frontend.scripted_agent import ScriptedAgent
@@ -43,7 +43,7 @@ class Stack:
     url: str
     client: httpx.AsyncClient
     agent: ScriptedAgent
-    services: Services
+    state: State  # the parts of the frontend
 
 
 def make_spec(name: str, path: Path, context_length: int = 256) -> ModelSpec:
@@ -101,7 +101,7 @@ async def stack_of(config: ClusterConfig) -> AsyncIterator[Stack]:
         listening(app) as url,
         httpx.AsyncClient(base_url=url, timeout=30) as client,
     ):
-        yield Stack(url, client, agent, app.state.services)
+        yield Stack(url, client, agent, app.state)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ async def test_what_is_refused_costs_nothing(
         assert one in counted
         assert 'key="few",kind="prompt",model="base"} 0.0' in counted
         first.cancel()
-        while len(stack.services.dispatcher.log):
+        while len(stack.state.dispatcher.log):
             await asyncio.sleep(0.01)
         stack.agent.script = answering([*ids_of("yes"), 0])
         assert (await ask(stack, FEW)).status_code == 200

@@ -94,7 +94,7 @@ def test_deadlines_and_ttft_count_from_the_arrival(
             [request] = agent.seen
             assert request.arrival_unix_s < time.time() - 90
             assert b'"met":false' in said
-            metrics = app.state.services.metrics.text("f0", ("prism_ttft_seconds_sum",))
+            metrics = app.state.dispatcher._metrics.text("f0", ("prism_ttft_seconds_sum",))
             assert float(metrics.split()[-1]) > 90
 
     run(ask)

@@ -274,7 +274,7 @@ def tools_tokenizer(tmp_path: Path) -> ModelTokenizer:
 async def test_a_history_with_tools_and_an_answer_begun(
     stack: Stack, tools_tokenizer: ModelTokenizer
 ) -> None:
-    stack.services.tokenizers["chat"] = tools_tokenizer  # type: ignore[index]
+    stack.state.catalog.tokenizers["chat"] = tools_tokenizer
     stack.agent.script = answering([5])
     function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     call = {"id": "c1", "type": "function", "function": function}
@@ -294,7 +294,7 @@ async def test_a_history_with_tools_and_an_answer_begun(
 async def test_sampling_defaults_are_the_models(
     stack: Stack, tools_tokenizer: ModelTokenizer
 ) -> None:
-    stack.services.tokenizers["chat"] = tools_tokenizer  # type: ignore[index]
+    stack.state.catalog.tokenizers["chat"] = tools_tokenizer
     stack.agent.script = answering([5])
     body: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "x"}]}
     for change in ({}, {"temperature": 0, "top_p": 1, "top_k": -1}):

@@ -54,8 +54,7 @@ def samples(step: int) -> dict[str, dict[Any, float]]:
         ready=bool(step),
         decisions=[],
     )
-    collector = ClusterCollector()
-    collector.status = status
+    collector = ClusterCollector(status)
     found: dict[str, dict[Any, float]] = {}
     text = generate_latest(collector.registry).decode()
     for sample in (s for f in text_string_to_metric_families(text) for s in f.samples):
@@ -79,8 +78,8 @@ def test_each_metric_in_the_documentation_moves() -> None:
 def test_what_is_of_a_device_says_of_which_machine_too() -> None:
     models = [ModelReport("m", "active", waiting=1)]
     reports = [AgentReport(d, 1, 0.0, 8, 4, 0, 0, 0, 1, 0, 1, models) for d in ("h:0@a", "h:0@b")]
-    collector = ClusterCollector()
-    collector.status = ClusterStatus(0.0, "prism", {"m": "h:0@a"}, reports, kvpr={"h:0@b": 1.0})
+    status = ClusterStatus(0.0, "prism", {"m": "h:0@a"}, reports, kvpr={"h:0@b": 1.0})
+    collector = ClusterCollector(status)
     text = generate_latest(collector.registry).decode()
     families = list(text_string_to_metric_families(text))
     labels = [s.labels for family in families for s in family.samples if "device" in s.labels]

@@ -155,8 +155,8 @@ async def test_a_frontend_rests_only_where_it_is_late(
 
     inbox = ScriptedInbox(*steps)
     monkeypatch.setattr(dispatcher, "_pause", rest)
-    monkeypatch.setattr(stack.services.dispatcher, "_inbox", inbox)
-    receiving = asyncio.create_task(stack.services.dispatcher._receive())
+    monkeypatch.setattr(stack.state.dispatcher, "_inbox", inbox)
+    receiving = asyncio.create_task(stack.state.dispatcher._receive())
     async with asyncio.timeout(30):
         await inbox.is_empty.wait()
     receiving.cancel()

@@ -53,7 +53,7 @@ async def open_page(url: str, password: str = "") -> AsyncIterator[tuple[Page, l
 async def test_the_page_in_a_browser(stack: Stack) -> None:
     """Runs all checks in one browser, which is slow to start."""
     stack.agent.script = answering([7, 8, 0])
-    await stack.services.queue.publish_status(busy())
+    await stack.state.queue.publish_status(busy())
     await stack.client.post("/v1/completions", json={"model": "base", "prompt": [9, 9]})
     async with open_page(stack.url) as (page, complaints):
         await expect(page.locator(".device")).to_have_count(2)
@@ -92,7 +92,7 @@ async def follows_the_memory(page: Page, stack: Stack) -> None:
     """Asserts that a bar's segments are proportional to their bytes and follow changes."""
     used = page.locator(".device").first.locator(".part").first.locator(".used")
     await expect(used).to_have_attribute("aria-label", re.compile(r"KV in use 12\.0 GiB \(15"))
-    await stack.services.queue.publish_status(busy(llama_used_gib=24.0))
+    await stack.state.queue.publish_status(busy(llama_used_gib=24.0))
     await expect(used).to_have_attribute("aria-label", re.compile(r"KV in use 24\.0 GiB \(30"))
     bar = page.locator(".device").first.locator(".bar")
     share = "async (node) => { await new Promise((ok) => setTimeout(ok, 500));"
@@ -124,7 +124,7 @@ async def says_what_is_drained(page: Page, stack: Stack) -> None:
     await expect(drained.first).to_be_hidden()
     for left, said in (("phi-4-mini", "draining: phi-4-mini"), ("", "drained")):
         status = msgspec.structs.replace(busy(), drained={"cuda:1": left})
-        await stack.services.queue.publish_status(status)
+        await stack.state.queue.publish_status(status)
         await expect(drained.nth(1)).to_have_text(said)
     await expect(drained.first).to_be_hidden()
 
@@ -165,7 +165,7 @@ async def test_an_operator_s_password_shows_it(
     keys = [ApiKey("root", hashed("secret-of-root-12345"), operator=True)]
     config = make_config(redis_server.url, namespace, short_dir)
     async with stack_of(msgspec.structs.replace(config, keys=keys)) as stack:
-        await stack.services.queue.publish_status(busy())
+        await stack.state.queue.publish_status(busy())
         async with open_page(stack.url, "secret-of-root-12345") as (page, _):
             await expect(page.locator(".device")).to_have_count(2)
 

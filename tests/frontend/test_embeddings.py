@@ -166,7 +166,7 @@ async def test_a_key_gets_one_answer(stack: Stack) -> None:
 async def test_late_ones_shed_others_and_a_client_that_goes_cancels(stack: Stack) -> None:
     stack.agent.script = silent
     asking = asyncio.create_task(stack.client.post("/v1/embeddings", json=BODY))
-    log = stack.services.dispatcher.log
+    log = stack.state.dispatcher.log
     while not log.late("base", time.time(), 0.3):
         await asyncio.sleep(0.01)
     shed = await stack.client.post("/v1/embeddings", json=BODY)

@@ -177,7 +177,7 @@ async def test_a_text_that_no_tokens_could_fit_is_refused_untokenised(
 
 async def test_a_long_text_is_tokenised_beside_the_event_loop(stack: Stack) -> None:
     """Heartbeats continue: without them for seconds, agents take the frontend for dead."""
-    tokenizer = stack.services.tokenizers["base"]
+    tokenizer = stack.state.catalog.tokenizers["base"]
     text = "hello " * 300_000
     encoding = asyncio.create_task(tokenizer.encode([text], special_tokens=False))
     turns = 0

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from prism.errors import RequestError
 from prism.frontend.dispatch.request_log import RequestLog
+from prism.frontend.live_config import LiveConfig
 from prism.frontend.protocol.bodies import parse_body
 from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody
-from prism.frontend.requests.services import Services
-from prism.frontend.requests.specs import chat_spec, completion_spec
-from prism.frontend.text.tokenizers import load_tokenizers
+from prism.frontend.requests.model_catalog import ModelCatalog
+from prism.frontend.requests.specs import SpecBuilder
 from prism.messages.requests import Request, Sampling
 from tests.frontend.conftest import Stack, make_config
 from tests.frontend.tiny_model import VOCAB_SIZE
@@ -49,29 +49,23 @@ PROMPTS = st.just("x") | st.lists(NUMBERS, min_size=1, max_size=3)
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Services:
-    """Returns services that build requests and cannot send them."""
+def specs(tmp_path_factory: pytest.TempPathFactory) -> SpecBuilder:
+    """Returns a builder of requests that cannot be sent."""
     config = make_config("", "n", tmp_path_factory.mktemp("models"))
     log = RequestLog(open_max=1024)
-    return Services(
-        config=config,
-        queue=cast("Any", None),
-        dispatcher=cast("Any", SimpleNamespace(frontend_id="f0", log=log)),
-        metrics=cast("Any", None),
-        cluster=cast("Any", None),
-        tokenizers=load_tokenizers(config.models),
-        started_unix_s=0,
-    )
+    catalog = asyncio.run(ModelCatalog.load(config.models))
+    dispatcher = cast("Any", SimpleNamespace(frontend_id="f0", log=log))
+    return SpecBuilder(LiveConfig(config), catalog, dispatcher)
 
 
-def request_of(services: Services, kind: type[GenerationBody], body: dict[str, Any]) -> Request:
+def request_of(specs: SpecBuilder, kind: type[GenerationBody], body: dict[str, Any]) -> Request:
     """Returns the request as it would be in the queue. Raises RequestError."""
     parsed = parse_body(kind, json.dumps(body).encode())
     if isinstance(parsed, ChatBody):
-        spec = asyncio.run(chat_spec(services, parsed))
+        spec = asyncio.run(specs.chat(parsed))
     else:
         assert isinstance(parsed, CompletionBody)
-        spec = asyncio.run(completion_spec(services, parsed))
+        spec = asyncio.run(specs.completion(parsed))
     request = spec.requests[-1]
     return msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request)
 
@@ -94,10 +88,10 @@ def check_fits(sampling: Sampling) -> None:
     assert all(0 <= token_id < VOCAB_SIZE for token_id in sampling.stop_token_ids)
 
 
-def check(services: Services, kind: type[GenerationBody], body: dict[str, Any]) -> None:
+def check(specs: SpecBuilder, kind: type[GenerationBody], body: dict[str, Any]) -> None:
     refusal: RequestError | None = None
     try:
-        request = request_of(services, kind, body)
+        request = request_of(specs, kind, body)
     except RequestError as error:
         refusal = error
     if refusal is not None:
@@ -112,25 +106,25 @@ def check(services: Services, kind: type[GenerationBody], body: dict[str, Any]) 
 @settings(max_examples=600, deadline=None)
 @given(body=BODIES, prompt=PROMPTS)
 def test_a_completion_is_refused_by_name_or_fits(
-    services: Services, body: dict[str, Any], prompt: Any
+    specs: SpecBuilder, body: dict[str, Any], prompt: Any
 ) -> None:
-    check(services, CompletionBody, {"model": "base", "prompt": prompt, **body})
+    check(specs, CompletionBody, {"model": "base", "prompt": prompt, **body})
 
 
 @settings(max_examples=200, deadline=None)
 @given(body=BODIES, limit=NUMBERS | st.none())
 def test_a_conversation_is_refused_by_name_or_fits(
-    services: Services, body: dict[str, Any], limit: Any
+    specs: SpecBuilder, body: dict[str, Any], limit: Any
 ) -> None:
     said = [{"role": "user", "content": "x"}]
     body = {"model": "chat", "messages": said, "max_completion_tokens": limit, **body}
-    check(services, ChatBody, body)
+    check(specs, ChatBody, body)
 
 
-def test_more_than_the_vocabulary_is_all_tokens(services: Services) -> None:
+def test_more_than_the_vocabulary_is_all_tokens(specs: SpecBuilder) -> None:
     for top_k, expected in ((VOCAB_SIZE - 1, VOCAB_SIZE - 1), (VOCAB_SIZE, -1), (2**31 - 1, -1)):
         body = {"model": "base", "prompt": "x", "top_k": top_k}
-        assert request_of(services, CompletionBody, body).sampling.top_k == expected
+        assert request_of(specs, CompletionBody, body).sampling.top_k == expected
 
 
 @pytest.mark.parametrize("top_k", [2**31, 10**30])
@@ -143,11 +137,11 @@ async def test_a_number_beyond_32_bits_is_refused_over_http(stack: Stack, top_k:
 
 
 @pytest.mark.parametrize("change", [{"n": True}, {"echo": 0}, {"logprobs": True}])
-def test_zero_is_not_false_and_true_is_not_one(services: Services, change: dict[str, Any]) -> None:
+def test_zero_is_not_false_and_true_is_not_one(specs: SpecBuilder, change: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="Input should be"):
-        request_of(services, CompletionBody, {"model": "base", "prompt": "x", **change})
+        request_of(specs, CompletionBody, {"model": "base", "prompt": "x", **change})
 
 
-def test_no_likeliest_tokens_are_still_log_probabilities(services: Services) -> None:
+def test_no_likeliest_tokens_are_still_log_probabilities(specs: SpecBuilder) -> None:
     body = {"model": "base", "prompt": "x", "logprobs": 0}
-    assert request_of(services, CompletionBody, body).sampling.logprobs == 0
+    assert request_of(specs, CompletionBody, body).sampling.logprobs == 0

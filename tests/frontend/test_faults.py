@@ -151,7 +151,7 @@ async def test_a_stream_whose_client_goes_is_cancelled(stack: Stack) -> None:
     ) as response:
         await anext(response.aiter_lines())
     await until(lambda: stack.agent.cancelled == {r.id for r in stack.agent.seen} != set())
-    assert len(stack.services.dispatcher.log) == 0
+    assert len(stack.state.dispatcher.log) == 0
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -161,11 +161,11 @@ async def test_a_client_that_goes_before_the_first_token(stack: Stack, streaming
     with pytest.raises(httpx.ReadTimeout):
         await post
     await until(lambda: stack.agent.cancelled == {r.id for r in stack.agent.seen} != set())
-    assert len(stack.services.dispatcher.log) == 0
+    assert len(stack.state.dispatcher.log) == 0
 
 
 async def test_a_waiting_request_of_a_gone_client_leaves_the_queue(stack: Stack) -> None:
-    queue = stack.services.queue
+    queue = stack.state.queue
     await queue.route("base", "host:1")
     with pytest.raises(httpx.ReadTimeout):
         await stack.client.post("/v1/completions", json=BODY, timeout=0.3)
@@ -175,7 +175,7 @@ async def test_a_waiting_request_of_a_gone_client_leaves_the_queue(stack: Stack)
 
 
 async def test_output_that_nobody_has_open_is_cancelled(stack: Stack) -> None:
-    name = stack.services.dispatcher.frontend_id
+    name = stack.state.dispatcher.frontend_id
     await stack.agent.send(name, Chunk("cmpl-forgotten-0", 1, 0, [5]))
     await until(lambda: "cmpl-forgotten-0" in stack.agent.cancelled)
 
@@ -186,7 +186,7 @@ async def test_too_many_open_requests(
     config = make_config(redis_server.url, namespace, short_dir, max_open_requests=2)
     async with stack_of(config) as stack:
         waiting = asyncio.create_task(stack.client.post("/v1/completions", json=BODY))
-        await until(lambda: len(stack.services.dispatcher.log) == 1)
+        await until(lambda: len(stack.state.dispatcher.log) == 1)
         response = await stack.client.post("/v1/completions", json={**BODY, "prompt": ["a", "b"]})
         assert response.status_code == 429
         assert response.headers["retry-after"]
@@ -254,8 +254,9 @@ async def test_draining_finishes_what_is_open_and_refuses_the_rest(stack: Stack)
     stack.agent.script = script
     open_request = asyncio.create_task(stream(stack, "/v1/completions", **BODY))
     await until(lambda: len(stack.agent.seen) == 1)
-    draining = asyncio.create_task(drain(stack.services, asyncio.Queue(), 5.0))
-    await until(lambda: stack.services.draining)
+    in_flight, dispatcher = stack.state.in_flight, stack.state.dispatcher
+    draining = asyncio.create_task(drain(in_flight, dispatcher, asyncio.Queue(), 5.0))
+    await until(lambda: in_flight.draining)
     refused = await stack.client.post("/v1/completions", json=BODY)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "shutting_down"
@@ -278,6 +279,6 @@ async def test_what_the_drain_has_no_time_for_ends_with_an_error(stack: Stack) -
         await until(lambda: len(stack.agent.seen) == 1)
         signals: asyncio.Queue[int] = asyncio.Queue()
         signals.put_nowait(15)
-        await drain(stack.services, signals, 5.0)
+        await drain(stack.state.in_flight, stack.state.dispatcher, signals, 5.0)
         got = await events(response)
     assert got[-1]["error"]["code"] == "shutting_down"

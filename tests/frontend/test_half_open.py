@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.datastructures import State
 
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
 from prism.frontend.http.connections import HEAD_BYTES_MAX, PIPELINED_MAX, guarded_protocol
 from prism.frontend.protocol import bodies
-from prism.frontend.requests.services import Services
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config
 from tests.frontend.test_faults import until
@@ -51,7 +51,7 @@ class Connection:
 @dataclass
 class Guarded:
     port: int
-    services: Services
+    state: State
     opened: list[Connection]
 
     async def connect(self, first: bytes = b"") -> Connection:
@@ -83,7 +83,7 @@ async def guarded(
     server = UvicornServer(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))
     async with app.router.lifespan_context(app):
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        made = Guarded(listener.getsockname()[1], app.state.services, [])
+        made = Guarded(listener.getsockname()[1], app.state, [])
         try:
             yield made
         finally:
@@ -133,9 +133,9 @@ async def test_headers_have_a_size_while_a_request_is_served(app_config: Cluster
     chunked = HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
     async with guarded(app_config, 100, PATIENCE_S) as this:
         served = await this.connect(HEAD % len(body) + body)
-        await until(lambda: len(this.services.dispatcher.log) == 1)
+        await until(lambda: len(this.state.dispatcher.log) == 1)
         assert await is_cut_off(served, MODELS[:-2] + flood)
-        await until(lambda: not len(this.services.dispatcher.log))
+        await until(lambda: not len(this.state.dispatcher.log))
         unfinished = await this.connect(chunked + b"%x\r\n%s\r\n" % (len(body), body))
         assert await is_cut_off(unfinished, b"0\r\n" + flood)
         # Many more bytes in small chunks of a body do not count as headers.
@@ -204,7 +204,7 @@ async def test_served_connections_are_not_closed_for_new_ones(app_config: Cluste
     body = b'{"model": "base", "prompt": "x"}'
     async with guarded(app_config, 2, 30) as this:
         served = [await this.connect(HEAD % len(body) + body) for _ in range(2)]
-        await until(lambda: len(this.services.dispatcher.log) == 2)
+        await until(lambda: len(this.state.dispatcher.log) == 2)
         extra = await this.connect(MODELS)
         assert (await extra.answer()).startswith(b"HTTP/1.1 503")
         for connection in served:
@@ -222,13 +222,13 @@ async def test_pipelined_requests_have_a_bound(app_config: ClusterConfig) -> Non
         many = await this.connect(MODELS * 500 + HEAD % len(body) + body)
         assert (await many.rest()).count(b"HTTP/1.1 200") == PIPELINED_MAX + 1
         flood = await this.connect(HEAD % len(body) + body)
-        await until(lambda: len(this.services.dispatcher.log) == 1)
+        await until(lambda: len(this.state.dispatcher.log) == 1)
         await flood.send(MODELS * 500)
         await flood.send(HEAD % len(body) + body)
         await asyncio.sleep(0.1)
-        assert len(this.services.dispatcher.log) == 1
+        assert len(this.state.dispatcher.log) == 1
         flood.writer.close()
-        await until(lambda: not len(this.services.dispatcher.log))
+        await until(lambda: not len(this.state.dispatcher.log))
         assert await this.serves()
 
 
@@ -236,9 +236,9 @@ async def test_who_leaves_with_a_request_behind_it_has_left(app_config: ClusterC
     body = b'{"model": "base", "prompt": "x"}'
     async with guarded(app_config, 100, 30) as this:
         connection = await this.connect(HEAD % len(body) + body + MODELS)
-        await until(lambda: len(this.services.dispatcher.log) == 1)
+        await until(lambda: len(this.state.dispatcher.log) == 1)
         connection.writer.close()
-        await until(lambda: not len(this.services.dispatcher.log))
+        await until(lambda: not len(this.state.dispatcher.log))
 
 
 async def test_a_body_behind_its_answer_is_no_headers(app_config: ClusterConfig) -> None:

@@ -60,7 +60,7 @@ async def test_health_follows_the_status(stack: Stack) -> None:
         assert response.status_code == (200 if response.json()["status"] == "ready" else 503)
         return response.json().get("reason")
 
-    queue = stack.services.queue
+    queue = stack.state.queue
     assert await reason() == "starting: the cluster scheduler has not reported yet"
     await queue.publish_status(published(ready=False))
     assert await reason() == "starting: host:0: engines 2/2 up, base active"
@@ -79,7 +79,7 @@ async def test_a_silent_scheduler_or_part_leaves_a_ready_cluster_degraded(stack:
         found: dict[str, str] = response.json().get("degraded", {})
         return found
 
-    queue, run_dir = stack.services.queue, Path(stack.services.config.run_dir)
+    queue, run_dir = stack.state.queue, Path(stack.state.live.config.run_dir)
     old = published(time_unix_s=time.time() - 60, degraded={"host:1": "its agent does not report"})
     await queue.publish_status(old)
     found = await degraded()
@@ -129,7 +129,7 @@ async def ready_stack(
     """Yields a ready cluster and its separate Redis, whose files are in `directory`."""
     with BundledRedis(directory) as server, Redis.from_url(server.url) as client:
         async with stack_of(make_config(server.url, namespace, folder)) as stack:
-            await stack.services.queue.publish_status(published())
+            await stack.state.queue.publish_status(published())
             assert (await stack.client.get("/health")).json() == {"status": "ready"}
             yield stack, client
 
@@ -152,7 +152,7 @@ async def await_ready(stack: Stack) -> None:
         assert time.monotonic() < until_s
         await asyncio.sleep(0.1)
     assert "prism_cluster_ready 1.0" in (await stack.client.get("/metrics")).text.splitlines()
-    assert not stack.services.dispatcher.broken.is_set()
+    assert not stack.state.dispatcher.broken.is_set()
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -230,8 +230,8 @@ async def test_many_probes_are_one_write(namespace: str, short_dir: Path) -> Non
 
 async def test_a_busy_frontend_is_ready(stack: Stack) -> None:
     """Pauses of the event loop do not count as Redis's."""
-    await stack.services.queue.publish_status(published())
-    asked = asyncio.create_task(stack.services.writes.failure())
+    await stack.state.queue.publish_status(published())
+    asked = asyncio.create_task(stack.state.writes.failure())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     time.sleep(1.5)  # noqa: ASYNC251
@@ -240,7 +240,7 @@ async def test_a_busy_frontend_is_ready(stack: Stack) -> None:
 
 async def test_status_has_every_field(stack: Stack) -> None:
     assert (await stack.client.get("/status")).status_code == 503
-    await stack.services.queue.publish_status(published())
+    await stack.state.queue.publish_status(published())
     status = (await stack.client.get("/status")).json()
     assert status["ready"] is True
     assert status["agents"][0]["engine_restarts_total"] == 0
@@ -251,7 +251,7 @@ async def test_status_has_every_field(stack: Stack) -> None:
 async def test_metrics(stack: Stack) -> None:
     stack.agent.script = answering([7, 8, 0])
     await stack.client.post("/v1/completions", json={"model": "base", "prompt": [9, 9]})
-    await stack.services.queue.publish_status(published())
+    await stack.state.queue.publish_status(published())
     dropped = float(malformed_total())  # of this process, whatever test it was in
     lines = (await stack.client.get("/metrics")).text.splitlines()
     for line in (

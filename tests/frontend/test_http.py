@@ -76,7 +76,7 @@ async def test_a_bug_has_an_id_too(stack: Stack, monkeypatch: pytest.MonkeyPatch
     async def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(stack.services.queue, "status", broken)
+    monkeypatch.setattr(stack.state.queue, "status", broken)
     answer = await stack.client.get("/status", headers={"x-request-id": "find-me"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "find-me")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -190,8 +190,8 @@ async def test_the_grammar_of_large_tools_is_made_beside_the_event_loop(
     body = ChatBody.model_validate(
         chat([EMPTY], tools=[tool({"enum": ["x" * chars]})], tool_choice="required")
     )
-    model = stack.services.config.models[0]
-    assert await specs._call_grammar(stack.services, body, model, cast("Any", None)) is None
+    model = stack.state.live.config.models[0]
+    assert await stack.state.specs._call_grammar(body, model, None) is None
     assert [thread is not threading.main_thread() for thread in threads] == [beside] * 2
 
 
@@ -206,13 +206,13 @@ async def test_prompts_are_echoed_beside_the_event_loop(
 
     monkeypatch.setattr(specs, "_echoes", echoes)
     body = CompletionBody(model="base", prompt=[[5, 6]], echo=True)
-    assert (await specs.completion_spec(stack.services, body)).echoes == ("x",)
+    assert (await stack.state.specs.completion(body)).echoes == ("x",)
     assert threads[0] is not threading.main_thread()
 
 
 async def test_log_probabilities_are_made_into_text_token_by_token(stack: Stack) -> None:
     """Encodes each token separately: in one piece, 32,000 tokens with 20 each took 0.3 s."""
-    tokenizer = stack.services.tokenizers["base"]
+    tokenizer = stack.state.catalog.tokenizers["base"]
     top = Logprobs([-0.5] * 3, [[5, 6]] * 3, [[-0.5, -1e9]] * 3)
     chat = chat_logprobs(tokenizer, [5, 6, 5], top)["content"]
     completion = CompletionLogprobs(tokenizer, shows_special=True).part([5, 6, 5], top)

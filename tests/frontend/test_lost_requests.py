@@ -59,7 +59,7 @@ def lost_once(
             return
         if output:
             yield tokens(request, 0, output)
-            await until(lambda: all(entry.received for entry in stack.services.dispatcher.log))
+            await until(lambda: all(entry.received for entry in stack.state.dispatcher.log))
         if end is not None:
             yield end(request)
 

@@ -45,7 +45,7 @@ async def test_a_redis_that_takes_no_writes_is_an_outage(namespace: str, short_d
             response = await stack.client.post("/v1/completions", json=BODY)
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "queue_unavailable"
-            assert not stack.services.dispatcher.broken.is_set()
+            assert not stack.state.dispatcher.broken.is_set()
             redis.config_set("maxmemory", 0)
             response = await stack.client.post("/v1/completions", json=BODY)
             assert response.json()["choices"][0]["text"] == "fine"
@@ -60,7 +60,7 @@ async def test_requests_wait_for_redis(namespace: str, short_dir: Path) -> None:
             redis.kill()
             posts = [stack.client.post("/v1/completions", json=BODY) for _ in range(3)]
             waiting = asyncio.gather(*posts)
-            await until(lambda: len(stack.services.dispatcher.log) == 3)
+            await until(lambda: len(stack.state.dispatcher.log) == 3)
             await asyncio.sleep(0.5)
             redis.start()
             async with ScriptedAgent(stack.agent.config) as restarted:
@@ -84,7 +84,7 @@ async def test_a_silent_redis_costs_no_more_than_the_bound(
             os.kill(redis.pid, signal.SIGCONT)
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "queue_unavailable"
-            assert len(stack.services.dispatcher.log) == 0
+            assert len(stack.state.dispatcher.log) == 0
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -98,6 +98,6 @@ async def test_a_client_that_goes_while_redis_is_away_leaves_nothing(
             body = {**BODY, "stream": streaming}
             with pytest.raises(httpx.ReadTimeout):
                 await stack.client.post("/v1/completions", json=body, timeout=0.3)
-            await until(lambda: len(stack.services.dispatcher.log) == 0)
+            await until(lambda: len(stack.state.dispatcher.log) == 0)
             redis.start()
-            assert await stack.services.queue.depth("host:0") == 0
+            assert await stack.state.queue.depth("host:0") == 0

@@ -28,7 +28,7 @@ async def test_a_model_without_a_place_is_answered_with_the_reason(
     config = make_config(redis_server.url, namespace, short_dir, refused_timeout_s=WAIT_S)
     refused = ClusterStatus(0.0, "prism", {}, [], refusals={"base": "123 bytes are missing"})
     async with stack_of(config) as stack:
-        await stack.services.queue.publish_status(refused)
+        await stack.state.queue.publish_status(refused)
         stack.agent.script = silent
         placed = stack.client.post("/v1/completions", json={**BODY, "model": "chat"})
         other = asyncio.ensure_future(placed)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema.access import ApiKey, hashed
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import UnknownModelError
 from prism.frontend.config_watcher import apply_config, watch
 from prism.messages.cluster import FrontendState
@@ -23,8 +24,13 @@ from tests.frontend.test_faults import BODY, until
 WHOLE = [*ids_of("the lazy dog"), 0]
 
 
+async def reload(stack: Stack, config: ClusterConfig) -> None:
+    state = stack.state
+    await apply_config(config, state.live, state.catalog, state.dispatcher)
+
+
 async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack) -> None:
-    services, config = stack.services, stack.services.config
+    state, config = stack.state, stack.state.live.config
     release = asyncio.Event()
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
@@ -36,10 +42,10 @@ async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack)
     open_ = asyncio.create_task(stack.client.post("/v1/completions", json=body))
     await until(lambda: len(stack.agent.seen) == 1)
     chat_only = [config.model("chat")]
-    await apply_config(services, replace(config, models=chat_only, revision=1))
+    await reload(stack, replace(config, models=chat_only, revision=1))
 
-    async def says(state: FrontendState) -> None:
-        while await services.queue.frontends() != [state]:
+    async def says(announced: FrontendState) -> None:
+        while await state.queue.frontends() != [announced]:
             await asyncio.sleep(0.01)
 
     async with asyncio.timeout(10):
@@ -54,19 +60,18 @@ async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack)
         await says(FrontendState(1))
     # A request that was read before the reload and is enqueued only now.
     with pytest.raises(UnknownModelError):
-        services.tokenizer("base")
+        state.catalog.tokenizer("base")
 
 
 async def test_a_model_is_added_and_bounds_change(stack: Stack) -> None:
-    services, config = stack.services, stack.services.config
+    config = stack.state.live.config
     stack.agent.script = answering(WHOLE)
     base = config.model("base")
     added = make_spec("added", Path(base.path))
     broken = make_spec("broken", Path(base.path) / "nowhere")
     frontend = replace(config.frontend, max_open_requests=1)
-    await apply_config(
-        services, replace(config, models=[base, added, broken], frontend=frontend, revision=1)
-    )
+    models = [base, added, broken]
+    await reload(stack, replace(config, models=models, frontend=frontend, revision=1))
     await stack.agent.route("added")
     ids = [model["id"] for model in (await stack.client.get("/v1/models")).json()["data"]]
     assert ids == ["base", "added", "broken"]
@@ -93,7 +98,8 @@ async def test_keys_come_and_go(
             return [each.status_code for each in models]
 
         assert await statuses() == [200, 401]
-        watching = asyncio.create_task(watch(ConfigFile(path, config), stack.services))
+        parts = (stack.state.live, stack.state.catalog, stack.state.dispatcher)
+        watching = asyncio.create_task(watch(ConfigFile(path, config), *parts))
         write_resolved(replace(config, keys=[new], revision=1), path)
         async with asyncio.timeout(10):
             while await statuses() != [401, 200]:

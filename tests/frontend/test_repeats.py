@@ -52,7 +52,7 @@ async def streamed(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 @asynccontextmanager
 async def another_frontend(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        listening(create_app(stack.services.config, "f1")) as url,
+        listening(create_app(stack.state.live.config, "f1")) as url,
         httpx.AsyncClient(base_url=url, timeout=30) as client,
     ):
         yield client
@@ -60,9 +60,9 @@ async def another_frontend(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 async def written(stack: Stack) -> bytes:
     """Returns all keys and values in Redis."""
-    redis = stack.services.queue._redis
+    redis = stack.state.queue._redis
     found = b""
-    async for key in redis.scan_iter(stack.services.queue._prefix + "*"):
+    async for key in redis.scan_iter(stack.state.queue._prefix + "*"):
         found += key + (await redis.dump(key) or b"")
     return found
 
@@ -171,12 +171,12 @@ async def test_what_never_began_leaves_nothing(
     async with stack_of(config) as stack:
         body = {"model": "base", "prompt": "x"}
         first = asyncio.create_task(stack.client.post("/v1/completions", json=body))
-        await until(lambda: len(stack.services.dispatcher.log) == 1)
+        await until(lambda: len(stack.state.dispatcher.log) == 1)
         assert (await post(stack.client, prompt=["a", "b"])).status_code == 429
         first.cancel()
-        await until(lambda: not len(stack.services.dispatcher.log))
+        await until(lambda: not len(stack.state.dispatcher.log))
         stack.agent.script = answering(IDS)
-        await until(lambda: not stack.services.shared_answers._runs)
+        await until(lambda: not stack.state.answers._runs)
         assert b"claims" not in await written(stack)
         assert (await post(stack.client)).json()["choices"][0]["text"] == TEXT
 
@@ -184,7 +184,7 @@ async def test_what_never_began_leaves_nothing(
 async def test_what_a_dead_frontend_left_is_computed_once(stack: Stack) -> None:
     """Claims end with their frontend; the test removes it, as the launcher would."""
     stack.agent.script = answering(IDS)
-    queue = stack.services.queue
+    queue = stack.state.queue
     await queue.beat("dead", 30)
     key = await claimed(stack)
     await queue.settle(key[0], "f0", None, 1)
@@ -202,15 +202,15 @@ async def test_what_a_dead_frontend_left_is_computed_once(stack: Stack) -> None:
 async def claimed(stack: Stack) -> tuple[str, str]:
     """Returns the key and fingerprint of a request that never runs."""
     found: list[tuple[str, str]] = []
-    claim = stack.services.queue.claim
+    claim = stack.state.queue.claim
 
     async def note(key: str, frontend_id: str, fingerprint: str, ttl_s: float) -> Any:
         found.append((key, fingerprint))
         await asyncio.Event().wait()
 
-    stack.services.queue.claim = note  # type: ignore[method-assign]
+    stack.state.queue.claim = note
     with suppress(httpx.ReadTimeout):
         async with httpx.AsyncClient(base_url=stack.url, timeout=0.3) as hasty:
             await post(hasty)
-    stack.services.queue.claim = claim  # type: ignore[method-assign]
+    stack.state.queue.claim = claim
     return found[0]

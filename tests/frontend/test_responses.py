@@ -168,8 +168,8 @@ def compiled(request: pytest.FixtureRequest) -> list[Any]:
     async def check(*asked: Any) -> None:
         seen.append(asked[2:])
 
-    chat = stack.services.config.models[0]
-    stack.services.grammars(chat).check = check  # type: ignore[method-assign]
+    chat = stack.state.live.config.models[0]
+    stack.state.specs.modules.grammars(chat).check = check
     return seen
 
 

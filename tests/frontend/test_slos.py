@@ -38,7 +38,7 @@ async def test_bounds_and_shedding(
         # The agent is silent: this one misses its 60 ms, and is late after the model's 300 ms.
         tight = BODY | {"slo_ttft_ms": 60, "slo_tpot_ms": 20}
         late = asyncio.create_task(post("/v1/completions", json=tight))
-        log = stack.services.dispatcher.log
+        log = stack.state.dispatcher.log
         while not stack.agent.seen:
             await asyncio.sleep(0.01)
         [asked] = stack.agent.seen
@@ -68,7 +68,7 @@ def started_late(stack: Stack) -> None:
 
     async def script(request: Request) -> AsyncIterator[Chunk | Failure]:
         began_unix_s = request.arrival_unix_s + 0.3 + int(request.id.rpartition("-")[2])
-        stack.services.dispatcher.log.take_start(Started(request.id, 1, "host:0", began_unix_s))
+        stack.state.dispatcher.log.take_start(Started(request.id, 1, "host:0", began_unix_s))
         yield tokens(request, 0, [7])
         await asyncio.sleep(0.025)
         yield tokens(request, 1, [7, 7], "stop")

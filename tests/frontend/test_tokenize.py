@@ -28,7 +28,7 @@ SAID: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 async def stack(stack: Stack) -> AsyncIterator[Stack]:
     """Yields a cluster in which the tokenizer of `base` begins each text with a special token."""
-    tokenizer = stack.services.tokenizers["base"].tokenizer
+    tokenizer = stack.state.catalog.tokenizers["base"].tokenizer
     tokenizer.post_processor = TemplateProcessing(f"{EOS} $A", special_tokens=[(EOS, 0)])
     yield stack
     assert not [request for request in stack.agent.seen if request.model == "base"]
@@ -165,11 +165,11 @@ async def test_many_tokens_are_handled_beside_the_event_loop(
 
 
 async def test_a_frontend_that_ends_refuses(stack: Stack) -> None:
-    stack.services.draining = True
+    stack.state.in_flight.draining = True
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
         answer = await stack.client.post(path, json={"model": "base", **body})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
-    assert not stack.services.busy
+    assert not stack.state.in_flight.busy
 
 
 async def test_keys_have_their_models(

@@ -136,8 +136,8 @@ async def test_a_call_that_must_be_made_has_a_grammar(tools_stack: Stack) -> Non
     async def check(*asked: Any) -> None:
         tried.append(asked[-1])
 
-    chat = tools_stack.services.config.models[0]
-    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
+    chat = tools_stack.state.live.config.models[0]
+    tools_stack.state.specs.modules.grammars(chat).check = check
     named = {"type": "function", "function": {"name": "weather"}}
     for choice, names in (("required", ["weather", "other"]), (named, ["weather"])):
         await ask(tools_stack, CALLS, tools=[WEATHER, other], tool_choice=choice)
@@ -163,8 +163,8 @@ async def test_a_schema_that_cannot_be_compiled_leaves_a_call_to_be_any_object(
         if "city" in asked[2].text:
             raise bad_request("tools: cannot be compiled", "tools")
 
-    chat = tools_stack.services.config.models[0]
-    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
+    chat = tools_stack.state.live.config.models[0]
+    tools_stack.state.specs.modules.grammars(chat).check = check
     await ask(tools_stack, CALLS, tools=[WEATHER], tool_choice="required")
     grammar = tools_stack.agent.seen[-1].sampling.grammar
     assert grammar is not None
@@ -179,8 +179,8 @@ async def test_a_schema_that_is_too_long_is_not_even_tried(tools_stack: Stack) -
     async def check(*asked: Any) -> None:
         assert len(asked[2].text) <= CHARS_MAX
 
-    chat = tools_stack.services.config.models[0]
-    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
+    chat = tools_stack.state.live.config.models[0]
+    tools_stack.state.specs.modules.grammars(chat).check = check
     long = {"type": "object", "properties": {"a": {"enum": ["x" * 100] * (CHARS_MAX // 100)}}}
     function = {"name": "weather", "parameters": long}
     body = {"model": "chat", "messages": SAID, "max_tokens": 9, "tool_choice": "required"}
@@ -210,8 +210,8 @@ async def test_what_excludes_another_is_refused(tools_stack: Stack) -> None:
     async def check(*_: Any) -> None:
         """Accepts any grammar."""
 
-    chat = tools_stack.services.config.models[0]
-    tools_stack.services.grammars(chat).check = check  # type: ignore[method-assign]
+    chat = tools_stack.state.live.config.models[0]
+    tools_stack.state.specs.modules.grammars(chat).check = check
     form = {"response_format": {"type": "json_object"}}
     must = {"tools": [WEATHER], "tool_choice": "required"}
     for fields, param in (

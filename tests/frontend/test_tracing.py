@@ -76,7 +76,7 @@ async def ask(stack: Stack) -> None:
 
     async def started(request: Request) -> AsyncIterator[Chunk | Failure]:
         at = Started(request.id, 1, "host:0", request.arrival_unix_s + 0.02)
-        stack.services.dispatcher.log.take_start(at)
+        stack.state.dispatcher.log.take_start(at)
         async for chunk in slow(request):
             yield chunk
 
@@ -122,7 +122,7 @@ async def test_a_collector_gets_the_way_of_a_request(
 
 async def test_none_are_made_unless_wanted(stack: Stack) -> None:
     await ask(stack)
-    assert stack.services.metrics.traces is None
+    assert stack.state.dispatcher._metrics.traces is None
 
 
 def test_a_collector_that_says_nothing_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from prism.errors import ConfigError
-from prism.frontend import config_watcher
 from prism.frontend.app import create_app
+from prism.frontend.config_watcher import apply_config
+from prism.frontend.requests import model_catalog
 from prism.frontend.text.chat_template import load_chat_template
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis
@@ -35,7 +36,7 @@ async def config(redis_server: BundledRedis, namespace: str, short_dir: Path) ->
 async def test_only_that_model_is_refused_until_its_file_is_repaired(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_watcher, "RETRY_S", 0.05)
+    monkeypatch.setattr(model_catalog, "RETRY_S", 0.05)
     app = create_app(config, "f0", without_unreadable=True)
     async with (
         ScriptedAgent(config) as agent,
@@ -54,7 +55,7 @@ async def test_only_that_model_is_refused_until_its_file_is_repaired(
         assert refused.json()["error"]["message"].startswith(
             "chat cannot be served now: cannot load"
         )
-        await app.state.services.queue.publish_status(
+        await app.state.queue.publish_status(
             ClusterStatus(2e9, "prism", {}, [], ready=True, degraded={"host:1": "is lost"})
         )
         health = await client.get("/health")
@@ -89,7 +90,7 @@ async def test_a_broken_template_costs_conversations_of_its_model_alone(
     sound: Any, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recovers when the file is repaired."""
-    monkeypatch.setattr(config_watcher, "RETRY_S", 0.05)
+    monkeypatch.setattr(model_catalog, "RETRY_S", 0.05)
     config = sound
     settings = Path(config.model("chat").path) / "tokenizer_config.json"
     good = settings.read_text()
@@ -103,7 +104,8 @@ async def test_a_broken_template_costs_conversations_of_its_model_alone(
     ):
         agent.script = answering([7, 8, 0])
         if comes == "by a reload":
-            await config_watcher.apply_config(app.state.services, replace(config, revision=1))
+            state, new = app.state, replace(config, revision=1)
+            await apply_config(new, state.live, state.catalog, state.dispatcher)
 
         async def post(path: str, model: str, **body: Any) -> httpx.Response:
             return await client.post(path, json={"model": model, **body})
@@ -116,9 +118,7 @@ async def test_a_broken_template_costs_conversations_of_its_model_alone(
             error = refused.json()["error"]
             assert (refused.status_code, error["code"]) == (503, "model_unavailable")
             assert "chat template is not valid Jinja: Encountered unknown tag" in error["message"]
-        await app.state.services.queue.publish_status(
-            ClusterStatus(2e9, "prism", {}, [], ready=True)
-        )
+        await app.state.queue.publish_status(ClusterStatus(2e9, "prism", {}, [], ready=True))
         assert set((await client.get("/health")).json()["degraded"]) == {"chat"}
         settings.write_text(good)
         while (await post("/v1/chat/completions", "chat", messages=said)).status_code != 200:

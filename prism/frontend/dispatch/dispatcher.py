@@ -21,6 +21,7 @@ from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.dispatch.refusals import RefusalWatch
 from prism.frontend.dispatch.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.frontend.http.errors import SheddingError
+from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
 from prism.messages.cluster import FrontendState
@@ -54,15 +55,16 @@ class Dispatcher:
     """
 
     def __init__(
-        self, config: ClusterConfig, frontend_id: str, queue: RequestQueue, metrics: Metrics
+        self, live: LiveConfig, frontend_id: str, queue: RequestQueue, metrics: Metrics
     ) -> None:
+        config = live.config
         self.frontend_id = frontend_id
         self.log = RequestLog(*_bounds(config))
         self._enqueuer = Enqueuer(queue, self.log)
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
         self._queue = queue
-        self._config = config
+        self._live = live
         self._slo_ttft_s = {model.name: model.slo_ttft_s for model in config.models}
         self._metrics = metrics
         self._context = zmq.asyncio.Context()
@@ -79,7 +81,7 @@ class Dispatcher:
         self._unknown: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> None:
-        for endpoint in self._config.own_frontend_endpoints(self.frontend_id):
+        for endpoint in self._live.config.own_frontend_endpoints(self.frontend_id):
             self._inbox.bind(endpoint)
         self._connect()
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
@@ -98,9 +100,9 @@ class Dispatcher:
         self._inbox.close()
         self._context.destroy(linger=_LINGER_MS)
 
-    def apply_config(self, config: ClusterConfig) -> None:
-        """Applies `config` and announces it to the scheduler. Open requests continue."""
-        self._config = config
+    def apply_config(self) -> None:
+        """Applies a new configuration and announces it to the scheduler. Open requests continue."""
+        config = self._live.config
         self.log.resize(*_bounds(config))
         self._refusals.after_s = config.frontend.refused_timeout_s
         self._slo_ttft_s |= {model.name: model.slo_ttft_s for model in config.models}
@@ -109,7 +111,7 @@ class Dispatcher:
 
     def _connect(self) -> None:
         """Connects to the agents of the configuration and disconnects from all others."""
-        config = self._config
+        config = self._live.config
         wanted = {config.agent_cancel_endpoint(device.name) for device in config.devices}
         for endpoint in self._cancels.keys() - wanted:
             self._cancels.pop(endpoint).close()
@@ -127,7 +129,7 @@ class Dispatcher:
         model = opened[0].request.model
         if not self._is_served(model):
             raise UnknownModelError(f"the model {model!r} was removed")
-        if self._config.frontend.shed and (
+        if self._live.config.frontend.shed and (
             late := self.log.late(model, clock.unix_s(), self._slo_ttft_s[model])
         ):
             raise SheddingError(
@@ -146,7 +148,7 @@ class Dispatcher:
         return model in self._served() or model in self.log.models()
 
     def _served(self) -> set[str]:
-        return {model.name for model in self._config.models}
+        return {model.name for model in self._live.config.models}
 
     def close_requests(self, request_ids: Sequence[str]) -> None:
         """Closes requests that the engine has ended."""
@@ -270,14 +272,14 @@ class Dispatcher:
     async def _enqueue(self, entries: Sequence[OpenRequest]) -> None:
         """Retries until Redis takes the entries or they are closed. Raises QueueUnavailableError
         after `frontend.queue_timeout`."""
-        timeout_s = self._config.frontend.queue_timeout_s
+        timeout_s = self._live.config.frontend.queue_timeout_s
         await retry_until_available(lambda: self._enqueuer.put(entries), timeout_s)
 
     async def _watch_progress(self) -> None:
         """Fails requests without progress. Polled, since a timer for each token would cost more
         than the token."""
         while True:
-            timeout_s = self._config.frontend.progress_timeout_s
+            timeout_s = self._live.config.frontend.progress_timeout_s
             await asyncio.sleep(min(_PROGRESS_CHECK_S, timeout_s / 4))
             now_s = time.monotonic()
             for entry in self.log.unended():
@@ -309,7 +311,7 @@ class Dispatcher:
     async def _send_heartbeat(self) -> str:
         """Sends a heartbeat and returns the incarnation of Redis's data."""
         leaving = sorted(self.log.models() - self._served())
-        state = FrontendState(self._config.revision, leaving)
+        state = FrontendState(self._live.config.revision, leaving)
         return await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S, state)
 
     async def _announce_config(self) -> None:

@@ -13,6 +13,7 @@ from prism.config.schema.access import ApiKey
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.http.errors import RateLimitError
+from prism.frontend.live_config import LiveConfig
 from prism.queueing.requests import RequestQueue
 
 log = logging.getLogger(__name__)
@@ -23,9 +24,9 @@ class RateLimits:
 
     A charge may be counted twice if the connection to Redis breaks meanwhile."""
 
-    def __init__(self, queue: RequestQueue, queue_timeout_s: float) -> None:
+    def __init__(self, live: LiveConfig, queue: RequestQueue) -> None:
+        self._live = live
         self._queue = queue
-        self.queue_timeout_s = queue_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self, key: ApiKey | None, prompt_tokens: int) -> None:
@@ -34,7 +35,8 @@ class RateLimits:
         if key is None or not _is_limited(key):
             return
         take = partial(self._queue.take_rate, key.name, *_rates(key), prompt_tokens)
-        wait_s = await retry_until_available(take, self.queue_timeout_s)
+        timeout_s = self._live.config.frontend.queue_timeout_s
+        wait_s = await retry_until_available(take, timeout_s)
         if wait_s > 0:
             error = RateLimitError(
                 f"the key {key.name} is limited to {_limits(key)}; try again in {wait_s:.1f} s"

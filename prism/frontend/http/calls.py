@@ -14,7 +14,6 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prism import clock
 from prism.config.schema.access import ApiKey
 
 ID_HEADER = "x-request-id"
@@ -53,11 +52,9 @@ _LOGGED = tuple(f.name for f in dataclasses.fields(Call) if f.name not in _UNLOG
 current: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
-def arrival() -> tuple[float, float]:
-    """Returns the arrival time of the current request on the monotonic and the cluster's clock, in
-    seconds."""
-    arrived_s = (current.get() or Call("")).arrived_s
-    return arrived_s, arrived_s + clock.ahead_s()
+def arrived_s() -> float:
+    """Returns the arrival time of the current request on the monotonic clock, in seconds."""
+    return (current.get() or Call("")).arrived_s
 
 
 class CallMiddleware:

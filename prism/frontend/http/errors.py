@@ -59,8 +59,11 @@ class RateLimitError(OverloadedError):
 class UnavailableError(RequestError):
     """The request is valid, but the cluster cannot serve it now."""
 
-    code = "unavailable"
     status = 503
+
+    def __init__(self, message: str, code: str = "unavailable") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class GenerationError(RequestError):
@@ -72,9 +75,11 @@ class GenerationError(RequestError):
         self.status = 400 if code in _CLIENT_CODES else 504 if code == "timeout" else 503
 
 
-def bad_request(message: str, param: str | None = None) -> BadRequestError:
+def bad_request(
+    message: str, param: str | None = None, code: str = BadRequestError.code
+) -> BadRequestError:
     error = BadRequestError(message)
-    error.param = param
+    error.param, error.code = param, code
     return error
 
 
@@ -153,10 +158,9 @@ def respond(error: RequestError, path: str = "") -> JSONResponse:
 
 
 def queue_unavailable(error: QueueUnavailableError) -> UnavailableError:
-    unavailable = UnavailableError("the request queue (Redis) cannot be reached; try again shortly")
-    unavailable.code = "queue_unavailable"
     log.warning("%s", error)
-    return unavailable
+    message = "the request queue (Redis) cannot be reached; try again shortly"
+    return UnavailableError(message, "queue_unavailable")
 
 
 async def _on_request_error(request: Request, error: Exception) -> JSONResponse:

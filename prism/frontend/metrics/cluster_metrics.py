@@ -115,12 +115,12 @@ _Labelled = Sequence[tuple[list[str], AgentReport | ModelReport | GpuMemory]]
 
 
 class ClusterCollector(Collector):
-    """Collector of the last published status. Without a status, or while Redis takes no requests,
+    """Collector of a published status. Without a status, or while Redis takes no requests,
     the cluster is reported as not ready."""
 
-    def __init__(self) -> None:
-        self.status: ClusterStatus | None = None  # None: not published yet
-        self.takes_requests = True  # True if Redis does
+    def __init__(self, status: ClusterStatus | None, takes_requests: bool = True) -> None:
+        self._status = status
+        self._takes_requests = takes_requests  # True if Redis does
         self.registry = CollectorRegistry(support_collectors_without_names=True)
         self.registry.register(self)
 
@@ -128,8 +128,8 @@ class ClusterCollector(Collector):
         return map(_with_nodes, self._collect())
 
     def _collect(self) -> Iterator[Metric]:
-        status = self.status
-        ready = float(status is not None and status.ready and self.takes_requests)
+        status = self._status
+        ready = float(status is not None and status.ready and self._takes_requests)
         yield GaugeMetricFamily("prism_cluster_ready", "1 when requests are served", ready)
         if status is None:
             return

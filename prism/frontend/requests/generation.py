@@ -32,10 +32,10 @@ class GenerationSpec:
 
     id: str
     requests: list[Request]  # for the queue; they differ in prompts and seeds
-    stops: tuple[str, ...]
-    show_token_ids: bool
-    began_s: float  # monotonic time of arrival
     asked_model: str  # the model's name in the client's request
+    began_s: float  # monotonic time of arrival
+    stops: tuple[str, ...] = ()
+    show_token_ids: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of likeliest tokens shown with their log probabilities
     # Per prompt: number of choices shown to the client, and number of choices generated.
@@ -45,6 +45,11 @@ class GenerationSpec:
     parsing: Parsing | None = None
     show_slo: bool = False  # report in the usage whether the SLO was met
     embeds: bool = False  # the choices are vectors
+
+    @property
+    def model(self) -> str:
+        """Name of the model, without its alias or adapter."""
+        return self.requests[0].model
 
 
 class TextUpdate(Struct, frozen=True):
@@ -178,7 +183,7 @@ class Generation:
         metrics: Metrics,
         rates: RateLimits,
     ) -> None:
-        self.spec = spec
+        self.spec, self.tokenizer = spec, tokenizer
         self._dispatcher = dispatcher
         self._mailbox = Mailbox()
         self._metrics, self._rates = metrics, rates
@@ -196,7 +201,7 @@ class Generation:
         """Enqueues the requests. Raises OverloadedError or QueueUnavailableError, and then leaves
         nothing in the queue. `finish` must follow in any case."""
         self._timer.begin(self.spec.began_s, self._call.traceparent)
-        self._call.generation, self._call.model = self.spec.id, self.spec.requests[0].model
+        self._call.generation, self._call.model = self.spec.id, self.spec.model
         prompt_tokens = self._prompt_tokens()
         await self._rates.begin(self._call.api_key, prompt_tokens)
         try:

@@ -27,6 +27,8 @@ from prism.frontend.http.errors import (
     bad_request,
     queue_unavailable,
 )
+from prism.frontend.http.in_flight import InFlight
+from prism.frontend.live_config import LiveConfig
 from prism.frontend.protocol.openai_types import RequestBody
 from prism.frontend.requests.generation import (
     GeneratedChoice,
@@ -34,6 +36,7 @@ from prism.frontend.requests.generation import (
     GenerationSpec,
     TextUpdate,
 )
+from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Chunk, KeptAnswer
 from prism.queueing.requests import RequestQueue
 from prism.tasks import cancel_all
@@ -167,6 +170,10 @@ class AnswerFollower:
         return self._generation.spec
 
     @property
+    def tokenizer(self) -> ModelTokenizer:
+        return self._generation.tokenizer
+
+    @property
     def choices(self) -> list[GeneratedChoice]:
         return self._generation.choices
 
@@ -185,33 +192,31 @@ class SharedAnswers:
 
     def __init__(
         self,
+        live: LiveConfig,
         queue: RequestQueue,
         frontend_id: str,
-        *,
+        in_flight: InFlight,
         generate: Callable[[GenerationSpec], Generation],
-        enter: Callable[[], None],
-        leave: Callable[[], None],
-        runs_max: int,
-        queue_timeout_s: float,
     ) -> None:
-        """Creates the object. `enter` and `leave` are called around each computation."""
+        self._live = live
         self._queue = queue
         self._id = frontend_id
+        self._in_flight = in_flight
         self._generate = generate
-        self._enter = enter
-        self._leave = leave
-        self.runs_max = runs_max
-        self.queue_timeout_s = queue_timeout_s
         self._runs: dict[str, SharedAnswer] = {}
         self._followers = 0
         self._closing = False
+
+    def generation(self, spec: GenerationSpec, key: IdempotencyKey | None) -> AnyGeneration:
+        """Returns the generation, which is shared between requests with the same `key`."""
+        return self._generate(spec) if key is None else AnswerFollower(self, key, spec)
 
     def join(self, key: IdempotencyKey, spec: GenerationSpec) -> SharedAnswer:
         """Returns the answer of this key, which is started if there is none. Raises RequestError.
         `unfollow` must follow."""
         run = self._runs.get(key.name)
         full = self._followers if run is not None else max(self._followers, len(self._runs))
-        if full >= self.runs_max:
+        if full >= self._live.config.frontend.max_open_requests:
             raise OverloadedError("too many requests with an Idempotency-Key; try again later")
         if run is None or run.error is not None:
             failed = run.task if run is not None else None
@@ -261,7 +266,7 @@ class SharedAnswers:
     async def _claim(self, run: SharedAnswer) -> KeptAnswer | None:
         """Returns the stored answer, or None if it must be computed here. Raises
         QueueUnavailableError if Redis was unavailable for `frontend.queue_timeout`."""
-        until_s = time.monotonic() + self.queue_timeout_s
+        until_s = self._queue_deadline_s()
         while True:
             try:
                 name, fingerprint = run.key.name, run.key.fingerprint
@@ -275,28 +280,27 @@ class SharedAnswers:
                 _check(found if isinstance(found, str) else found.fingerprint, run.key)
                 if isinstance(found, KeptAnswer):
                     return found
-                until_s = time.monotonic() + self.queue_timeout_s
+                until_s = self._queue_deadline_s()
             await asyncio.sleep(_POLL_S)
 
     async def _compute(self, run: SharedAnswer) -> None:
         outcome: str | None = "failed"
         generation = self._generate(run.spec)
-        self._enter()
-        try:
-            await generation.start()
-            run.begin(generation)
-            async for update in generation.updates():
-                if all(choice.finish_reason is not None for choice in generation.choices):
-                    run.settling = asyncio.create_task(self._settle(run.key, _kept(run)))
-                    await asyncio.wait([run.settling], timeout=_STORE_WAIT_S)
-                run.show(update)
-            outcome = None
-        except RequestError as error:
-            outcome = error.code
-            raise
-        finally:
-            generation.finish(outcome)
-            self._leave()
+        with self._in_flight.request():
+            try:
+                await generation.start()
+                run.begin(generation)
+                async for update in generation.updates():
+                    if all(choice.finish_reason is not None for choice in generation.choices):
+                        run.settling = asyncio.create_task(self._settle(run.key, _kept(run)))
+                        await asyncio.wait([run.settling], timeout=_STORE_WAIT_S)
+                    run.show(update)
+                outcome = None
+            except RequestError as error:
+                outcome = error.code
+                raise
+            finally:
+                generation.finish(outcome)
 
     def _replay(self, run: SharedAnswer, kept: KeptAnswer) -> None:
         requests = [
@@ -308,8 +312,11 @@ class SharedAnswers:
         for choice, output in zip(generation.choices, kept.outputs, strict=True):
             run.show(choice.take(output))
 
+    def _queue_deadline_s(self) -> float:
+        return time.monotonic() + self._live.config.frontend.queue_timeout_s
+
     async def _settle(self, key: IdempotencyKey, kept: KeptAnswer | None) -> None:
-        until_s = time.monotonic() + self.queue_timeout_s
+        until_s = self._queue_deadline_s()
         while True:
             try:
                 await self._queue.settle(key.name, self._id, kept, KEPT_S)

@@ -18,10 +18,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from prism.errors import RequestError
 from prism.frontend.http.errors import STATUS_CLIENT_GONE, error_body
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.protocol.openai_types import StreamOptions
 from prism.frontend.requests.generation import GenerationSpec, TextUpdate
 from prism.frontend.requests.idempotency import AnyGeneration
-from prism.frontend.requests.services import Services
 
 Made = TypeVar("Made")
 Event = dict[str, Any]  # in OpenAI's shape
@@ -39,27 +39,28 @@ def sse(event: Event, named: bool = False) -> bytes:
 
 async def reply_whole(
     request: Request,
-    services: Services,
     generation: AnyGeneration,
     render: Callable[[], dict[str, Any]],
 ) -> Response:
     """Waits for all output and returns the answer from `render`."""
-    services.enter()
+    in_flight: InFlight = request.app.state.in_flight
     outcome: str | None = "failed"
-    try:
-        complete = await _finished_before_disconnect(request.receive, _run(generation))
-        outcome = None
-        if not complete:
-            return Response(status_code=STATUS_CLIENT_GONE)
-        spec, tokens = generation.spec, _tokens_shown(generation)
-        content = await run_in_thread_if_slow(lambda: msgspec.json.encode(render()), spec, tokens)
-        return Response(content, media_type="application/json")
-    except RequestError as error:
-        outcome = error.code
-        raise
-    finally:
-        generation.finish(outcome)
-        services.leave()
+    with in_flight.request():
+        try:
+            complete = await _finished_before_disconnect(request.receive, _run(generation))
+            outcome = None
+            if not complete:
+                return Response(status_code=STATUS_CLIENT_GONE)
+            spec, tokens = generation.spec, _tokens_shown(generation)
+            content = await run_in_thread_if_slow(
+                lambda: msgspec.json.encode(render()), spec, tokens
+            )
+            return Response(content, media_type="application/json")
+        except RequestError as error:
+            outcome = error.code
+            raise
+        finally:
+            generation.finish(outcome)
 
 
 async def run_in_thread_if_slow(
@@ -135,11 +136,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, services: Services, generation: AnyGeneration, events: Events, named: bool
+        self, in_flight: InFlight, generation: AnyGeneration, events: Events, named: bool
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._services = services
+        self._in_flight = in_flight
         self._generation = generation
         self._events, self._named = events, named
         self._outcome: str | None = None
@@ -151,7 +152,7 @@ class EventStream(Response):
         finally:
             await self._events.aclose()
             self._generation.finish(self._outcome)
-            self._services.leave()
+            self._in_flight.leave()
 
     async def _send_all(self, send: Send) -> None:
         start = {"status": self.status_code, "headers": self.raw_headers}
@@ -171,24 +172,21 @@ def _part(body: bytes, more: bool = True) -> Message:
 
 
 async def reply_stream(
-    request: Request,
-    services: Services,
-    generation: AnyGeneration,
-    events: Events,
-    named: bool = False,
+    request: Request, generation: AnyGeneration, events: Events, named: bool = False
 ) -> Response:
     """Enqueues the request, so that a rejection has its HTTP status, and returns the stream."""
-    services.enter()
+    in_flight: InFlight = request.app.state.in_flight
+    in_flight.enter()
     try:
         if not await _finished_before_disconnect(request.receive, generation.start()):
             generation.finish()
-            services.leave()
+            in_flight.leave()
             return Response(status_code=STATUS_CLIENT_GONE)
     except BaseException as error:
         generation.finish(error.code if isinstance(error, RequestError) else "failed")
-        services.leave()
+        in_flight.leave()
         raise
-    return EventStream(services, generation, events, named)
+    return EventStream(in_flight, generation, events, named)
 
 
 class ShownChoices(Protocol):

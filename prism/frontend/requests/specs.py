@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,17 +12,27 @@ from uuid import uuid4
 
 from msgspec import structs
 
+from prism import clock
 from prism.config.schema.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
+from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.http import calls
 from prism.frontend.http.errors import UnavailableError, bad_request
+from prism.frontend.live_config import LiveConfig
 from prism.frontend.protocol.chat_types import ChatBody, Conversation
-from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody, RequestBody
+from prism.frontend.protocol.openai_types import (
+    CompletionBody,
+    EmbeddingsBody,
+    GenerationBody,
+    RequestBody,
+)
+from prism.frontend.requests.adapter_modules import AdapterModules
+from prism.frontend.requests.embeddings import check_able
 from prism.frontend.requests.generation import GenerationSpec
 from prism.frontend.requests.grammars import grammar_of
+from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.requests.parsers import Parsing, after_reasoning, tool_grammar
 from prism.frontend.requests.sampling import sampling_of
-from prism.frontend.requests.services import Services
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.models import ModelSpec
@@ -32,6 +42,7 @@ T = TypeVar("T")
 _SLO_MIN_S = 1e-6
 # Marks the end of a text to be continued, since templates may append similar text.
 _CONTINUATION_MARK = "ThisTextGoesOnHere"
+_ONE_OUTPUT = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class _Ends(NamedTuple):
@@ -41,17 +52,170 @@ class _Ends(NamedTuple):
     grammar: Grammar | None
 
 
-async def completion_spec(services: Services, body: CompletionBody) -> GenerationSpec:
-    """Returns the spec of a completion. Raises RequestError."""
-    model = _generating(services, body)
-    tokenizer = services.tokenizer(model.name)
-    prompts = await encoded(model, body, body.prompt, tokenizer)
-    grammar = await _grammar(services, body, model)
-    spec = _spec(services, body, prompts, _Ends(tokenizer.eos_ids, grammar))
-    if not body.echo:
-        return spec
-    echoes = await asyncio.to_thread(_echoes, body, tokenizer)
-    return replace(spec, echoes=echoes, hides_output=body.hides_output)
+class SpecBuilder:
+    """Converter of checked bodies to a `GenerationSpec`. For one event loop."""
+
+    def __init__(self, live: LiveConfig, catalog: ModelCatalog, dispatcher: Dispatcher) -> None:
+        self.modules = AdapterModules(live)
+        self._live = live
+        self._catalog = catalog
+        self._dispatcher = dispatcher
+
+    async def completion(self, body: CompletionBody) -> GenerationSpec:
+        """Returns the spec of a completion. Raises RequestError."""
+        model = self._generating(body)
+        tokenizer = self._catalog.tokenizer(model.name)
+        prompts = await encoded(model, body, body.prompt, tokenizer)
+        grammar = await self._grammar(body, model)
+        spec = self._spec(body, prompts, _Ends(tokenizer.eos_ids, grammar))
+        if not body.echo:
+            return spec
+        echoes = await asyncio.to_thread(_echoes, body, tokenizer)
+        return replace(spec, echoes=echoes, hides_output=body.hides_output)
+
+    async def chat(self, body: ChatBody) -> GenerationSpec:
+        """Returns the spec of a chat completion. Raises RequestError."""
+        model = self._generating(body)
+        tokenizer = self._catalog.tokenizer(model.name)
+        text = await conversation_text(model, body, tokenizer)
+        prompts = await tokenizer.encode([text], special_tokens=False)
+        parsing = await self.modules.parsers(model).parsing(body, model, tokenizer, text)
+        grammar = await self._grammar(body, model)
+        if body.must_call:
+            if grammar:
+                message = "tool_choice: cannot be combined with a structured output; use auto"
+                raise bad_request(message, "tool_choice")
+            _reject_min_tokens(body, "tool_choice")
+        if parsing is not None and grammar is not None:
+            grammar = after_reasoning(parsing, grammar)
+            await self._check(model, grammar, "response_format")
+        elif parsing is not None:
+            grammar = await self._call_grammar(body, model, parsing)
+        spec = self._spec(body, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
+        # Special tokens are kept: they may begin a call or end the reasoning.
+        return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
+
+    async def embeddings(self, body: EmbeddingsBody) -> GenerationSpec:
+        """Returns the spec of a request for embeddings. Raises RequestError."""
+        model, _ = self._catalog.resolve(body.model)
+        check_able(model, body.dimensions)
+        prompts = await encoded(model, body, body.input, self._catalog.tokenizer(model.name))
+        for prompt in prompts:
+            output_tokens_left(model, prompt, body)
+        self._reject_too_many(model, len(prompts), "input")
+        shared = self._shared(body, model, "", tpot_ms=None)
+        spec_id = f"embd-{uuid4().hex}"
+        shows = body.slo_ttft_ms is not None if body.return_slo is None else body.return_slo
+        return GenerationSpec(
+            id=spec_id,
+            requests=_numbered(spec_id, shared, ((prompt, _ONE_OUTPUT) for prompt in prompts)),
+            asked_model=body.model,
+            began_s=calls.arrived_s(),
+            show_slo=shows,
+            embeds=True,
+        )
+
+    def _generating(self, body: GenerationBody) -> ModelSpec:
+        """Returns the model of the request. Raises BadRequestError for an embedding model."""
+        model, _ = self._catalog.resolve(body.model)
+        if model.embedding is not None:
+            message = f"model: {model.name} is an embedding model; use /v1/embeddings"
+            raise bad_request(message, "model", "model_makes_embeddings")
+        return model
+
+    async def _grammar(self, body: GenerationBody, model: ModelSpec) -> Grammar | None:
+        found = grammar_of(body)
+        if found is None:
+            return None
+        _reject_min_tokens(body, found[1])
+        await self._check(model, *found)
+        return found[0]
+
+    async def _call_grammar(
+        self, body: ChatBody, model: ModelSpec, parsing: Parsing
+    ) -> Grammar | None:
+        """Returns the grammar of the tool calls, or None. If a call is required, it enforces the
+        schema of all tools, or only of the strict ones if the schemas do not compile."""
+        if body.must_call:
+            with suppress(BadRequestError):
+                strict = partial(tool_grammar, parsing, body, all_strict=True)
+                if grammar := await _run_in_thread_if_long(body, strict):
+                    await self._check(model, grammar, "tools")
+                    return grammar
+        grammar = await _run_in_thread_if_long(body, partial(tool_grammar, parsing, body))
+        if grammar is not None:
+            await self._check(model, grammar, "tools")
+        return grammar
+
+    async def _check(self, model: ModelSpec, grammar: Grammar, field: str) -> None:
+        """Raises RequestError if the grammar cannot be compiled or tried."""
+        tokenizer = self._catalog.tokenizer(model.name)
+        await self.modules.grammars(model).check(model, tokenizer, grammar, field)
+
+    def _spec(self, body: GenerationBody, prompts: list[list[int]], ends: _Ends) -> GenerationSpec:
+        model, adapter = self._catalog.resolve(body.model)
+        left = min(output_tokens_left(model, prompt, body) for prompt in prompts)
+        shared = self._shared(body, model, adapter, body.slo_tpot_ms)
+        tokenizer = self._catalog.tokenizer(model.name)
+        sampling = sampling_of(body, tokenizer, body.tokens_asked or left, *ends)
+        samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]
+        choices = [(prompt, each) for prompt in prompts for each in samplings]
+        self._reject_too_many(model, len(choices), "n" if len(samplings) > 1 else "prompt")
+        spec_id = f"{body.ID_PREFIX}{uuid4().hex}"
+        return GenerationSpec(
+            id=spec_id,
+            requests=_numbered(spec_id, shared, choices),
+            asked_model=body.model,
+            stops=tuple(body.stop or ()),
+            show_token_ids=bool(body.return_token_ids),
+            began_s=calls.arrived_s(),
+            skip_special_tokens=body.skip_special_tokens,
+            logprobs=body.logprobs_asked,
+            shown=(body.choices_asked, body.choices_made),
+            show_slo=body.shows_slo,
+        )
+
+    def _shared(
+        self,
+        body: GenerationBody | EmbeddingsBody,
+        model: ModelSpec,
+        adapter: str,
+        tpot_ms: float | None,
+    ) -> Request:
+        """Returns what the requests of all choices have in common. Raises BadRequestError for an
+        SLO or a priority that is out of bounds."""
+        return Request(
+            id="",
+            model=model.name,
+            prompt_ids=[],
+            sampling=_ONE_OUTPUT,
+            arrival_unix_s=calls.arrived_s() + clock.ahead_s(),
+            slo_ttft_s=_slo_s(
+                "slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s
+            ),
+            slo_tpot_s=_slo_s("slo_tpot_ms", tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s),
+            frontend_id=self._dispatcher.frontend_id,
+            priority=_checked_priority(body.priority or 0, self._live.config.frontend.priority),
+            lora=adapter,
+        )
+
+    def _reject_too_many(self, model: ModelSpec, asked: int, param: str) -> None:
+        """Raises BadRequestError for more choices than the limit. A retry can never succeed, so
+        this is 400, not 429."""
+        most = self._dispatcher.log.max_per_model
+        if asked > most:
+            limit = f"at most {most} of {model.name} can be open (frontend.max_open_requests)"
+            raise bad_request(f"{param}: requests {asked} choices; {limit}", param)
+
+
+def _numbered(
+    spec_id: str, shared: Request, choices: Iterable[tuple[list[int], Sampling]]
+) -> list[Request]:
+    """Returns the request of each choice."""
+    return [
+        structs.replace(shared, id=f"{spec_id}-{number}", prompt_ids=prompt, sampling=sampling)
+        for number, (prompt, sampling) in enumerate(choices)
+    ]
 
 
 def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
@@ -60,38 +224,14 @@ def _echoes(body: CompletionBody, tokenizer: ModelTokenizer) -> tuple[str, ...]:
     return tuple(text for text in texts for _ in range(body.choices_made))
 
 
-async def chat_spec(services: Services, body: ChatBody) -> GenerationSpec:
-    """Returns the spec of a chat completion. Raises RequestError."""
-    model = _generating(services, body)
-    tokenizer = services.tokenizer(model.name)
-    text = await conversation_text(model, body, tokenizer)
-    prompts = await tokenizer.encode([text], special_tokens=False)
-    parsing = await services.parsers(model).parsing(body, model, tokenizer, text)
-    grammar = await _grammar(services, body, model)
-    if body.must_call:
-        if grammar:
-            message = "tool_choice: cannot be combined with a structured output; use auto"
-            raise bad_request(message, "tool_choice")
-        _reject_min_tokens(body, "tool_choice")
-    if parsing is not None and grammar is not None:
-        grammar = after_reasoning(parsing, grammar)
-        await services.grammars(model).check(model, tokenizer, grammar, "response_format")
-    elif parsing is not None:
-        grammar = await _call_grammar(services, body, model, parsing)
-    spec = _spec(services, body, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
-    # Special tokens are kept: they may begin a call or end the reasoning.
-    return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
-
-
 async def conversation_text(model: ModelSpec, body: Conversation, tokenizer: ModelTokenizer) -> str:
     """Returns the prompt rendered by the model's template. Raises RequestError."""
     if tokenizer.template_error:
-        unavailable = UnavailableError(
+        message = (
             f"conversations of {model.name} cannot be served now: {tokenizer.template_error};"
             " /v1/completions takes a prompt"
         )
-        unavailable.code = "model_unavailable"
-        raise unavailable
+        raise UnavailableError(message, "model_unavailable")
     if tokenizer.chat_template is None:
         message = f"model: {model.name} does not have a chat template; use /v1/completions"
         raise bad_request(message, "model")
@@ -107,33 +247,6 @@ async def _run_in_thread_if_long(body: Conversation, make: Callable[[], T]) -> T
     """Returns the result of `make`, which runs in a thread for a long conversation, since the event
     loop's heartbeat keeps all requests alive."""
     return make() if body.is_short else await asyncio.to_thread(make)
-
-
-async def _grammar(services: Services, body: GenerationBody, model: ModelSpec) -> Grammar | None:
-    found = grammar_of(body)
-    if found is None:
-        return None
-    _reject_min_tokens(body, found[1])
-    await services.grammars(model).check(model, services.tokenizer(model.name), *found)
-    return found[0]
-
-
-async def _call_grammar(
-    services: Services, body: ChatBody, model: ModelSpec, parsing: Parsing
-) -> Grammar | None:
-    """Returns the grammar of the tool calls, or None. If a call is required, it enforces the schema
-    of all tools, or only of the strict ones if the schemas do not compile."""
-    tokenizer = services.tokenizer(model.name)
-    if body.must_call:
-        with suppress(BadRequestError):
-            strict = partial(tool_grammar, parsing, body, all_strict=True)
-            if grammar := await _run_in_thread_if_long(body, strict):
-                await services.grammars(model).check(model, tokenizer, grammar, "tools")
-                return grammar
-    grammar = await _run_in_thread_if_long(body, partial(tool_grammar, parsing, body))
-    if grammar is not None:
-        await services.grammars(model).check(model, tokenizer, grammar, "tools")
-    return grammar
 
 
 def _reject_min_tokens(body: GenerationBody, field: str) -> None:
@@ -160,19 +273,6 @@ def _rendered(body: Conversation, template: ChatTemplate) -> str:
         message = "continue_final_message: the model's template changes the last message"
         raise bad_request(message, "continue_final_message")
     return text[:at]
-
-
-def _generating(services: Services, body: GenerationBody) -> ModelSpec:
-    """Returns the model of the request. Raises BadRequestError for an embedding model."""
-    model = services.model(body.model)
-    if model.embedding is not None:
-        error = bad_request(
-            f"model: {model.name} is an embedding model; use /v1/embeddings",
-            "model",
-        )
-        error.code = "model_makes_embeddings"
-        raise error
-    return model
 
 
 async def encoded(
@@ -237,53 +337,6 @@ def _too_long(
     return error
 
 
-def _spec(
-    services: Services,
-    body: GenerationBody,
-    prompts: list[list[int]],
-    ends: _Ends,
-) -> GenerationSpec:
-    began_s, arrival_unix_s = calls.arrival()
-    model, adapter = services.resolve(body.model)
-    left = min(output_tokens_left(model, prompt, body) for prompt in prompts)
-    ttft_s = slo_s("slo_ttft_ms", body.slo_ttft_ms, model.slo_ttft_s, model.slo_least_ttft_s)
-    tpot_s = slo_s("slo_tpot_ms", body.slo_tpot_ms, model.slo_tpot_s, model.slo_least_tpot_s)
-    priority = checked_priority(body.priority or 0, services.config.frontend.priority)
-    spec_id = f"{body.ID_PREFIX}{uuid4().hex}"
-    tokenizer = services.tokenizer(model.name)
-    sampling = sampling_of(body, tokenizer, body.tokens_asked or left, *ends)
-    samplings = [_of_choice(sampling, number) for number in range(body.choices_made)]
-    choices = [(prompt, each) for prompt in prompts for each in samplings]
-    reject_too_many_choices(services, model, len(choices), "n" if len(samplings) > 1 else "prompt")
-    requests = [
-        Request(
-            id=f"{spec_id}-{number}",
-            model=model.name,
-            prompt_ids=prompt,
-            sampling=each,
-            arrival_unix_s=arrival_unix_s,
-            slo_ttft_s=ttft_s,
-            slo_tpot_s=tpot_s,
-            frontend_id=services.dispatcher.frontend_id,
-            priority=priority,
-            lora=adapter,
-        )
-        for number, (prompt, each) in enumerate(choices)
-    ]
-    return GenerationSpec(
-        id=spec_id,
-        requests=requests,
-        asked_model=body.model,
-        stops=tuple(body.stop or ()),
-        show_token_ids=bool(body.return_token_ids),
-        began_s=began_s,
-        skip_special_tokens=body.skip_special_tokens,
-        logprobs=body.logprobs_asked,
-        shown=(body.choices_asked, body.choices_made),
-        show_slo=body.shows_slo,
-    )
-
-
 def _of_choice(sampling: Sampling, number: int) -> Sampling:
     """Returns the sampling of one choice of a prompt. Each choice has its own seed, and only the
     first computes the log probabilities of the prompt."""
@@ -295,16 +348,7 @@ def _of_choice(sampling: Sampling, number: int) -> Sampling:
     return structs.replace(sampling, seed=seed, prompt_logprobs=False)
 
 
-def reject_too_many_choices(services: Services, model: ModelSpec, asked: int, param: str) -> None:
-    """Raises BadRequestError for more choices than the limit. A retry can never succeed, so this is
-    400, not 429."""
-    most = services.dispatcher.log.max_per_model
-    if asked > most:
-        limit = f"at most {most} of {model.name} can be open (frontend.max_open_requests)"
-        raise bad_request(f"{param}: requests {asked} choices; {limit}", param)
-
-
-def slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -> float:
+def _slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) -> float:
     """Returns the SLO in seconds, at least _SLO_MIN_S, since tiny numbers would become 0. Raises
     BadRequestError for a target tighter than the model's limit."""
     if asked_ms is None:
@@ -316,7 +360,7 @@ def slo_s(field: str, asked_ms: float | None, usual_s: float, least_s: float) ->
     return max(asked_ms / 1000, _SLO_MIN_S)
 
 
-def checked_priority(asked: int, bounds: PriorityConfig) -> int:
+def _checked_priority(asked: int, bounds: PriorityConfig) -> int:
     """Returns the priority. Raises BadRequestError if it is out of bounds."""
     if not bounds.min <= asked <= bounds.max:
         raise bad_request(

@@ -11,14 +11,21 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prism import clock
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import QueueUnavailableError
+from prism.frontend.dispatch.dispatcher import Dispatcher
+from prism.frontend.dispatch.write_check import WriteCheck
 from prism.frontend.http.errors import RETRY_AFTER_S
+from prism.frontend.http.in_flight import InFlight
+from prism.frontend.live_config import LiveConfig
+from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.frontend.metrics.request_metrics import render_samples
 from prism.frontend.metrics.siblings import merged
-from prism.frontend.requests.services import Services, services
+from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
+from prism.queueing.requests import RequestQueue
 
 router = APIRouter()
 operators = APIRouter()
@@ -41,28 +48,36 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 
 @router.get("/health", responses=_UNAVAILABLE)
 async def health(request: Request) -> JSONResponse:
-    found = services(request)
-    if found.draining:
+    in_flight: InFlight = request.app.state.in_flight
+    writes: WriteCheck = request.app.state.writes
+    queue: RequestQueue = request.app.state.queue
+    live: LiveConfig = request.app.state.live
+    catalog: ModelCatalog = request.app.state.catalog
+    if in_flight.draining:
         return _unavailable("shutting down")
-    if refused := await found.writes.failure():
+    if refused := await writes.failure():
         return _unavailable(refused)
     try:
-        published = await found.queue.status()
+        published = await queue.status()
     except QueueUnavailableError as error:
         return _unavailable(str(error))
     if published is None:
         return _unavailable("starting: the cluster scheduler has not reported yet")
-    silence = _silence(found, published)
+    silence = _silence(live.config, published)
     if not published.ready:
-        return _unavailable(silence or f"starting: {_progress(found, published)}")
+        return _unavailable(silence or f"starting: {_progress(live.config, published)}")
     # Devices continue to serve while the scheduler is silent.
-    degraded = _degraded(found, published, silence)
+    silent = {"scheduler": silence} if silence else {}
+    # From the supervisor's file, since the status is old if the scheduler itself has failed.
+    troubles = read_troubles(Path(live.config.run_dir))
+    degraded = catalog.problems() | published.degraded | silent | troubles
     return JSONResponse({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
 
 
 @operators.get("/status", responses=_UNAVAILABLE)
 async def status(request: Request) -> Response:
-    published = await services(request).queue.status()
+    queue: RequestQueue = request.app.state.queue
+    published = await queue.status()
     if published is None:
         return JSONResponse({"status": "unavailable", "reason": "no status yet"}, 503)
     return Response(msgspec.json.encode(plain(published)), media_type="application/json")
@@ -71,15 +86,18 @@ async def status(request: Request) -> Response:
 @operators.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Returns the metrics. `?name[]=` selects samples by name, as in Prometheus' libraries."""
-    found = services(request)
-    found.cluster.takes_requests = not await found.writes.failure()
+    writes: WriteCheck = request.app.state.writes
+    queue: RequestQueue = request.app.state.queue
+    dispatcher: Dispatcher = request.app.state.dispatcher
+    takes_requests = not await writes.failure()
     names = tuple(sorted(set(request.query_params.getlist("name[]"))))[:_NAMES_MAX]
     try:
-        found.cluster.status = await found.queue.status()
+        published = await queue.status()
     except QueueUnavailableError:
-        found.cluster.status = None
-    frontends = await found.dispatcher.siblings.metrics(names)
-    text = merged([*frontends, render_samples(found.cluster.registry, names)])
+        published = None
+    frontends = await dispatcher.siblings.metrics(names)
+    cluster = ClusterCollector(published, takes_requests)
+    text = merged([*frontends, render_samples(cluster.registry, names)])
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -97,26 +115,15 @@ def _unavailable(reason: str) -> JSONResponse:
     return JSONResponse({"status": "unavailable", "reason": reason}, 503, headers)
 
 
-def _silence(found: Services, published: ClusterStatus) -> str:
+def _silence(config: ClusterConfig, published: ClusterStatus) -> str:
     """Returns an error if the scheduler does not report, or an empty string."""
     age_s = clock.unix_s() - published.time_unix_s
-    limit_s = max(_STATUS_AGE_MIN_S, _STATUS_AGE_INTERVALS * found.config.scheduler.interval_s)
+    limit_s = max(_STATUS_AGE_MIN_S, _STATUS_AGE_INTERVALS * config.scheduler.interval_s)
     return f"the cluster scheduler has not reported for {age_s:.0f} s" if age_s > limit_s else ""
 
 
-def _degraded(found: Services, published: ClusterStatus, silence: str) -> dict[str, str]:
-    """Returns process, device or model -> problem, while requests are served. The supervisor's
-    problems are read from its file, since the scheduler's status is old if the scheduler itself
-    has failed."""
-    silent = {"scheduler": silence} if silence else {}
-    troubles = read_troubles(Path(found.config.run_dir))
-    templates = {name: one.template_error for name, one in found.tokenizers.items()}
-    broken = {name: error for name, error in templates.items() if error}
-    return {**broken, **found.unreadable, **published.degraded, **silent, **troubles}
-
-
-def _progress(found: Services, published: ClusterStatus) -> str:
-    waiting = {d.name for d in found.config.devices} - {a.device for a in published.agents}
+def _progress(config: ClusterConfig, published: ClusterStatus) -> str:
+    waiting = {d.name for d in config.devices} - {a.device for a in published.agents}
     parts = [f"{name}: no agent yet" for name in sorted(waiting)]
     return "; ".join(parts + [_device_progress(agent) for agent in published.agents])
 

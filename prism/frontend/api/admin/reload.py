@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from prism.frontend.http.errors import bad_request
-from prism.frontend.requests.services import services
+from prism.frontend.live_config import LiveConfig
 from prism.process import child_environment
 
 router = APIRouter()
@@ -20,9 +20,9 @@ router = APIRouter()
 async def reload(request: Request) -> JSONResponse:
     """Answers with the changes once all processes have applied them, or with 400 and the reason if
     nothing was changed."""
-    run_dir = services(request).config.run_dir
+    live: LiveConfig = request.app.state.live
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "prism.serve.reload", run_dir,
+        sys.executable, "-m", "prism.serve.reload", live.config.run_dir,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(),
@@ -30,7 +30,5 @@ async def reload(request: Request) -> JSONResponse:
     output, _ = await process.communicate()
     text = output.decode(errors="replace").strip()
     if process.returncode:
-        error = bad_request(text)
-        error.code = "reload"
-        raise error
+        raise bad_request(text, code="reload")
     return JSONResponse({"status": "reloaded", "changes": text.removeprefix("reloaded: ")})

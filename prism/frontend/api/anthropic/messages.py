@@ -13,12 +13,13 @@ from prism.errors import BadRequestError, RequestError
 from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody
 from prism.frontend.api.openai.chat_parts import ChatParts, Kind
 from prism.frontend.http.errors import anthropic_error
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
-from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
+from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.requests.replies import Event, Events, reply_stream, reply_whole
-from prism.frontend.requests.services import services
-from prism.frontend.requests.specs import chat_spec, conversation_text
+from prism.frontend.requests.specs import SpecBuilder, conversation_text
 
 router = APIRouter(route_class=PlainRoute)
 
@@ -33,33 +34,32 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:
-    found = services(request)
+    specs: SpecBuilder = request.app.state.specs
+    answers: SharedAnswers = request.app.state.answers
     body = await read_body(request, MessagesBody)
     key = await read_key(request, body)
     try:
-        spec = await chat_spec(found, body.chat)
+        spec = await specs.chat(body.chat)
     except BadRequestError as error:
         raise body.renamed(error) from error
-    answer = _Answer(found.generation(spec, key))
+    answer = _Answer(answers.generation(spec, key))
     if body.stream:
         events = answer.events()
-        return await reply_stream(request, found, answer.generation, events, named=True)
-    return await reply_whole(request, found, answer.generation, answer.whole)
+        return await reply_stream(request, answer.generation, events, named=True)
+    return await reply_whole(request, answer.generation, answer.whole)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    found = services(request)
+    in_flight: InFlight = request.app.state.in_flight
+    catalog: ModelCatalog = request.app.state.catalog
     body = await read_body(request, CountBody)
-    found.enter()
-    try:
-        model = found.model(body.model)
-        tokenizer = found.tokenizer(model.name)
+    with in_flight.request():
+        model, _ = catalog.resolve(body.model)
+        tokenizer = catalog.tokenizer(model.name)
         text = await conversation_text(model, body.chat, tokenizer)
         [ids] = await tokenizer.encode([text], special_tokens=False)
         return JSONResponse({"input_tokens": len(ids)})
-    finally:
-        found.leave()
 
 
 class _Answer:

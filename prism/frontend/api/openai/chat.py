@@ -15,11 +15,9 @@ from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.requests.generation import TextUpdate
-from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.replies import Event, openai_events, reply_stream, reply_whole
-from prism.frontend.requests.services import services
-from prism.frontend.requests.specs import chat_spec
-from prism.frontend.text.tokenizers import ModelTokenizer
+from prism.frontend.requests.specs import SpecBuilder
 from prism.messages.requests import Logprobs
 
 router = APIRouter(route_class=PlainRoute)
@@ -29,23 +27,23 @@ _DELTA_CHARS = 4  # about those of a token
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
-    found = services(request)
+    specs: SpecBuilder = request.app.state.specs
+    answers: SharedAnswers = request.app.state.answers
     body = await read_body(request, ChatBody)
     key = await read_key(request, body)
-    generation = found.generation(await chat_spec(found, body), key)
-    tokenizer = found.tokenizer(body.model)
+    generation = answers.generation(await specs.chat(body), key)
     if body.stream:
-        kind, choices = "chat.completion.chunk", partial(_Choices, generation, tokenizer)
+        kind, choices = "chat.completion.chunk", partial(_Choices, generation)
         events = openai_events(generation, kind, choices, body.stream_options)
-        return await reply_stream(request, found, generation, events)
-    return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
+        return await reply_stream(request, generation, events)
+    return await reply_whole(request, generation, lambda: _whole(generation))
 
 
 class _Choices:
     """`ShownChoices` of chat completions."""
 
-    def __init__(self, generation: AnyGeneration, tokenizer: ModelTokenizer) -> None:
-        self._generation, self._tokenizer = generation, tokenizer
+    def __init__(self, generation: AnyGeneration) -> None:
+        self._generation = generation
         numbers = range(len(generation.choices))
         role = {"role": "assistant", "content": ""}
         self.begin: list[Event] = [
@@ -57,7 +55,7 @@ class _Choices:
         renderer = self._renderers[update.choice]
         delta = {"delta": renderer.delta(update)}
         reason = renderer.finish_reason(update)
-        return [_choice(update, delta, reason, self._generation, self._tokenizer)]
+        return [_choice(update, delta, reason, self._generation)]
 
 
 class ChoiceRenderer:
@@ -130,14 +128,11 @@ class ChoiceRenderer:
 
 
 def _choice(
-    update: TextUpdate,
-    content: dict[str, Any],
-    reason: str | None,
-    generation: AnyGeneration,
-    tokenizer: ModelTokenizer,
+    update: TextUpdate, content: dict[str, Any], reason: str | None, generation: AnyGeneration
 ) -> dict[str, Any]:
     logprobs = None
     if generation.spec.logprobs is not None:
+        tokenizer = generation.tokenizer
         logprobs = chat_logprobs(tokenizer, update.token_ids, update.logprobs or Logprobs())
     choice = {"index": update.choice, **content, "logprobs": logprobs, "finish_reason": reason}
     if generation.spec.show_token_ids:
@@ -145,12 +140,12 @@ def _choice(
     return choice
 
 
-def _whole(generation: AnyGeneration, tokenizer: ModelTokenizer) -> dict[str, Any]:
+def _whole(generation: AnyGeneration) -> dict[str, Any]:
     choices = []
     for each in generation.choices:
         ended, renderer = each.so_far(), ChoiceRenderer(generation, each.opened.choice)
         message = renderer.message(ended)
         reason = renderer.finish_reason(ended)
-        choices.append(_choice(ended, {"message": message}, reason, generation, tokenizer))
+        choices.append(_choice(ended, {"message": message}, reason, generation))
     head = generation.head("chat.completion")
     return {**head, "choices": choices, "usage": generation.usage()}

@@ -13,11 +13,9 @@ from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import CompletionBody
 from prism.frontend.requests.generation import GeneratedChoice, TextUpdate
-from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.replies import Event, openai_events, reply_stream, reply_whole
-from prism.frontend.requests.services import services
-from prism.frontend.requests.specs import completion_spec
-from prism.frontend.text.tokenizers import ModelTokenizer
+from prism.frontend.requests.specs import SpecBuilder
 from prism.messages.requests import Logprobs
 
 router = APIRouter(route_class=PlainRoute)
@@ -26,25 +24,25 @@ KIND = "text_completion"
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
-    found = services(request)
+    specs: SpecBuilder = request.app.state.specs
+    answers: SharedAnswers = request.app.state.answers
     body = await read_body(request, CompletionBody)
     key = await read_key(request, body)
-    generation = found.generation(await completion_spec(found, body), key)
-    tokenizer = found.tokenizer(body.model)
+    generation = answers.generation(await specs.completion(body), key)
     if body.stream:
-        choices = partial(_Choices, generation, tokenizer)
+        choices = partial(_Choices, generation)
         events = openai_events(generation, KIND, choices, body.stream_options)
-        return await reply_stream(request, found, generation, events)
-    return await reply_whole(request, found, generation, lambda: _whole(generation, tokenizer))
+        return await reply_stream(request, generation, events)
+    return await reply_whole(request, generation, lambda: _whole(generation))
 
 
 class _Choices:
     """`ShownChoices` of completions."""
 
-    def __init__(self, generation: AnyGeneration, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, generation: AnyGeneration) -> None:
         self.begin: list[Event] = []
         numbers = range(len(generation.choices))
-        self._shown = [_Shown(generation, tokenizer, number) for number in numbers]
+        self._shown = [_Shown(generation, number) for number in numbers]
         self._may_wait = bool(generation.spec.echoes) and generation.spec.logprobs is not None
         self._held: list[TextUpdate] = []
 
@@ -66,12 +64,14 @@ class _Choices:
 class _Shown:
     """Choice as the client sees it, after its prompt if that is echoed."""
 
-    def __init__(self, generation: AnyGeneration, tokenizer: ModelTokenizer, choice: int) -> None:
+    def __init__(self, generation: AnyGeneration, choice: int) -> None:
         self._spec = generation.spec
         self._choice = generation.choices[choice]
         # The first choice of a prompt has the prompt's log probabilities.
         self._first = generation.choices[choice - choice % self._spec.shown[1]]
-        self._logprobs = CompletionLogprobs(tokenizer, not self._spec.skip_special_tokens)
+        self._logprobs = CompletionLogprobs(
+            generation.tokenizer, not self._spec.skip_special_tokens
+        )
         self._echo = self._spec.echoes[choice] if self._spec.echoes else ""
 
     def can_begin(self) -> bool:
@@ -104,9 +104,9 @@ class _Shown:
         return joined(prompt, part) if prompt else part
 
 
-def _whole(generation: AnyGeneration, tokenizer: ModelTokenizer) -> dict[str, Any]:
+def _whole(generation: AnyGeneration) -> dict[str, Any]:
     ended = [
-        _Shown(generation, tokenizer, choice.opened.choice).delta(choice.so_far())
+        _Shown(generation, choice.opened.choice).delta(choice.so_far())
         for choice in _best(generation)
     ]
     choices = [{**choice, "index": index} for index, choice in enumerate(ended)]

@@ -10,21 +10,22 @@ from fastapi.responses import Response
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import EmbeddingsBody
-from prism.frontend.requests.embedding_specs import embedding_spec, vector
-from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.embeddings import vector
+from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.replies import reply_whole
-from prism.frontend.requests.services import services
+from prism.frontend.requests.specs import SpecBuilder
 
 router = APIRouter(route_class=PlainRoute)
 
 
 @router.post("/v1/embeddings")
 async def create_embeddings(request: Request) -> Response:
-    found = services(request)
+    specs: SpecBuilder = request.app.state.specs
+    answers: SharedAnswers = request.app.state.answers
     body = await read_body(request, EmbeddingsBody)
     key = await read_key(request, body)
-    generation = found.generation(await embedding_spec(found, body), key)
-    return await reply_whole(request, found, generation, lambda: _answer(generation, body))
+    generation = answers.generation(await specs.embeddings(body), key)
+    return await reply_whole(request, generation, lambda: _answer(generation, body))
 
 
 def _answer(generation: AnyGeneration, body: EmbeddingsBody) -> dict[str, Any]:

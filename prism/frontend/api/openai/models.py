@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from prism.frontend.requests.services import Services, services
+from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.messages.models import ModelSpec
 
 router = APIRouter()
@@ -14,21 +14,21 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    found = services(request)
-    return {"object": "list", "data": [_card(found, *named) for named in found.names()]}
+    catalog: ModelCatalog = request.app.state.catalog
+    return {"object": "list", "data": [_card(catalog, *named) for named in catalog.names()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
-    found = services(request)
-    return _card(found, name, *found.resolve(name))
+    catalog: ModelCatalog = request.app.state.catalog
+    return _card(catalog, name, *catalog.resolve(name))
 
 
-def _card(found: Services, name: str, model: ModelSpec, adapter: str) -> dict[str, Any]:
+def _card(catalog: ModelCatalog, name: str, model: ModelSpec, adapter: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": found.started_unix_s,
+        "created": catalog.started_unix_s,
         "owned_by": "prism",
         "max_model_len": model.context_length,
         "root": model.named(adapter),  # the name that `id` may be an alias of

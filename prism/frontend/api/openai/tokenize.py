@@ -11,11 +11,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from prism.frontend.http import calls
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import TokenizeBody
 from prism.frontend.protocol.openai_types import DetokenizeBody
-from prism.frontend.requests.services import Services, services
+from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.requests.specs import (
     check_ids,
     conversation_text,
@@ -32,35 +33,30 @@ _INLINE_TOKENS_MAX = 4096
 @router.post("/tokenize")
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(request: Request) -> Response:
-    found = services(request)
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, TokenizeBody)
-    found.enter()
-    try:
-        model, tokenizer = _named(found, body.model)
+    with in_flight.request():
+        model, tokenizer = _named(request, body.model)
         ids = await _ids(body, model, tokenizer)
         return await _reply(lambda: _tokenized(body, model, tokenizer, ids), len(ids))
-    finally:
-        found.leave()
 
 
 @router.post("/detokenize")
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(request: Request) -> Response:
-    found = services(request)
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, DetokenizeBody)
-    found.enter()
-    try:
-        _, tokenizer = _named(found, body.model)
+    with in_flight.request():
+        _, tokenizer = _named(request, body.model)
         return await _reply(lambda: _detokenized(body, tokenizer), len(body.tokens))
-    finally:
-        found.leave()
 
 
-def _named(found: Services, name: str) -> tuple[ModelSpec, ModelTokenizer]:
-    model = found.model(name)
+def _named(request: Request, name: str) -> tuple[ModelSpec, ModelTokenizer]:
+    catalog: ModelCatalog = request.app.state.catalog
+    model, _ = catalog.resolve(name)
     if (call := calls.current.get()) is not None:
         call.model = model.name
-    return model, found.tokenizer(model.name)
+    return model, catalog.tokenizer(model.name)
 
 
 async def _ids(body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer) -> list[int]:

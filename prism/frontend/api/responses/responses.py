@@ -14,7 +14,7 @@ from prism.frontend.api.openai.chat_parts import ChatParts, Kind
 from prism.frontend.api.responses.response_types import ResponsesBody
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
-from prism.frontend.requests.idempotency import AnyGeneration, read_key
+from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.replies import (
     Event,
     Events,
@@ -22,9 +22,7 @@ from prism.frontend.requests.replies import (
     reply_whole,
     run_in_thread_if_slow,
 )
-from prism.frontend.requests.services import services
-from prism.frontend.requests.specs import chat_spec
-from prism.frontend.text.tokenizers import ModelTokenizer
+from prism.frontend.requests.specs import SpecBuilder
 
 router = APIRouter(route_class=PlainRoute)
 
@@ -43,27 +41,26 @@ _CONTENTS: dict[Kind, Event] = {
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
-    found = services(request)
+    specs: SpecBuilder = request.app.state.specs
+    answers: SharedAnswers = request.app.state.answers
     body = await read_body(request, ResponsesBody)
     key = await read_key(request, body)
     try:
-        spec = await chat_spec(found, body.chat)
+        spec = await specs.chat(body.chat)
     except BadRequestError as error:
         raise body.renamed(error) from error
-    generation = found.generation(spec, key)
-    answer = _Answer(body, generation, found.tokenizer(body.model))
+    generation = answers.generation(spec, key)
+    answer = _Answer(body, generation)
     if body.stream:
-        return await reply_stream(request, found, generation, answer.events(), named=True)
-    return await reply_whole(request, found, generation, answer.whole)
+        return await reply_stream(request, generation, answer.events(), named=True)
+    return await reply_whole(request, generation, answer.whole)
 
 
 class _Answer:
     """Answer of one request, whole or as events."""
 
-    def __init__(
-        self, body: ResponsesBody, generation: AnyGeneration, tokenizer: ModelTokenizer
-    ) -> None:
-        self._body, self._generation, self._tokenizer = body, generation, tokenizer
+    def __init__(self, body: ResponsesBody, generation: AnyGeneration) -> None:
+        self._body, self._generation = body, generation
 
     def whole(self) -> dict[str, Any]:
         items = _Items(self._generation)
@@ -128,7 +125,7 @@ class _Answer:
 
     def _usage(self, items: _Items) -> dict[str, Any]:
         made = self._generation.usage()
-        reasoned = self._tokenizer.count(items.reasoning)
+        reasoned = self._generation.tokenizer.count(items.reasoning)
         return {
             "input_tokens": made["prompt_tokens"],
             "input_tokens_details": made["prompt_tokens_details"],

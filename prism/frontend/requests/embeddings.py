@@ -1,0 +1,48 @@
+"""Embeddings: which a model has, and their form in the answer.
+
+The queue and engines handle them as requests with one output that is not a token. SLOs on the time
+to the answer, shedding, rates and retries apply as to all requests.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any, Literal
+
+import numpy as np
+
+from prism.errors import BadRequestError
+from prism.frontend.http.errors import bad_request
+from prism.messages.models import ModelSpec
+
+
+class NoEmbeddingsError(BadRequestError):
+    """The model generates text and does not have embeddings."""
+
+    code = "model_has_no_embeddings"
+
+
+def check_able(model: ModelSpec, dimensions: int | None) -> None:
+    """Raises BadRequestError if the model does not have embeddings of this size."""
+    if model.embedding is None:
+        error = NoEmbeddingsError(
+            f"model: {model.name} does not have embeddings; use an embedding model"
+        )
+        error.param = "model"
+        raise error
+    if dimensions is not None and not model.embedding.may_have(dimensions):
+        known = sorted({*model.embedding.dimensions, model.embedding.size})
+        raise bad_request(
+            f"dimensions: {dimensions} is not supported by {model.name}; give one of"
+            f" {', '.join(map(str, known))}, or omit the field",
+            "dimensions",
+        )
+
+
+def vector(embedding: bytes, dimensions: int | None, form: Literal["float", "base64"]) -> Any:
+    """Returns the vector truncated to `dimensions`, normalized again, in the client's format."""
+    values = np.frombuffer(embedding, "<f4")
+    if dimensions is not None and dimensions < len(values):
+        values = values[:dimensions]
+        values = (values / (np.linalg.norm(values) or 1.0)).astype("<f4")
+    return b64encode(values.tobytes()).decode() if form == "base64" else values.tolist()
