@@ -15,7 +15,9 @@ import zmq.asyncio
 from prism import clock
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import QueueUnavailableError, UnknownModelError
+from prism.frontend.dispatch.agent_links import AgentLinks
 from prism.frontend.dispatch.enqueuer import Enqueuer
+from prism.frontend.dispatch.heartbeat import Heartbeat
 from prism.frontend.dispatch.lost_requests import LostRequestWatch
 from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.dispatch.refusals import RefusalWatch
@@ -24,20 +26,16 @@ from prism.frontend.http.errors import SheddingError
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
-from prism.messages.cluster import FrontendState
-from prism.messages.requests import Cancel, EngineOutput, Failure, ToFrontend
+from prism.messages.requests import EngineOutput, Failure, ToFrontend
 from prism.queueing.requests import RequestQueue
 from prism.tasks import cancel_all
 from prism.transport import Channel
 
 log = logging.getLogger(__name__)
 
-_HEARTBEAT_TTL_S = 6.0
-_HEARTBEAT_S = 2.0
 _PROGRESS_CHECK_S = 1.0
 _RESTORED_AT_ONCE = 16
 _UNKNOWN_MAX = 1024
-_CANCEL_BATCH_MAX = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _LINGER_MS = 200
 # Number of chunks after which to check whether the loop keeps up with the engines' steps.
@@ -63,6 +61,7 @@ class Dispatcher:
         self._enqueuer = Enqueuer(queue, self.log)
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
+        self._heartbeat = Heartbeat(live, frontend_id, queue, self.log, self._restore)
         self._queue = queue
         self._live = live
         self._slo_ttft_s = {model.name: model.slo_ttft_s for model in config.models}
@@ -73,7 +72,7 @@ class Dispatcher:
         self.siblings = Siblings(
             self._context, config, frontend_id, lambda names: metrics.text(frontend_id, names)
         )
-        self._cancels: dict[str, Channel[None]] = {}  # by the agent's endpoint
+        self._agents = AgentLinks(self._context)
         self._loops: list[asyncio.Task[None]] = []
         # Set when a bug has ended one of the loops: nothing is served after that.
         self.broken = asyncio.Event()
@@ -81,13 +80,13 @@ class Dispatcher:
         self._unknown: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> None:
-        for endpoint in self._live.config.own_frontend_endpoints(self.frontend_id):
+        config = self._live.config
+        for endpoint in config.own_frontend_endpoints(self.frontend_id):
             self._inbox.bind(endpoint)
-        self._connect()
+        self._agents.connect(config)
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
-        self._loops = [
-            self._spawn(loop) for loop in (self._receive(), self._run_heartbeat(), *watches)
-        ]
+        loops = (self._receive(), self._heartbeat.run(), *watches)
+        self._loops = [self._spawn(loop) for loop in loops]
 
     async def close(self) -> None:
         """Cancels the open requests and waits up to _CLOSE_TIMEOUT_S for their cancellations."""
@@ -106,19 +105,8 @@ class Dispatcher:
         self.log.resize(*_bounds(config))
         self._refusals.after_s = config.frontend.refused_timeout_s
         self._slo_ttft_s |= {model.name: model.slo_ttft_s for model in config.models}
-        self._connect()
-        self._spawn(self._announce_config())
-
-    def _connect(self) -> None:
-        """Connects to the agents of the configuration and disconnects from all others."""
-        config = self._live.config
-        wanted = {config.agent_cancel_endpoint(device.name) for device in config.devices}
-        for endpoint in self._cancels.keys() - wanted:
-            self._cancels.pop(endpoint).close()
-        for endpoint in wanted - self._cancels.keys():
-            channel = Channel[None](self._context, zmq.PUSH, secret=config.cluster_key)
-            self._cancels[endpoint] = channel
-            channel.connect(endpoint)
+        self._agents.connect(config)
+        self._spawn(self._heartbeat.announce())
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -145,10 +133,8 @@ class Dispatcher:
     def _is_served(self, model: str) -> bool:
         """Returns whether the model accepts requests. A removed model does until no request for it
         is open: then a heartbeat tells the scheduler, which evicts it."""
-        return model in self._served() or model in self.log.models()
-
-    def _served(self) -> set[str]:
-        return {model.name for model in self._live.config.models}
+        served = (each.name for each in self._live.config.models)
+        return model in served or model in self.log.models()
 
     def close_requests(self, request_ids: Sequence[str]) -> None:
         """Closes requests that the engine has ended."""
@@ -172,16 +158,7 @@ class Dispatcher:
             await self._queue.forget(request_ids)
         except QueueUnavailableError as error:
             log.warning("cannot remove %d requests from the queue: %s", len(request_ids), error)
-        self._send_cancel(request_ids)
-
-    def _send_cancel(self, request_ids: list[str]) -> None:
-        for start in range(0, len(request_ids), _CANCEL_BATCH_MAX):
-            batch = request_ids[start : start + _CANCEL_BATCH_MAX]
-            for channel in self._cancels.values():
-                try:
-                    channel.send(Cancel(batch))
-                except zmq.ZMQError as error:
-                    log.debug("cannot send cancellations to an agent: %s", error)
+        self._agents.cancel(request_ids)
 
     # --- output -----------------------------------------------------------------------------
 
@@ -229,7 +206,7 @@ class Dispatcher:
         for failure in output.failures:
             self._recover(failure, self.log.take_failure(failure, output.agent))
         if unknown:
-            self._send_cancel(unknown)
+            self._agents.cancel(unknown)
 
     def _is_unknown_and_new(self, request_id: str) -> bool:
         """Returns whether this is the first output for a request that is not open here. The
@@ -287,43 +264,9 @@ class Dispatcher:
                     text = f"no token for {timeout_s:g} s; the request was cancelled"
                     entry.fail("timeout", text)
 
-    # --- heartbeat --------------------------------------------------------------------------
-
-    async def _run_heartbeat(self) -> None:
-        """Sends heartbeats. Open requests are restored at the second heartbeat that Redis answers
-        after an outage, or with another incarnation of its data. By then the agents have registered
-        their running requests."""
-        restored: str | None = None
-        seen: str | None = ""
-        while True:
-            began_s = time.monotonic()
-            try:
-                incarnation = await self._send_heartbeat()
-                if incarnation == seen != restored:
-                    await self._restore()
-                    restored = incarnation
-                seen = incarnation
-            except QueueUnavailableError as error:
-                log.log(logging.DEBUG if seen is None else logging.WARNING, "%s", error)
-                restored = seen = None
-            await asyncio.sleep(max(0.1, _HEARTBEAT_S - (time.monotonic() - began_s)))
-
-    async def _send_heartbeat(self) -> str:
-        """Sends a heartbeat and returns the incarnation of Redis's data."""
-        leaving = sorted(self.log.models() - self._served())
-        state = FrontendState(self._live.config.revision, leaving)
-        return await self._queue.beat(self.frontend_id, _HEARTBEAT_TTL_S, state)
-
-    async def _announce_config(self) -> None:
-        """Announces the configuration at once, before the next heartbeat does."""
-        try:
-            await self._send_heartbeat()
-        except QueueUnavailableError as error:
-            log.warning("%s", error)
-
     async def _restore(self) -> None:
-        """Enqueues the open requests, since Redis may have lost its data. Otherwise this changes
-        nothing: it is idempotent by id and attempt, and agents know their running and ended
+        """Enqueues the open requests. If Redis has not lost its data, this changes nothing: it is
+        idempotent by id and attempt, and agents know their running and ended
         requests."""
         entries = self.log.unended()
         # Several at a time, since the next heartbeat waits for all of them.

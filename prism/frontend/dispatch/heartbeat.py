@@ -1,0 +1,75 @@
+"""Heartbeat of a frontend in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from prism.errors import QueueUnavailableError
+from prism.frontend.dispatch.request_log import RequestLog
+from prism.frontend.live_config import LiveConfig
+from prism.messages.cluster import FrontendState
+from prism.queueing.requests import RequestQueue
+
+log = logging.getLogger(__name__)
+
+_TTL_S = 6.0
+_PERIOD_S = 2.0
+
+
+class Heartbeat:
+    """Heartbeat of a frontend, with the revision of its configuration and the removed models that
+    still have open requests. For one event loop.
+
+    `restore` enqueues the open requests again, since Redis may have lost its data. It may raise
+    QueueUnavailableError, and is then called again.
+    """
+
+    def __init__(
+        self,
+        live: LiveConfig,
+        frontend_id: str,
+        queue: RequestQueue,
+        requests: RequestLog,
+        restore: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._live = live
+        self._id = frontend_id
+        self._queue = queue
+        self._requests = requests
+        self._restore = restore
+
+    async def run(self) -> None:
+        """Sends heartbeats until cancelled. Open requests are restored at the second heartbeat that
+        Redis answers after an outage, or with another incarnation of its data. By then the agents
+        have registered their running requests."""
+        restored: str | None = None
+        seen: str | None = ""
+        while True:
+            began_s = time.monotonic()
+            try:
+                incarnation = await self._send()
+                if incarnation == seen != restored:
+                    await self._restore()
+                    restored = incarnation
+                seen = incarnation
+            except QueueUnavailableError as error:
+                log.log(logging.DEBUG if seen is None else logging.WARNING, "%s", error)
+                restored = seen = None
+            await asyncio.sleep(max(0.1, _PERIOD_S - (time.monotonic() - began_s)))
+
+    async def announce(self) -> None:
+        """Announces a new configuration at once, before the next heartbeat does."""
+        try:
+            await self._send()
+        except QueueUnavailableError as error:
+            log.warning("%s", error)
+
+    async def _send(self) -> str:
+        """Sends a heartbeat and returns the incarnation of Redis's data."""
+        config = self._live.config
+        leaving = sorted(self._requests.models() - {model.name for model in config.models})
+        state = FrontendState(config.revision, leaving)
+        return await self._queue.beat(self._id, _TTL_S, state)
