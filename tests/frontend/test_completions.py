@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 
-from prism.frontend.dispatch import dispatcher
+from prism.frontend.dispatch import receiving
 from prism.messages.requests import Chunk, EngineOutput, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import answering, tokens
@@ -88,13 +88,13 @@ async def test_steps_of_many_streams_share_events(
 ) -> None:
     """Pauses a late frontend, here until the test has sent two more steps."""
     rested, ids, agent = asyncio.Event(), ids_of(TEXT)[:3], stack.agent
-    monkeypatch.setattr(dispatcher, "_pause", lambda _: rested.wait())
-    monkeypatch.setattr(dispatcher, "_LATE_IN_A_ROW", 0)
-    choices = dispatcher._MANY_CHUNKS // 4
+    monkeypatch.setattr(receiving, "_pause", lambda _: rested.wait())
+    monkeypatch.setattr(receiving, "_LATE_IN_A_ROW", 0)
+    choices = receiving._MANY_CHUNKS // 4
     body: dict[str, Any] = {"model": "base", "prompt": "p", "n": choices, "return_token_ids": True}
     streams = asyncio.gather(*(stream(stack, "/v1/completions", **body) for _ in range(4)))
     async with asyncio.timeout(30):
-        while len(agent.seen) < dispatcher._MANY_CHUNKS:
+        while len(agent.seen) < receiving._MANY_CHUNKS:
             await asyncio.sleep(0.01)
     for number, token_id in enumerate(ids):
         reason = "length" if number == 2 else None
@@ -154,12 +154,12 @@ async def test_a_frontend_rests_only_where_it_is_late(
         rested.append(wrote_s)
 
     inbox = ScriptedInbox(*steps)
-    monkeypatch.setattr(dispatcher, "_pause", rest)
-    monkeypatch.setattr(stack.state.dispatcher, "_inbox", inbox)
-    receiving = asyncio.create_task(stack.state.dispatcher._receive())
+    monkeypatch.setattr(receiving, "_pause", rest)
+    deliver = stack.state.dispatcher._deliver
+    task = asyncio.create_task(receiving.receive(cast("Any", inbox), deliver))
     async with asyncio.timeout(30):
         await inbox.is_empty.wait()
-    receiving.cancel()
+    task.cancel()
     assert len(rested) == rests
 
 

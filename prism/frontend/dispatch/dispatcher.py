@@ -20,6 +20,7 @@ from prism.frontend.dispatch.enqueuer import Enqueuer
 from prism.frontend.dispatch.heartbeat import Heartbeat
 from prism.frontend.dispatch.lost_requests import LostRequestWatch
 from prism.frontend.dispatch.queue_retry import retry_until_available
+from prism.frontend.dispatch.receiving import receive
 from prism.frontend.dispatch.refusals import RefusalWatch
 from prism.frontend.dispatch.request_log import ChunkOutcome, OpenRequest, RequestLog
 from prism.frontend.http.errors import SheddingError
@@ -38,11 +39,6 @@ _RESTORED_AT_ONCE = 16
 _UNKNOWN_MAX = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _LINGER_MS = 200
-# Number of chunks after which to check whether the loop keeps up with the engines' steps.
-_MANY_CHUNKS = 100
-_LATE_IN_A_ROW = 3  # a single late step is made up for without a pause
-_TURNS_TO_WRITE = 2  # turns of the event loop: streams make events, then the loop writes them
-_PAUSE_MAX_S = 0.02
 
 
 class Dispatcher:
@@ -85,7 +81,7 @@ class Dispatcher:
             self._inbox.bind(endpoint)
         self._agents.connect(config)
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
-        loops = (self._receive(), self._heartbeat.run(), *watches)
+        loops = (receive(self._inbox, self._deliver), self._heartbeat.run(), *watches)
         self._loops = [self._spawn(loop) for loop in loops]
 
     async def close(self) -> None:
@@ -162,33 +158,11 @@ class Dispatcher:
 
     # --- output -----------------------------------------------------------------------------
 
-    async def _receive(self) -> None:
-        waiting: list[ToFrontend] = []
-        chunks = 0  # delivered, and not yet written to clients
-        late = 0  # checks in a row in which the loop was late
-        while True:
-            messages = waiting or [(await self._inbox.receive())[1]]
-            chunks += self._deliver([*messages, *self._inbox.arrived()])
-            waiting = []
-            if chunks < _MANY_CHUNKS:
-                continue
-            chunks, began_s = 0, time.monotonic()
-            for _ in range(_TURNS_TO_WRITE):
-                await asyncio.sleep(0)
-            waiting = self._inbox.arrived()
-            late = late + 1 if _span_two_steps(waiting) else 0
-            if late >= _LATE_IN_A_ROW:
-                await _pause(time.monotonic() - began_s)
-
-    def _deliver(self, messages: Sequence[ToFrontend]) -> int:
-        """Delivers the messages and returns the number of their chunks."""
-        outputs = [each for each in messages if isinstance(each, EngineOutput)]
-        for message in messages:
-            if isinstance(message, EngineOutput):
-                self._take(message)
-            else:
-                self.siblings.take(message)
-        return sum(len(each.chunks) for each in outputs)
+    def _deliver(self, message: ToFrontend) -> None:
+        if isinstance(message, EngineOutput):
+            self._take(message)
+        else:
+            self.siblings.take(message)
 
     def _take(self, output: EngineOutput) -> None:
         unknown = []
@@ -285,24 +259,6 @@ class Dispatcher:
             log.error("a background task failed", exc_info=error)
             if task in self._loops:
                 self.broken.set()
-
-
-def _span_two_steps(waiting: Sequence[ToFrontend]) -> bool:
-    """Returns whether a request has chunks in two messages: two steps came during one write."""
-    seen: set[str] = set()
-    for message in waiting:
-        if isinstance(message, EngineOutput):
-            ids = {chunk.request_id for chunk in message.chunks}
-            if not seen.isdisjoint(ids):
-                return True
-            seen |= ids
-    return False
-
-
-async def _pause(wrote_s: float) -> None:
-    """Yields the loop to other work for as long as the writing took. Tokens of the steps that
-    arrive meanwhile share one event and one write."""
-    await asyncio.sleep(min(wrote_s, _PAUSE_MAX_S))
 
 
 def _bounds(config: ClusterConfig) -> tuple[int, int]:
