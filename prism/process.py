@@ -74,6 +74,35 @@ def set_process_name(name: str) -> None:
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
+def fork_child(
+    name: str, main: Callable[[], int], log: logging.Logger, what: str, *, outlives: bool = False
+) -> int:
+    """Forks a child that runs `main`. Returns its pid.
+
+    The child exits with the status that `main` returns, or with 1 after an exception, which is
+    logged as a failure of `what`. `os._exit` skips the parent's exit handlers. REQUIRES: this
+    process has one thread.
+
+    Args:
+        name: name of the process.
+        outlives: True if the child may outlive this process.
+    """
+    parent_pid = os.getpid()
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        if not outlives:
+            die_with_parent(parent_pid)
+        set_process_name(name)
+        status = main()
+    except BaseException:
+        log.exception("%s failed", what)
+    finally:
+        flush_log()
+        os._exit(status)
+
+
 def configure_logging(
     text: str = "%(asctime)s %(levelname)s %(name)s: %(message)s",
 ) -> None:

@@ -60,7 +60,7 @@ from prism.messages.forkserver import (
     ForkServerReady,
     FromForkServer,
 )
-from prism.process import die_with_parent, flush_log, set_process_name
+from prism.process import die_with_parent, flush_log, fork_child
 
 TERMINATE_S = 5.0
 ENDED_LOGS_MAX = 8
@@ -211,28 +211,16 @@ class ForkServer:
         self._report(EngineForked(engine_id=engine_id, pid=pid))
 
     def _fork(self, order: ForkEngine) -> int:
-        parent_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._run_engine(order, parent_pid)
-        return pid
+        run = partial(self._run_engine, order)
+        return fork_child("prism-engine", run, log, f"engine {order.engine_id}")
 
-    def _run_engine(self, order: ForkEngine, parent_pid: int) -> NoReturn:
-        """Runs in the child and never returns. `os._exit` skips the parent's exit handlers."""
-        status, engine_id = 1, order.engine_id
-        try:
-            die_with_parent(parent_pid)
-            set_process_name("prism-engine")
-            self._leave_fork_server(engine_id)
-            # CUDA reads it when this process creates its context, which does not exist yet.
-            os.environ[SM_VARIABLE] = str(order.sm_percent)
-            context = EngineContext(engine_id, self._device, self._config)
-            status = run_engine(context, launch_ranks(context, self._adapter.create, order.peers))
-        except BaseException:
-            log.exception("engine %s failed", engine_id)
-        finally:
-            flush_log()
-            os._exit(status)
+    def _run_engine(self, order: ForkEngine) -> int:
+        """Runs in the child. Returns the exit code."""
+        self._leave_fork_server(order.engine_id)
+        # CUDA reads it when this process creates its context, which does not exist yet.
+        os.environ[SM_VARIABLE] = str(order.sm_percent)
+        context = EngineContext(order.engine_id, self._device, self._config)
+        return run_engine(context, launch_ranks(context, self._adapter.create, order.peers))
 
     def _leave_fork_server(self, engine_id: str) -> None:
         signal.set_wakeup_fd(-1)

@@ -17,11 +17,12 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from kvcached.handover.wire import is_same_user
-from prism.process import HEARTBEAT_S, HeartbeatWriter, flush_log, set_process_name
+from prism.process import HEARTBEAT_S, HeartbeatWriter, fork_child
 
 DESCRIPTORS = 3
 _RECEIVE_TIMEOUT_S = 1.0
@@ -94,9 +95,8 @@ class Preloaded:
                 os.close(fd)
 
     def _fork(self, client: socket.socket, fds: Sequence[int]) -> None:
-        pid = os.fork()
-        if pid == 0:
-            self._run_fork_server(client, fds)
+        run = partial(self._run_fork_server, client, fds)
+        pid = fork_child("prism-forks", run, log, "the fork server", outlives=True)
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -111,25 +111,17 @@ class Preloaded:
         finally:
             os.close(pidfd)
 
-    def _run_fork_server(self, client: socket.socket, fds: Sequence[int]) -> NoReturn:
-        """Runs in the child and never returns. `os._exit` skips the parent's exit handlers."""
-        status = 1
-        try:
-            set_process_name("prism-forks")
-            os.setsid()  # the supervisor kills the session of a process that hangs
-            self._selector.close()
-            for inherited in (self._listener, client, *self._clients.values()):
-                if inherited is not None:
-                    inherited.close()
-            for number, fd in enumerate(fds):
-                os.dup2(fd, number)
-                os.close(fd)
-            status = self._serve()
-        except BaseException:
-            log.exception("the fork server failed")
-        finally:
-            flush_log()
-            os._exit(status)
+    def _run_fork_server(self, client: socket.socket, fds: Sequence[int]) -> int:
+        """Runs in the child. Returns the exit code."""
+        os.setsid()  # the supervisor kills the session of a process that hangs
+        self._selector.close()
+        for inherited in (self._listener, client, *self._clients.values()):
+            if inherited is not None:
+                inherited.close()
+        for number, fd in enumerate(fds):
+            os.dup2(fd, number)
+            os.close(fd)
+        return self._serve()
 
     def _reap(self) -> None:
         for pid, client in list(self._clients.items()):

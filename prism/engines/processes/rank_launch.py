@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import shutil
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.processes.rank_follower import Follower
 from prism.engines.processes.rank_leader import LeaderCore
 from prism.engines.ranks.group import RankGroup
 from prism.errors import RankLostError
-from prism.process import die_with_parent, flush_log, set_process_name
+from prism.process import fork_child
 
 Create = Callable[[EngineContext], EngineCore]
 
@@ -114,27 +113,12 @@ def _folder(context: EngineContext) -> Path:
 
 
 def _fork(launch: RankLaunch, create: Create, links: Sequence[socket.socket]) -> int:
-    parent_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
+    def run() -> int:
         for link in links:
             link.close()
-        _run_in_child(launch, create, parent_pid)
-    return pid
+        with suppress(RankLostError):
+            run_follower(launch, create)
+            return 0
+        return 1
 
-
-def _run_in_child(launch: RankLaunch, create: Create, parent_pid: int) -> NoReturn:
-    """Runs the rank and never returns. `os._exit` skips the parent's exit handlers."""
-    status = 1
-    try:
-        die_with_parent(parent_pid)
-        set_process_name("prism-rank")
-        run_follower(launch, create)
-        status = 0
-    except RankLostError:
-        pass
-    except BaseException:
-        log.exception("%s failed", launch.context.engine_id)
-    finally:
-        flush_log()
-        os._exit(status)
+    return fork_child("prism-rank", run, log, launch.context.engine_id)

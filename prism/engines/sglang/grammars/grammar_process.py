@@ -23,7 +23,7 @@ import warnings
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +33,7 @@ from xgrammar import GrammarMatcher
 
 from prism.engines.sglang.grammars import vocabulary
 from prism.engines.sglang.grammars.parsers import WHITESPACE_MAX
-from prism.process import die_with_parent, flush_log, set_process_name
+from prism.process import die_with_parent, fork_child, set_process_name
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
@@ -87,33 +87,24 @@ def start() -> socket.socket:
     Raises OSError if no process can be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent_pid = os.getpid()
-    if os.fork() == 0:
-        _run_server(theirs, parent_pid)
+    run = partial(_run_server, theirs)
+    fork_child("prism-grammars", run, log, "the server of grammar processes")
     theirs.close()
     return ours
 
 
-def _run_server(link: socket.socket, parent_pid: int) -> NoReturn:
-    """Runs the server in the child and never returns. `os._exit` skips the parent's exit
-    handlers."""
-    try:
-        die_with_parent(parent_pid)
-        set_process_name("prism-grammars")
-        warnings.simplefilter("ignore")  # SGLang's use of XGrammar
-        signal.set_wakeup_fd(-1)
-        # SIGTERM may go to all processes of a service. The engine must end or finish first.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # `cpu_limit`: a handler would not end a call
-        os.dup2(link.detach(), 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        _serve(socket.socket(fileno=3))
-    except BaseException:
-        log.exception("the server of grammar processes failed")
-    finally:
-        flush_log()
-        os._exit(0)
+def _run_server(link: socket.socket) -> int:
+    """Runs the server in the child. Returns the exit code."""
+    warnings.simplefilter("ignore")  # SGLang's use of XGrammar
+    signal.set_wakeup_fd(-1)
+    # SIGTERM may go to all processes of a service. The engine must end or finish first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # `cpu_limit`: a handler would not end a call
+    os.dup2(link.detach(), 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    _serve(socket.socket(fileno=3))
+    return 0
 
 
 def _serve(link: socket.socket) -> None:
