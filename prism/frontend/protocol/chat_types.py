@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -32,6 +33,11 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
 _SHORT_MESSAGES = 32
 _SHORT_TOOLS = 8
 _SHORT_CHARS = 16 << 10
+
+
+def text_of(*kinds: str) -> BeforeValidator:
+    """Returns the validator of a text that may be sent in parts of these kinds."""
+    return BeforeValidator(lambda value: joined_parts(value, *kinds))
 
 
 class FunctionCall(BaseModel):
@@ -96,7 +102,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str  # parts of type "text" are joined by newlines
+    content: Annotated[str, text_of("text")]
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -141,15 +147,10 @@ class Message(BaseModel):
         texts = [text for call in calls for text in (call.name, call.arguments)]
         return [self.content, self.reasoning_content, self.name, self.tool_call_id, *texts]
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content_text(cls, value: Any) -> Any:
-        return joined_parts(value, "text")
-
 
 def joined_parts(value: Any, *kinds: str) -> Any:
-    """Returns the joined text of a list of parts of these kinds; any other value unchanged. Raises
-    ValueError."""
+    """Returns the text of a list of parts of these kinds, joined by newlines; any other value
+    unchanged. Raises ValueError."""
     if not isinstance(value, list):
         return value
     if len(value) > PARTS_MAX:

@@ -22,6 +22,7 @@ from prism.frontend.protocol.chat_types import (
     ToolName,
     check_count,
     joined_parts,
+    text_of,
 )
 from prism.frontend.protocol.openai_types import IGNORED, TokenCount
 
@@ -54,7 +55,7 @@ class Block(BaseModel):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: str = ""  # result of a tool; texts are joined by newlines
+    content: Annotated[str, text_of("text")] = ""  # result of a tool
 
     @model_validator(mode="before")
     @classmethod
@@ -67,11 +68,6 @@ class Block(BaseModel):
         if _BLOCKS[kind] not in value:
             raise ValueError(f"a {kind} block requires {_BLOCKS[kind]}")
         return {name: part for name, part in value.items() if part is not None}
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content_text(cls, value: Any) -> Any:
-        return joined_parts(value, "text")
 
 
 class MessageParam(BaseModel):

@@ -26,7 +26,7 @@ from prism.frontend.protocol.chat_types import (
     ConvertedBody,
     ToolName,
     check_count,
-    joined_parts,
+    text_of,
 )
 from prism.frontend.protocol.openai_types import IGNORED, TokenCount
 
@@ -40,7 +40,7 @@ _NOT_EXTENSIONS = {
 _STORED = ("conversation", "previous_response_id", "store")
 # Accepted and ignored: reasoning is returned as text.
 _INCLUDED = ("reasoning.encrypted_content",)
-_TEXTS = ("input_text", "output_text", "refusal")
+_CONTENT_PARTS = ("input_text", "output_text", "refusal", "reasoning_text")
 # Type of an item -> (required fields, optional fields).
 _FIELDS = {
     "message": (("role", "content"), ()),
@@ -62,12 +62,12 @@ class Item(BaseModel):
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | None = None
-    summary: str | None = None
+    content: Annotated[str | None, text_of(*_CONTENT_PARTS)] = None
+    summary: Annotated[str | None, text_of("summary_text")] = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | None = None
+    output: Annotated[str | None, text_of("input_text")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -90,21 +90,6 @@ class Item(BaseModel):
         if other := fields.keys() - {"type", "id", "status", *needed, *allowed}:
             raise ValueError(f"{min(other)!r:.80} is not a field of a {kind}; remove it")
         return fields
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content_text(cls, value: Any) -> Any:
-        return joined_parts(value, *_TEXTS, "reasoning_text")
-
-    @field_validator("summary", mode="before")
-    @classmethod
-    def _summary_text(cls, value: Any) -> Any:
-        return joined_parts(value, "summary_text")
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _output_text(cls, value: Any) -> Any:
-        return joined_parts(value, "input_text")
 
 
 class FunctionTool(BaseModel):
