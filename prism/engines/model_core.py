@@ -7,7 +7,7 @@ import itertools
 import logging
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import kvcached
@@ -16,11 +16,13 @@ from prism.config.checks.memory_needs import GpuNeeds
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.model_memory import MemoryPlan, ModelMemory
+from prism.engines.request_checks import failure
 from prism.engines.timeline import Timeline
 from prism.engines.weights.model_weights import ModelWeights, StoreAccess
-from prism.errors import ActivationError, RankLostError, SelfCheckError
+from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.gpu import OutsideMemory
+from prism.messages.requests import Request
 from prism.models.prefill_speed import Speed
 
 log = logging.getLogger("prism.engine")
@@ -104,6 +106,14 @@ class ModelCore(ABC, Generic[M, A, R]):
     @abstractmethod
     def _warm_up(self, active: A) -> tuple[int, ...]:
         """Computes the first tokens. Returns the model's fingerprint."""
+
+    @abstractmethod
+    def _submit(self, active: A, request: Request, rid: str) -> R:
+        """Queues a request under an engine-local id. Raises RequestError if it can never run."""
+
+    @abstractmethod
+    def _step(self, active: A, output: StepOutput) -> bool:
+        """Runs a step that adds to `output`. Returns whether there is more to compute."""
 
     @abstractmethod
     def _tear_down(self) -> None:
@@ -231,6 +241,28 @@ class ModelCore(ABC, Generic[M, A, R]):
         if self._links is not None:
             self._links.close()
         self._client.close()
+
+    # --- requests --------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        active = self._required()
+        for request in requests:
+            rid = f"{next(self._rids)}/"  # with a slash, since SGLang cancels by prefix of the id
+            try:
+                self._by_rid[rid] = self._submit(active, request, rid)
+            except RequestError as error:
+                self._ended.failures.append(failure(request, error))
+                continue
+            self._totals.prompt_tokens += len(request.prompt_ids)
+
+    def handing_over(self) -> bool:
+        return self._active is not None and self._active.memory.kv.open_offers() > 0
+
+    def step(self) -> StepOutput:
+        output, self._ended = self._ended, StepOutput()
+        if self._active is not None:
+            output.busy = self._step(self._active, output)
+        return output
 
     # --- memory ----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from prism.engines.core import EngineContext, StepOutput
 from prism.engines.kv_moves.moves import KVMoves
 from prism.engines.model_core import ModelCore
 from prism.engines.model_memory import plan
-from prism.engines.request_checks import failure
 from prism.engines.sglang import host
 from prism.engines.sglang.active import ActiveModel
 from prism.engines.sglang.decode_graphs import DecodeGraphs
@@ -23,11 +22,7 @@ from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.sglang.scheduling import moving, warm_up
 from prism.engines.sglang.scheduling.scheduler import Emission
-from prism.errors import (
-    EngineError,
-    RequestError,
-    RequestsFailedError,
-)
+from prism.errors import EngineError, RequestsFailedError
 from prism.messages.engine import ActivateEngine
 from prism.messages.gpu import OutsideMemory
 from prism.messages.requests import Chunk, Failure, Request
@@ -95,19 +90,9 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
 
     # --- requests --------------------------------------------------------------------------
 
-    def submit(self, requests_: Sequence[Request]) -> None:
-        active = self._required()
-        for request in requests_:
-            rid = f"{next(self._rids)}/"  # with a slash, since SGLang cancels by prefix of the id
-            try:
-                self._totals.imported_tokens += active.submit(request, rid)
-            except RequestError as error:
-                self._ended.failures.append(failure(request, error))
-                continue
-            self._by_rid[rid] = _Running(
-                request, len(request.resume.output_ids) if request.resume else 0
-            )
-            self._totals.prompt_tokens += len(request.prompt_ids)
+    def _submit(self, active: ActiveModel, request: Request, rid: str) -> _Running:
+        self._totals.imported_tokens += active.submit(request, rid)
+        return _Running(request, request.resumed_tokens)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -125,16 +110,9 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
             del self._by_rid[rid]
         return [active.export(rid, request, targets) for rid, request in leaving]
 
-    def handing_over(self) -> bool:
-        return self._active is not None and self._active.memory.kv.open_offers() > 0
-
-    def step(self) -> StepOutput:
-        output, self._ended = self._ended, StepOutput()
+    def _step(self, active: ActiveModel, output: StepOutput) -> bool:
         if self._broken is not None:
             raise self._broken
-        active = self._active
-        if active is None:
-            return output
         is_idle = active.scheduler.is_fully_idle()
         if not active.graphs.between_steps(is_idle=is_idle) and not is_idle:
             self._computing_step(active, output)
@@ -143,8 +121,7 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
         is_idle = active.scheduler.is_fully_idle()
         if is_idle and not gpu.is_gpu(self._context.device):
             active.memory.kv.trim()  # on a GPU, kvcached's thread returns unused pages later
-        output.busy = self._broken is not None or not is_idle or active.graphs.pending
-        return output
+        return self._broken is not None or not is_idle or active.graphs.pending
 
     def _computing_step(self, active: ActiveModel, output: StepOutput) -> None:
         """Runs a step. If torch runs out of memory, SGLang's state is unknown. The requests of the

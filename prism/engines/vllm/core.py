@@ -17,7 +17,6 @@ from vllm.v1.engine import FinishReason
 import kvcached
 from prism.engines.core import EngineContext, StepOutput
 from prism.engines.model_core import ModelCore
-from prism.engines.request_checks import failure
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
 from prism.engines.vllm import host
 from prism.engines.vllm.capabilities import needs, weight_key
@@ -25,7 +24,6 @@ from prism.engines.vllm.memory import EngineMemory, plan
 from prism.engines.vllm.requests import convert, logprobs_of
 from prism.engines.vllm.scheduler import PoolScheduler
 from prism.engines.weights.model_weights import FINGERPRINT_TOKENS
-from prism.errors import RequestError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Chunk, Failure, Request, Resume, Sampling
 
@@ -109,19 +107,10 @@ class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
 
     # --- requests --------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        active = self._required()
-        for request in requests:
-            rid = str(next(self._rids))
-            try:
-                converted = convert(request, rid, active.vllm, active.order.model.context_length)
-            except RequestError as error:
-                self._ended.failures.append(failure(request, error))
-                continue
-            active.vllm.add_request(converted)
-            output_ids = list(request.resume.output_ids) if request.resume else []
-            self._by_rid[rid] = _Running(request, output_ids)
-            self._totals.prompt_tokens += len(request.prompt_ids)
+    def _submit(self, active: _Active, request: Request, rid: str) -> _Running:
+        converted = convert(request, rid, active.vllm, active.order.model.context_length)
+        active.vllm.add_request(converted)
+        return _Running(request, list(request.resume.output_ids) if request.resume else [])
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -138,21 +127,14 @@ class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
         leaving = [self._drop(rid) for rid in list(self._by_rid)]
         return [msgspec.structs.replace(r.request, resume=Resume(r.output_ids)) for r in leaving]
 
-    def handing_over(self) -> bool:
-        return False
-
-    def step(self) -> StepOutput:
-        output, self._ended = self._ended, StepOutput()
-        active = self._active
-        if active is None:
-            return output
+    def _step(self, active: _Active, output: StepOutput) -> bool:
         for made in self._measured(active):
             if (running := self._by_rid.get(made.request_id)) is not None:
                 self._deliver(made, running, output)
-        output.busy = active.scheduler.has_requests()
-        if not output.busy:
+        is_busy = active.scheduler.has_requests()
+        if not is_busy:
             active.memory.kv.trim()
-        return output
+        return is_busy
 
     def _measured(self, active: _Active) -> list[Any]:
         left, started_s = active.scheduler.prefill_left(), time.monotonic()
