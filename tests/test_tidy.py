@@ -29,8 +29,6 @@ LONG_CLASSES = {
     "kvcached/client.py Client": "public API; most methods are a call of the core",
     "kvcached/device.py Device": "public API; most methods are a call of the core",
     "kvcached/kvcache.py KVCache": "public API; most methods are a call of the core",
-    "prism/agent/agent.py Agent": "composes the parts of the agent and runs their turns",
-    "prism/agent/requests/serving.py Serving": "one state machine of the requests of an engine",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
     "prism_sim/cluster/device.py SimDevice": "counterpart of the agent",
     "prism_sim/engine/engine.py SimEngine": "counterpart of an engine core",

@@ -13,7 +13,7 @@ from prism.agent.engines.trace_file import TraceFile
 from prism.agent.network.kv_transfer import KvNetwork
 from prism.agent.network.sockets import EngineLink
 from prism.agent.reports import Reporter
-from prism.agent.requests.serving import Serving
+from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import HostedModel
 from prism.agent.state.engine_pool import EngineProcess
 from prism.agent.state.request_table import RequestTable
@@ -35,7 +35,7 @@ class AgentEffects:
         requests: RequestTable,
         kv: KvNetwork,
         reclaimer: Reclaimer,
-        serving: Serving,
+        running: RunningRequests,
         reporter: Reporter,
         trace: TraceFile,
         journal: Sink | None = None,
@@ -45,7 +45,7 @@ class AgentEffects:
         self._requests = requests
         self._kv = kv
         self._reclaimer = reclaimer
-        self._serving = serving
+        self._running = running
         self._reporter = reporter
         self._trace = trace
         self._journal = journal
@@ -65,7 +65,7 @@ class AgentEffects:
         self._device.reap()
 
     def engine_lost(self, engine_id: str, why: str, by_request: bool) -> bool:
-        return self._serving.engine_lost(engine_id, why, by_request)
+        return self._running.engine_lost(engine_id, why, by_request)
 
     def engine_load(self, engine_id: str) -> int:
         return len(self._requests.on_engine(engine_id))
@@ -97,4 +97,4 @@ class AgentEffects:
 
     def changed(self) -> None:
         self._reporter.changed()
-        self._serving.wake()
+        self._requests.wake()

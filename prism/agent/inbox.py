@@ -16,7 +16,8 @@ from prism.agent.engines.trace_file import TraceFile
 from prism.agent.network.prefetch import Prefetcher
 from prism.agent.network.sockets import EngineLink, SchedulerLink
 from prism.agent.reports import Reporter
-from prism.agent.requests.serving import Serving
+from prism.agent.requests.arrivals import Arrivals
+from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import DeviceState, Models
 from prism.agent.state.engine_pool import EngineProcess, EngineState, counters_of
 from prism.config.schema.endpoints import local_name
@@ -60,7 +61,7 @@ class EngineInbox:
         state: DeviceState,
         link: EngineLink,
         lifecycle: Lifecycle,
-        serving: Serving,
+        running: RunningRequests,
         on_evicted: Callable[[], None],
         *,
         trace: TraceFile | None = None,
@@ -68,7 +69,7 @@ class EngineInbox:
         self._state = state
         self._link = link
         self._lifecycle = lifecycle
-        self._serving = serving
+        self._running = running
         self._on_evicted = on_evicted
         self._trace = trace
 
@@ -87,9 +88,9 @@ class EngineInbox:
             case EngineOutput(failures=[Failure(blame="suspect" | "other", message=why) as it, *_]):
                 self._lifecycle.engine_died(engine.id, why, by_request=it.blame == "suspect")
             case EngineOutput():
-                self._serving.output(engine.id, message)
+                self._running.output(engine.id, message)
             case Exported(requests=requests):
-                self._serving.moved(engine.id, requests)
+                self._running.moved(engine.id, requests)
             case EngineStatus():
                 self._take_status(engine, message)
             case EngineHello(pid=pid):
@@ -116,7 +117,7 @@ class EngineInbox:
             self._state.requests.mark_usage_reported(engine.id)
             self._state.models.totals(engine.model).observe(status)
             if self._state.requests.has_waiting:
-                self._serving.wake()
+                self._state.requests.wake()
 
 
 class OrderInbox:
@@ -194,7 +195,7 @@ class CancelInbox:
         self,
         context: zmq.asyncio.Context,
         endpoints: Sequence[str],
-        serving: Serving,
+        arrivals: Arrivals,
         *,
         on_gone: Callable[[str], Coroutine[Any, Any, None]],
         on_kv: Callable[[KvPart | KvTaken], None],
@@ -202,7 +203,7 @@ class CancelInbox:
     ) -> None:
         self._channel = Channel[ToAgent](context, zmq.PULL, ToAgent, secret)
         self._endpoints = endpoints
-        self._serving = serving
+        self._arrivals = arrivals
         self._on_gone, self._on_kv = on_gone, on_kv
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -215,7 +216,7 @@ class CancelInbox:
         while True:
             _, message = await self._channel.receive()
             if isinstance(message, Cancel):
-                self._serving.cancel(message.request_ids)
+                self._arrivals.cancel(message.request_ids)
             elif isinstance(message, FrontendGone):
                 task = asyncio.create_task(self._on_gone(message.frontend_id))
                 self._tasks.add(task)

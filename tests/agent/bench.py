@@ -6,7 +6,7 @@ import time
 
 import kvcached
 from prism.agent.engines.reclaimer import PeerLedgers, Reclaimer
-from prism.agent.requests.admission import EngineViews
+from prism.agent.requests.engine_views import EngineViews
 from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
 from prism.agent.state.engine_pool import EnginePool, EngineProcess, EngineState
 from prism.agent.state.request_table import RequestTable, TrackedRequest

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Collection
 import pytest
 
 from prism.agent.network.sockets import TokenSender
-from prism.agent.requests.queue import QueueReader
-from prism.agent.requests.serving import Serving
+from prism.agent.requests.admission import Admission
+from prism.agent.requests.arrivals import Arrivals
+from prism.agent.requests.queue import OrphanedRequests, QueueReader
+from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import AgentTiming
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Submit
@@ -34,36 +36,42 @@ class LossyQueue(RequestQueue):
 
 
 class Desk:
-    """Serving with a real queue and `bench.sent` as engines."""
+    """Requests with a real queue and `bench.sent` as engines."""
 
     def __init__(self, bench: Bench, queue: LossyQueue) -> None:
         self.bench, self.queue, self.epoch = bench, queue, 0
         self.tokens = TokenSender(lambda name: f"ipc:///nowhere/{name}", lambda _: None)
-        self.serving = Serving(
-            state=bench.state,
+        running = RunningRequests(
+            bench.state,
+            device=DEVICE,
+            engines=bench.sent,  # type: ignore[arg-type]
+            tokens=self.tokens,
+            headroom_tokens=64,
+            send_kv=lambda requests, target, go_on: None,
+        )
+        self.arrivals = Arrivals(bench.state.requests, running, self.tokens)
+        self.orphans = OrphanedRequests(bench.state)
+        self.admission = Admission(
+            bench.state,
             views=bench.views,
             reclaimer=bench.reclaimer,
             queue=queue,
             device=DEVICE,
-            engines=bench.sent,  # type: ignore[arg-type]
-            tokens=self.tokens,
-            wake=lambda: None,
-            headroom_tokens=64,
-            send_kv=lambda requests, target, go_on: None,
+            running=running,
         )
 
     async def replay(self) -> None:
         """Replays the queue, as the intake does after an outage and on demand."""
         entries = await self.queue.read(DEVICE, "0")
         for entry_id, waiting in entries:
-            self.serving.arrived(entry_id, waiting)
-        self.serving.replayed({entry_id for entry_id, _ in entries})
+            self.arrivals.arrived(entry_id, waiting)
+        self.arrivals.replayed({entry_id for entry_id, _ in entries})
 
     async def lose_an_answer(self) -> None:
         await self.queue.enqueue(request("1"))
         await self.replay()
         with pytest.raises(QueueUnavailableError):
-            await self.serving.step(self.epoch)
+            await self.admission.step(self.epoch)
 
     @property
     def submitted(self) -> list[str]:
@@ -88,7 +96,7 @@ async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
     if replay_first:
         await desk.replay()
     for _ in range(3):
-        await desk.serving.step(desk.epoch)
+        await desk.admission.step(desk.epoch)
         await desk.replay()
     assert desk.submitted == ["1"]
     assert desk.bench.state.requests.running_ids() == {"1"}
@@ -96,9 +104,9 @@ async def test_it_runs_once(desk: Desk, replay_first: bool) -> None:
 
 async def test_it_goes_where_its_model_went(desk: Desk) -> None:
     await desk.lose_an_answer()
-    desk.serving.unplace({"a"})
+    desk.orphans.unplace({"a"})
     await desk.queue.route("a")
-    await desk.serving.step(desk.epoch)
+    await desk.admission.step(desk.epoch)
     assert await desk.queue.unplaced_counts() == {"a": 1}
 
 
@@ -106,10 +114,10 @@ async def test_it_goes_where_its_model_went(desk: Desk) -> None:
 async def test_nobody_wants_it_any_more(desk: Desk, who: str) -> None:
     await desk.lose_an_answer()
     if who == "client":
-        desk.serving.cancel(["1"])
+        desk.arrivals.cancel(["1"])
     else:
-        desk.serving.frontend_died("f0")
-    await desk.serving.step(desk.epoch)
+        desk.arrivals.frontend_died("f0")
+    await desk.admission.step(desk.epoch)
     await desk.queue.acquire(DEVICE, "agent", 30)  # what runs there would wait again
     assert await desk.queue.depth(DEVICE) == 0
     assert desk.submitted == []
@@ -125,8 +133,8 @@ async def test_what_left_for_another_copy_no_longer_counts_as_waiting(desk: Desk
         desk.queue,
         DEVICE,
         AgentTiming(),
-        on_entry=desk.serving.arrived,
-        on_replayed=desk.serving.replayed,
+        on_entry=desk.arrivals.arrived,
+        on_replayed=desk.arrivals.replayed,
         set_aside=nothing,
     )
     for number in range(60):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from prism.agent.requests import queue as agent_queue
-from prism.agent.requests.queue import AdmissionLoop, QueueReader
+from prism.agent.requests import admission as admission_module
+from prism.agent.requests.admission import AdmissionLoop
+from prism.agent.requests.queue import QueueReader
 from prism.agent.state.device_state import AgentTiming, DeviceState
 from prism.agent.state.engine_pool import EnginePool
 from prism.agent.state.request_table import TrackedRequest
@@ -24,7 +25,7 @@ TIMING = AgentTiming(retry_s=0.01)
 
 
 class Tried:
-    """Serving whose write to Redis fails."""
+    """Lease and admission whose write to Redis fails."""
 
     epoch = 0
     lock = asyncio.Lock()
@@ -36,7 +37,7 @@ class Tried:
 
 
 class Idle:
-    """Serving without work."""
+    """Lease and admission without work."""
 
     epoch = 0
     lock = asyncio.Lock()
@@ -56,21 +57,21 @@ async def run_until(condition: Callable[[], object], loop: Coroutine[Any, Any, N
 
 async def test_the_admission_loop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "prism.agent")
-    serving: Any = Tried()
-    loop = AdmissionLoop(serving, DeviceState(EnginePool("host:0", 1), TIMING))
-    loop.wake()
-    await run_until(lambda: serving.turns >= 3, loop.run(serving))
+    admission: Any = Tried()
+    state = DeviceState(EnginePool("host:0", 1), TIMING)
+    state.requests.wake()
+    await run_until(lambda: admission.turns >= 3, AdmissionLoop(admission, admission, state).run())
     assert len(caplog.records) == 1
 
 
 async def test_a_contradiction(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_queue, "IDLE_S", 0.001)
+    monkeypatch.setattr(admission_module, "IDLE_S", 0.001)
     state = DeviceState(EnginePool("host:0", 1), TIMING)
     state.requests.start(TrackedRequest(request("1")), "gone", 16)
-    serving: Any = Idle()
-    await run_until(lambda: serving.turns >= 3, AdmissionLoop(serving, state).run(serving))
+    admission: Any = Idle()
+    await run_until(lambda: admission.turns >= 3, AdmissionLoop(admission, admission, state).run())
     assert [record.getMessage() for record in caplog.records] == [
         "the table of requests is inconsistent: 1 (running): its engine 'gone' is gone"
     ]

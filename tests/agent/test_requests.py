@@ -15,7 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from prism.agent.requests.serving import Serving
+from prism.agent.requests.admission import Admission
+from prism.agent.requests.arrivals import Arrivals
+from prism.agent.requests.queue import OrphanedRequests
+from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
 from prism.agent.state.engine_pool import EnginePool, EngineState
 from prism.agent.state.request_table import RequestState, RequestTable, TrackedRequest
@@ -64,17 +67,24 @@ class RequestsMachine(RuleBasedStateMachine):
         self.attempts = dict.fromkeys(IDS, 0)
         self.leaving: list[Request] = []  # whose KV is on its way
         self.begin_engine()
-        self.serving = Serving(
-            state=self.state,
+        tokens = cast("Any", self.frontend)
+        self.running = RunningRequests(
+            self.state,
+            device=DEVICE,
+            engines=cast("Any", self.engine),
+            tokens=tokens,
+            headroom_tokens=64,
+            send_kv=self.send_kv,
+        )
+        self.arrivals = Arrivals(self.table, self.running, tokens)
+        self.orphans = OrphanedRequests(self.state)
+        self.admission = Admission(
+            self.state,
             views=cast("Any", self.engine),
             reclaimer=cast("Any", None),
             queue=cast("Any", self.queue),
             device=DEVICE,
-            engines=cast("Any", self.engine),
-            tokens=cast("Any", self.frontend),
-            wake=lambda: None,
-            headroom_tokens=64,
-            send_kv=self.send_kv,
+            running=self.running,
         )
 
     def begin_engine(self) -> None:
@@ -100,17 +110,17 @@ class RequestsMachine(RuleBasedStateMachine):
             case "read":
                 self.read(self.cursor)
             case "replay":
-                self.serving.replayed(self.read(""))
+                self.arrivals.replayed(self.read(""))
             case "cancel":
                 self.frontend.open.pop(request_id, None)
-                self.serving.cancel([request_id])
+                self.arrivals.cancel([request_id])
             case "token" if run is not None:
                 self.token(run)
             case "output" if run is not None:
                 self.output(run)
             case "export" if run is not None:
                 del self.engine.runs[run.id]
-                self.serving.moved(self.engine_id, [run])
+                self.running.moved(self.engine_id, [run])
             case "leave" if run is not None:
                 del self.engine.runs[run.id]
                 self.leave(run)
@@ -119,13 +129,13 @@ class RequestsMachine(RuleBasedStateMachine):
             case "engine lost":
                 self.lose_engine()
             case "hand back":
-                self.serving.unplace({"a"})
+                self.orphans.unplace({"a"})
             case "stop":
                 self.frontend.open.clear()
-                self.serving.frontend_died(f"f{self.frontends}")
+                self.arrivals.frontend_died(f"f{self.frontends}")
             case "gone":
                 self.frontend.open.clear()
-                self.serving.frontend_gone(f"f{self.frontends}")
+                self.arrivals.frontend_gone(f"f{self.frontends}")
                 self.frontends += 1
             case "lose data":
                 self.lose_data()
@@ -139,7 +149,7 @@ class RequestsMachine(RuleBasedStateMachine):
         tracked = self.table.get(run.id)
         assert tracked is not None
         resume = Resume([1] * tracked.produced, "/a/file", 1)
-        self.serving.moved(self.engine_id, [msgspec.structs.replace(run, resume=resume)])
+        self.running.moved(self.engine_id, [msgspec.structs.replace(run, resume=resume)])
         hosted.kv_target = ""
 
     def send_kv(
@@ -161,7 +171,7 @@ class RequestsMachine(RuleBasedStateMachine):
         found = [record for record in self.queue.waiting() if record.entry_id > cursor]
         for record in found:
             self.cursor = max(self.cursor, record.entry_id)
-            self.serving.arrived(record.entry_id, record.request)
+            self.arrivals.arrived(record.entry_id, record.request)
         return {record.entry_id for record in found}
 
     def hand_over(self) -> None:
@@ -175,13 +185,13 @@ class RequestsMachine(RuleBasedStateMachine):
             resume = Resume([1] * tracked.produced)
             requests.append(msgspec.structs.replace(run, resume=resume))
         self.engine.runs.clear()
-        self.serving.moved(self.engine_id, requests)
+        self.running.moved(self.engine_id, requests)
 
     def lose_data(self) -> None:
         """Empties Redis; the agent finds its epoch gone and writes again what runs."""
         self.queue.records.clear()
         self.table.register()
-        self.serving.replayed(())
+        self.arrivals.replayed(())
 
     def restore(self) -> None:
         """Sends the frontend's open requests again."""
@@ -194,13 +204,13 @@ class RequestsMachine(RuleBasedStateMachine):
         self.engine.ended.add((run.id, run.attempt))
         self.engine.cancelled.discard(run.id)
         chunk = Chunk(run.id, run.attempt, 0, [1], reason)
-        self.serving.output(self.engine_id, EngineOutput(chunks=[chunk], failures=[]))
+        self.running.output(self.engine_id, EngineOutput(chunks=[chunk], failures=[]))
 
     def token(self, run: Request) -> None:
         tracked = self.table.get(run.id)
         assert tracked is not None
         chunk = Chunk(run.id, run.attempt, tracked.produced, [1])
-        self.serving.output(self.engine_id, EngineOutput(chunks=[chunk]))
+        self.running.output(self.engine_id, EngineOutput(chunks=[chunk]))
 
     def lose_engine(self) -> None:
         gone = self.engine_id
@@ -208,7 +218,7 @@ class RequestsMachine(RuleBasedStateMachine):
         self.engine.cancelled.clear()
         self.state.pool.remove(gone)
         self.begin_engine()
-        self.serving.engine_lost(gone, "it was killed")
+        self.running.engine_lost(gone, "it was killed")
 
     @rule(event=ONE_EVENT)
     def happen(self, event: Event) -> None:
@@ -221,7 +231,7 @@ class RequestsMachine(RuleBasedStateMachine):
     def turn(self, fails: str = "", meanwhile: Sequence[list[Event]] = ()) -> None:
         self.queue.fails, self.queue.meanwhile = fails, list(meanwhile)
         with suppress(QueueUnavailableError):
-            finished(self.serving.step(1))
+            finished(self.admission.step(1))
         self.queue.fails, self.queue.meanwhile = "", []
 
     @invariant()
@@ -239,12 +249,12 @@ class RequestsMachine(RuleBasedStateMachine):
         while self.leaving:
             self.go_on(self.leaving.pop())
         for _ in range(4 * len(IDS)):
-            self.serving.replayed(self.read(""))
-            finished(self.serving.step(1))
+            self.arrivals.replayed(self.read(""))
+            finished(self.admission.step(1))
             self.the_table_agrees_with_itself_and_with_the_engine()
             for run in list(self.engine.runs.values()):
                 self.output(run)
-        finished(self.serving.step(1))
+        finished(self.admission.step(1))
         assert self.queue.records == {}
         assert self.table.frontends() == set()
         assert self.frontend.open == {}
@@ -329,7 +339,7 @@ def test_what_leaves_runs_for_redis_until_its_kv_is_there() -> None:
 @pytest.mark.parametrize("event", ["cancel", "stop", "gone", "retry"])
 def test_what_ends_while_it_leaves_does_not_go_on(event: str) -> None:
     machine = started(("leave", 0), (event, 0), ("read", 0))
-    assert machine.table.running("1") is None
+    assert "1" not in machine.table.running_ids()
     machine.do(("sent", 0))
     machine.turn()
     machine.turn()

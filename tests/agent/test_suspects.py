@@ -29,7 +29,7 @@ def test_suspects_run_one_at_a_time_and_the_guilty_one_ends() -> None:
 
 def one_token(machine: RequestsMachine, request_id: str, attempt: int) -> None:
     chunk = Chunk(request_id, attempt, 0, [1])
-    machine.serving.output(machine.engine_id, EngineOutput(chunks=[chunk]))
+    machine.running.output(machine.engine_id, EngineOutput(chunks=[chunk]))
 
 
 def give_way(machine: RequestsMachine) -> None:
@@ -111,7 +111,7 @@ def test_a_newer_attempt_of_a_guilty_request_ends_with_it() -> None:
 
 def test_a_death_that_has_another_cause_makes_no_suspects() -> None:
     machine = started()
-    machine.serving.engine_lost(machine.engine_id, "it was replaced", by_request=False)
+    machine.running.engine_lost(machine.engine_id, "it was replaced", by_request=False)
     assert machine.frontend.open["1"].suspected_at is None
     machine.engine.runs.clear()
     machine.teardown()

@@ -54,14 +54,14 @@ class Prefetcher:
         self._answer = answer
         self._peers = peers
         self._waiting: deque[_Hint] = deque()
-        self._now: tuple[_Hint, Prefetch] | None = None
+        self._current: tuple[_Hint, Prefetch] | None = None
 
     def hint(self, order: PrefetchModel) -> None:
         """Queues a model. One that is queued already keeps its place."""
         if self._store is None:
             self._refuse(order, "the machine does not have a weight store; set engine.weight_store")
             return
-        known = [*self._waiting, *([self._now[0]] if self._now else [])]
+        known = [*self._waiting, *([self._current[0]] if self._current else [])]
         for hint in known:
             if hint.spec == order.model:
                 hint.actions.append(order.action_id)
@@ -74,17 +74,17 @@ class Prefetcher:
 
     def tick(self) -> None:
         """Answers a finished prefetch and starts the next one."""
-        if self._now is not None and self._now[1].done:
-            self._settle(*self._now)
-            self._now = None
-        if self._now is None and self._waiting:
+        if self._current is not None and self._current[1].done:
+            self._settle(*self._current)
+            self._current = None
+        if self._current is None and self._waiting:
             self._begin(self._waiting.popleft())
 
     def stop(self) -> None:
         """Cancels all prefetches without an answer."""
         self._waiting.clear()
-        if self._now is not None:
-            (hint, prefetch), self._now = self._now, None
+        if self._current is not None:
+            (hint, prefetch), self._current = self._current, None
             prefetch.cancel()
             try:
                 prefetch.wait(STOP_S)
@@ -102,7 +102,7 @@ class Prefetcher:
         prefetch = self._store.prefetch(
             spec.path, unless=lambda content: self._keys(content, spec)[0], first=first
         )
-        self._now = (hint, prefetch)
+        self._current = (hint, prefetch)
 
     def _keys(self, content: str, spec: ModelSpec) -> list[WeightKey]:
         """Returns the keys of all ranks."""

@@ -1,164 +1,154 @@
-"""Views of this device's engines for the local scheduler."""
+"""Admission of waiting requests to engines, and the loop that steps it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
 
-from kvcached import ClientUsage, Device
-from prism.agent.engines.reclaimer import PeerLedgers
-from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
-from prism.agent.state.engine_pool import EngineProcess
-from prism.agent.state.request_table import EngineLoad
-from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
-from prism.policies.data import EngineView
+from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.requests.engine_views import EngineViews
+from prism.agent.requests.queue import Lease
+from prism.agent.requests.running import RunningRequests
+from prism.agent.state.device_state import DeviceState
+from prism.agent.state.request_table import TrackedRequest, Update
+from prism.errors import LeaseLostError, QueueUnavailableError
+from prism.queueing import RequestQueue
 
-# Expected duration of a model's activation before one was measured.
-ACTIVATION_PRIOR_S = 2.0
-# Expected rest of an activation that already takes longer than expected.
-READY_SOON_S = 0.05
+log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """KV memory that one active engine can use, in its quanta."""
-
-    engine: EngineProcess
-    # Idle in its pages or guaranteed to it, minus what its newest requests will take. If negative,
-    # they will take the difference (spill_bytes) from the device's free memory.
-    own_tokens: int
-    spill_bytes: int
-    limit_bytes: int | None  # rest of its limit; None: unlimited
-    guaranteed_tokens: int  # unused rest of its minimum
-    peers_free_bytes: int | None  # least free memory on its other ranks' devices; None: one rank
-
-    @property
-    def limit_tokens(self) -> int | None:
-        """Tokens that its limit allows in addition to its newest requests; None: unlimited."""
-        if self.limit_bytes is None:
-            return None
-        return self.tokens(self.limit_bytes - self.spill_bytes)
-
-    def tokens(self, size_bytes: int) -> int:
-        """Returns the tokens that fit into this size, in whole quanta."""
-        activated = self.engine.activated
-        assert activated is not None
-        return max(0, size_bytes) // activated.quantum_bytes * activated.quantum_tokens
+# Pause between two steps. Requests that arrive during it are ordered together.
+PAUSE_S = 0.002
+# Time to the next step without a wake-up, for expired deadlines and memory that became free.
+WAITING_S = 0.05
+IDLE_S = 1.0  # the same while no request waits
 
 
-class EngineViews:
-    """Source of the views of all engines of the device.
+class Admission:
+    """Admission of requests. Only `step` changes requests in Redis.
 
-    Memory is read from the ledger at each call. The figure in an engine's status is up to a second
-    old, and other engines may have taken memory since.
+    So acknowledgements and admissions cannot overtake each other.
+
+    Args:
+        device: the device's name.
     """
 
-    def __init__(self, state: DeviceState, device: Device, peers: PeerLedgers) -> None:
-        self._state = state
+    def __init__(
+        self,
+        state: DeviceState,
+        *,
+        views: EngineViews,
+        reclaimer: Reclaimer,
+        queue: RequestQueue,
+        device: str,
+        running: RunningRequests,
+    ) -> None:
+        self._requests = state.requests
+        self._now_s = state.now_s
+        self._views = views
+        self._reclaimer = reclaimer
+        self._queue = queue
         self._device = device
-        self._peers = peers
+        self._running = running
+        self.paused = False
 
-    def read(self) -> Sequence[EngineView]:
-        loads = self._state.requests.loads()
-        usage = self._device.usage()
-        clients = {client.name: client for client in usage.clients}
-        claims = {
-            hosted.name: _claim(
-                engine,
-                clients.get(engine.id),
-                loads.get(engine.id, EngineLoad()),
-                self._peers.free_bytes(engine),
-            )
-            for hosted in self._state.models.hosted.values()
-            if (engine := self._ready_engine(hosted)) is not None
-        }
-        free_bytes = usage.free_bytes - sum(claim.spill_bytes for claim in claims.values())
-        views = []
-        for hosted in self._state.models.hosted.values():
-            if claim := claims.get(hosted.name):
-                load = loads.get(hosted.engine_id, EngineLoad())
-                views.append(self._active_view(hosted, claim, load, free_bytes))
-            elif hosted.takes_requests:
-                views.append(self._coming_view(hosted))
-        return views
+    async def step(self, epoch: int) -> None:
+        """Sends queue updates to Redis, then admits and submits the requests that start now.
 
-    def _ready_engine(self, hosted: HostedModel) -> EngineProcess | None:
-        """Returns the model's engine once it has sent a status about the model."""
-        engine = self._state.pool.get(hosted.engine_id)
-        ready = hosted.state is ModelState.ACTIVE and engine is not None
-        return engine if ready and engine is not None and engine.status is not None else None
+        Raises QueueUnavailableError or LeaseLostError; the next step then does the rest.
+        """
+        await self._requests.outbox.flush(self._queue, self._device, epoch)
+        if self.paused or not self._requests.has_waiting:
+            return
+        plan, admitting = self._requests.plan(self._now_s(), self._views.read())
+        for model, tokens in plan.lacking.items():
+            self._reclaimer.reclaim_tokens(tokens, model)
+        for model in plan.preempt:
+            self._running.preempt(model)
+        if admitting:
+            await self._admit(admitting, epoch)
 
-    def _active_view(
-        self, hosted: HostedModel, claim: Claim, load: EngineLoad, free_bytes: int
-    ) -> EngineView:
-        activated = claim.engine.activated
-        assert activated is not None
-        speed = self._speed(hosted.name)
-        if claim.peers_free_bytes is not None:  # each token is on every rank
-            free_bytes = min(free_bytes, claim.peers_free_bytes)
-        shared_tokens, limit_tokens = claim.tokens(free_bytes), claim.limit_tokens
-        takes_tokens = shared_tokens if limit_tokens is None else min(shared_tokens, limit_tokens)
-        return EngineView(
-            model=hosted.name,
-            available_tokens=max(0, claim.own_tokens) + takes_tokens,
-            running=load.running,
-            max_running=activated.max_running,
-            block_tokens=activated.block_tokens,
-            prefill_tokens_per_s=speed,
-            pending_prefill_s=load.pending_prompt_tokens / speed,
-            shared_tokens=shared_tokens,
-            token_bytes=claim.engine.token_bytes,
-            quantum_tokens=activated.quantum_tokens,
-            guaranteed_tokens=claim.guaranteed_tokens,
-            limit_tokens=limit_tokens,
-            on_trial=load.on_trial,
-        )
+    async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
+        try:
+            admitted = await self._queue.admit(self._device, epoch, [t.entry_id for t in admitting])
+        except (QueueUnavailableError, LeaseLostError):
+            for tracked in admitting:
+                self._put_back(tracked)
+            raise
+        by_model: dict[str, list[TrackedRequest]] = {}
+        for tracked in admitting:
+            if tracked.entry_id in admitted:
+                by_model.setdefault(tracked.request.model, []).append(tracked)
+                continue
+            if tracked.cancelled:  # its entry is stale; the request may wait in another one
+                self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
+            self._requests.drop(tracked)
+        for model, chosen in by_model.items():
+            self._running.submit(model, chosen)
 
-    def _coming_view(self, hosted: HostedModel) -> EngineView:
-        expected_s = hosted.activation_s or ACTIVATION_PRIOR_S
-        left_s = expected_s - (self._state.now_s() - hosted.since_s)
-        return EngineView(
-            model=hosted.name,
-            available_tokens=0,
-            running=0,
-            max_running=0,
-            block_tokens=1,
-            prefill_tokens_per_s=self._speed(hosted.name),
-            ready_in_s=max(READY_SOON_S, left_s),
-        )
+    def _put_back(self, tracked: TrackedRequest) -> None:
+        """Lets a request wait again after a failed admission.
 
-    def _speed(self, model: str) -> float:
-        return self._state.models.totals(model).prefill_tokens_per_s or PRIOR_TOKENS_PER_S
+        Redis may have admitted it nevertheless. So it is requeued, since a full read or a
+        cancellation would not find it otherwise.
+        """
+        self._requests.outbox.add(Update.REQUEUE, tracked.id)
+        if tracked.cancelled:
+            self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
+        if tracked.cancelled or tracked.newer is not None:
+            self._requests.drop(tracked)
+        else:
+            self._requests.wait(tracked)
 
 
-def _claim(
-    engine: EngineProcess,
-    client: ClientUsage | None,
-    load: EngineLoad,
-    peers_free_bytes: int | None,
-) -> Claim:
-    status, activated = engine.status, engine.activated
-    assert status is not None
-    assert activated is not None
-    idle_tokens = status.free_mapped_tokens + status.evictable_tokens
-    min_bytes, reserved_bytes, limit_bytes = 0, 0, None
-    if client is not None:
-        min_bytes, reserved_bytes = client.min_bytes, client.reserved_bytes
-        if client.limit_bytes is not None:
-            limit_bytes = client.limit_bytes - max(reserved_bytes, min_bytes)
+class AdmissionLoop:
+    """Loop that runs an admission step when it is woken, and checks the request table when idle."""
 
-    def tokens(size_bytes: int) -> int:
-        return max(0, size_bytes) // activated.quantum_bytes * activated.quantum_tokens
+    def __init__(self, lease: Lease, admission: Admission, state: DeviceState) -> None:
+        self._lease = lease
+        self._admission = admission
+        self._state = state
+        self._requests = state.requests
+        self._known_problems: set[str] = set()
+        self._down = False
 
-    pending = load.pending_need_tokens
-    own_tokens = idle_tokens + tokens(min_bytes - reserved_bytes) - pending
-    used_bytes = reserved_bytes - idle_tokens * engine.token_bytes
-    spilled_quanta = -(-max(0, -own_tokens) // activated.quantum_tokens)
-    return Claim(
-        engine,
-        own_tokens,
-        spilled_quanta * activated.quantum_bytes,
-        limit_bytes,
-        guaranteed_tokens=max(0, tokens(min_bytes - used_bytes) - pending),
-        peers_free_bytes=peers_free_bytes,
-    )
+    async def run(self) -> None:
+        """Runs until cancelled. Raises LeaseLostError if another agent has the queue."""
+        while True:
+            if self._requests.has_waiting:
+                await self._woken_within(WAITING_S)
+            elif not await self._woken_within(IDLE_S):
+                self._check()
+            self._requests.woken.clear()
+            await self._step()
+            await asyncio.sleep(PAUSE_S)
+
+    async def _step(self) -> None:
+        epoch = self._lease.epoch
+        try:
+            async with self._lease.lock:
+                epoch = self._lease.epoch
+                await self._admission.step(epoch)
+            self._down = False
+        except QueueUnavailableError as error:
+            log.log(logging.DEBUG if self._down else logging.WARNING, "%s", error)
+            self._down = True
+            await asyncio.sleep(self._state.timing.retry_s)
+            self._requests.wake()
+        except LeaseLostError:
+            await self._lease.retake(epoch)
+            self._requests.wake()
+
+    async def _woken_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._requests.woken.wait()
+        except TimeoutError:
+            return False
+
+    def _check(self) -> None:
+        """Logs each inconsistency of the request table, which is a bug, once."""
+        engine_ids = {engine.id for engine in self._state.pool}
+        problems = set(self._requests.check_integrity(engine_ids))
+        for problem in problems - self._known_problems:
+            log.error("the table of requests is inconsistent: %s", problem)
+        self._known_problems = problems

@@ -1,4 +1,4 @@
-"""Lease of the device's queue, and the loops that read the queue and admit from it."""
+"""Lease of the device's queue, its reader, and watches of waiting requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from uuid import uuid4
 
-from prism.agent.requests.serving import Serving
 from prism.agent.state.device_state import AgentTiming, DeviceState, ModelState
+from prism.agent.state.request_table import Update
 from prism.errors import LeaseLostError, MalformedRequestError, QueueUnavailableError
 from prism.messages.requests import Request
 from prism.queueing import RequestQueue
@@ -19,11 +19,6 @@ log = logging.getLogger(__name__)
 
 
 BLOCK_S = 1.0  # time that a read of the queue waits for the next request
-# Pause between two steps. Requests that arrive during it are ordered together.
-PAUSE_S = 0.002
-# Time to the next step without a wake-up, for expired deadlines and memory that became free.
-WAITING_S = 0.05
-IDLE_S = 1.0  # the same while no request waits
 
 
 class Lease:
@@ -197,62 +192,6 @@ class QueueReader:
             self._on_entry(entry_id, request)
 
 
-class AdmissionLoop:
-    """Loop that runs a serving step after each `wake`, and checks the request table when idle."""
-
-    def __init__(self, lease: Lease, state: DeviceState) -> None:
-        self._lease = lease
-        self._state = state
-        self._woken = asyncio.Event()
-        self._known_problems: set[str] = set()
-        self._down = False
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    async def run(self, serving: Serving) -> None:
-        """Runs until cancelled. Raises LeaseLostError if another agent has the queue."""
-        while True:
-            if self._state.requests.has_waiting:
-                await self._woken_within(WAITING_S)
-            elif not await self._woken_within(IDLE_S):
-                self._check()
-            self._woken.clear()
-            await self.step(serving)
-            await asyncio.sleep(PAUSE_S)
-
-    async def step(self, serving: Serving) -> None:
-        epoch = self._lease.epoch
-        try:
-            async with self._lease.lock:
-                epoch = self._lease.epoch
-                await serving.step(epoch)
-            self._down = False
-        except QueueUnavailableError as error:
-            log.log(logging.DEBUG if self._down else logging.WARNING, "%s", error)
-            self._down = True
-            await asyncio.sleep(self._state.timing.retry_s)
-            self.wake()
-        except LeaseLostError:
-            await self._lease.retake(epoch)
-            self.wake()
-
-    async def _woken_within(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._woken.wait()
-        except TimeoutError:
-            return False
-
-    def _check(self) -> None:
-        """Logs each inconsistency of the request table, which is a bug, once."""
-        engine_ids = {engine.id for engine in self._state.pool}
-        problems = set(self._state.requests.check_integrity(engine_ids))
-        for problem in problems - self._known_problems:
-            log.error("the table of requests is inconsistent: %s", problem)
-        self._known_problems = problems
-
-
 class FrontendWatch:
     """Watch of frontends' heartbeats.
 
@@ -303,17 +242,29 @@ class FrontendWatch:
 
 
 class OrphanedRequests:
-    """Decides when requests of models that are not here are unplaced, to be placed again.
+    """Unplaces waiting requests of models that are not here, so that they are placed again.
 
     Requests are often routed here before the order to activate arrives, so they wait for a grace
     period.
     """
 
     def __init__(self, state: DeviceState) -> None:
+        self._requests = state.requests
         self._models = state.models
         self._timing = state.timing
         self._now_s = state.now_s
         self._since_s: dict[str, float] = {}
+
+    def tick(self) -> None:
+        self.unplace(self.given_up(self._requests.waiting_counts()))
+
+    def unplace(self, models: Collection[str]) -> None:
+        """Moves waiting requests of these models to the unplaced queue."""
+        for tracked in self._requests.waiting():
+            if tracked.request.model in models:
+                self._requests.outbox.add(Update.UNPLACE, tracked.entry_id)
+                self._requests.drop(tracked)
+                self._requests.wake()
 
     def given_up(self, waiting_models: Collection[str]) -> set[str]:
         """Returns those of `waiting_models` whose requests should not wait here any longer."""

@@ -120,13 +120,7 @@ class HostedModel:
         """Counts a death of its engine.
 
         If one of the requests explains it, neither this death nor the one that made the request a
-        suspect counts.
-
-        Args:
-            now_s: time of the death.
-            window_s: time for which a death counts.
-            explained: whether one of the requests caused it.
-            made_suspects: whether its requests are suspects now.
+        suspect counts. Other deaths count for `window_s`.
         """
         self.deaths_s = [t for t in self.deaths_s if t > now_s - window_s]
         if not explained:

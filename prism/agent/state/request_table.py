@@ -35,12 +35,12 @@ class TrackedRequest:
     cancelled: bool = False  # True if it was cancelled while ADMITTING
     newer: TrackedRequest | None = None  # later entry of the same id, waiting for this one's end
     engine_id: str = ""
-    need_tokens: int = 0  # KV tokens that it was admitted for
+    # KV tokens that it was admitted for; 0 once its engine's status includes its memory
+    need_tokens: int = 0
     started_unix_s: float = 0.0  # when it was submitted to its engine
     prefilled: bool = False  # True if its first token has arrived
     produced: int = 0  # output tokens so far, including those of earlier engines
     preempted: bool = False  # True if its engine was ordered to export it for a suspect
-    usage_reported: bool = False  # True if the engine's last status includes its memory
 
     @property
     def id(self) -> str:
@@ -55,6 +55,11 @@ class TrackedRequest:
     @property
     def is_on_engine(self) -> bool:
         return self.state in (RequestState.RUNNING, RequestState.ENDING)
+
+    @property
+    def is_running(self) -> bool:
+        """True if it runs here for Redis: on an engine, or between two."""
+        return self.is_on_engine or self.state is RequestState.LEAVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +175,17 @@ class RequestTable:
         self.none_runs = asyncio.Event()
         """Set while no request is RUNNING, ENDING or LEAVING."""
         self.none_runs.set()
+        self.woken = asyncio.Event()
+        """Set when requests may start or queue updates are pending."""
         self._scheduler = scheduler
         self._wall_ahead_s = wall_ahead_s
         self._requests: dict[str, TrackedRequest] = {}
         self._on_engines: dict[str, TrackedRequest] = {}
         self.malformed_total = 0  # malformed entries of the queue
         self._ended: OrderedDict[str, int] = OrderedDict()  # id -> attempt of the last ended ones
+
+    def wake(self) -> None:
+        self.woken.set()
 
     def get(self, request_id: str) -> TrackedRequest | None:
         return self._requests.get(request_id)
@@ -238,17 +248,13 @@ class RequestTable:
 
     def is_leaving(self, request: Request) -> bool:
         """Returns whether this attempt is still LEAVING: it may have ended meanwhile."""
-        run = self._on_engines.get(request.id)
-        return (
-            run is not None
-            and run.state is RequestState.LEAVING
-            and run.request.attempt == request.attempt
-        )
+        run = self.running(request.id, request.attempt)
+        return run is not None and run.state is RequestState.LEAVING
 
     def move(self, request: Request, now_unix_s: float) -> None:
         """Sends a request, in this form, to resume elsewhere, unless it has ended meanwhile."""
-        run = self._on_engines.get(request.id)
-        if run is not None and run.request.attempt == request.attempt:
+        run = self.running(request.id, request.attempt)
+        if run is not None:
             self.drop(run)
             self.outbox.add(Update.MOVE, run.id, request.as_resumed(now_unix_s))
 
@@ -294,9 +300,10 @@ class RequestTable:
 
     # --- running requests -------------------------------------------------------------------
 
-    def running(self, request_id: str) -> TrackedRequest | None:
-        """Returns the request if it is RUNNING, ENDING or LEAVING."""
-        return self._on_engines.get(request_id)
+    def running(self, request_id: str, attempt: int) -> TrackedRequest | None:
+        """Returns the attempt if it is RUNNING, ENDING or LEAVING."""
+        run = self._on_engines.get(request_id)
+        return run if run is not None and run.request.attempt == attempt else None
 
     def on_engines(self) -> list[TrackedRequest]:
         return list(self._on_engines.values())
@@ -314,7 +321,8 @@ class RequestTable:
     def mark_usage_reported(self, engine_id: str) -> None:
         """Handles a status of an engine: it includes requests whose first token came before it."""
         for each in self.on_engine(engine_id):
-            each.usage_reported = each.prefilled
+            if each.prefilled:
+                each.need_tokens = 0
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns engine id -> load of engines with requests."""
@@ -323,11 +331,10 @@ class RequestTable:
             if not each.engine_id:
                 continue
             load = loads.get(each.engine_id, EngineLoad())
-            need_tokens = 0 if each.usage_reported else each.need_tokens
             prompt_tokens = 0 if each.prefilled else each.request.prefill_tokens
             loads[each.engine_id] = EngineLoad(
                 load.running + 1,
-                load.pending_need_tokens + need_tokens,
+                load.pending_need_tokens + each.need_tokens,
                 load.pending_prompt_tokens + prompt_tokens,
                 load.on_trial or each.is_on_trial,
             )
@@ -354,10 +361,7 @@ class RequestTable:
         waiting, scheduled = len(self.waiting()), len(self._scheduler)
         if waiting != scheduled:
             found.append(f"{waiting} requests wait, but the scheduler has {scheduled}")
-        running = sum(
-            each.is_on_engine or each.state is RequestState.LEAVING
-            for each in self._requests.values()
-        )
+        running = sum(each.is_running for each in self._requests.values())
         if running != len(self._on_engines):
             found.append(f"{running} requests run, but engines have {len(self._on_engines)}")
         if self.none_runs.is_set() != (running == 0):
