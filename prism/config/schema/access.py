@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from urllib.parse import urlsplit
 
-import msgspec
-
+from prism.config.schema.machines import Strict
 from prism.errors import ConfigError
 
 # An origin as browsers send it. They compare it literally.
@@ -17,7 +16,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}  # browsers omit them
 _NO_ORIGIN = "null"  # sent for files and sandboxed frames
 
 
-class AccessYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AccessYaml(Strict, frozen=True):
     """Access to the HTTP endpoint."""
 
     # A YAML file with hashes of API keys, their models and rates; `prism-serve new-key` adds one.
@@ -31,7 +30,7 @@ class AccessYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     open_to_all: bool = False
 
 
-class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ApiKey(Strict, frozen=True, omit_defaults=True):
     """One entry of the keys' file."""
 
     name: str
@@ -42,7 +41,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     operator: bool = False  # may also read /status and /metrics
 
 
-class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeysFile(Strict, frozen=True):
     """The keys' file."""
 
     keys: list[ApiKey] = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from prism.config.schema.machines import Strict
 from prism.config.schema.units import Bytes
 from prism.scheduler.journal import JournalConfig
 
 
-class JournalYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JournalYaml(Strict, frozen=True):
     """Journals of the schedulers, in the folder of the logs."""
 
     # "off", "decisions" (actions, queues, dispatches), or "inputs" (also what each decision was

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
+from prism.config.schema.machines import Strict
 from prism.messages.models import LoraAdapter, LoraSpec
 from prism.models.files import DTYPE_BYTES, ModelFiles
 from prism.models.lora import inspect_adapter, lora_base, with_fused
 
 
-class LoraYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraYaml(Strict, frozen=True):
     """One LoRA adapter of a model. Clients use it as the model MODEL:ADAPTER. Engines load it when
     a request needs it."""
 
@@ -23,7 +22,7 @@ class LoraYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     path: str
 
 
-class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraConfig(Strict, frozen=True):
     """LoRA adapters in engines."""
 
     # The most adapters of a model in one step. The model's lease includes memory for them.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from prism.config.schema.machines import Strict
 from prism.errors import ConfigError
 
 # Limit of the classes in the queue's order.
 _LIMIT = 1000
 
 
-class PriorityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PriorityConfig(Strict, frozen=True):
     """Priorities that requests may ask for. Waiting requests of higher priority start first."""
 
     # The lowest. Requests without a priority have 0.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-import msgspec
-
+from prism.config.schema.machines import Strict
 from prism.errors import ConfigError
 
 
-class ReplicasYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplicasYaml(Strict, frozen=True):
     """Number of copies of a model, each on separate devices. The policy prism makes them."""
 
     # The number of copies that stay without requests. 1: the last one may be evicted, too.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from prism.config.schema.machines import Strict
 from prism.config.schema.units import Seconds
 
 
-class SloYaml(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SloYaml(Strict, frozen=True, kw_only=True):
     """The latencies that a request should meet."""
 
     # From a request's arrival to its first token. The queue is ordered by it.
