@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lab.papers import catalog, report
+from lab.papers import catalog, study_report
 from lab.papers.catalog import Study
 from lab.papers.study.lab import Lab
 from lab.papers.study.sources import Sources
@@ -91,7 +91,7 @@ def run_all(
             sources=Sources(sources.folder),
         )
         ran = chosen.run(lab)
-        found = report.result(
+        found = study_report.result(
             chosen,
             ran,
             quick=quick,
@@ -99,12 +99,12 @@ def run_all(
             traces=sources.described(),
             shortened=list(lab.sources.shortened),
         )
-        report.write(folder, found)
-        console.print(report.table(found))
+        study_report.write(folder, found)
+        console.print(study_report.table(found))
         console.print(f"results: {folder} ({time.perf_counter() - since_s:.0f} s)")
         results.append(found)
     if len(results) > 1:
-        (out / "studies.md").write_text(report.markdown(results), encoding="utf-8")
+        (out / "studies.md").write_text(study_report.markdown(results), encoding="utf-8")
 
 
 def main() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import yaml
 
 from lab.papers.study.findings import Findings
@@ -16,9 +16,8 @@ from prism.errors import ConfigError
 Run = Callable[[Lab], Findings]
 
 
-@dataclass(frozen=True)
-class Study:
-    """Entry of studies.yaml, which explains the fields."""
+class StudyTexts(msgspec.Struct, frozen=True):
+    """Texts of an entry of studies.yaml, which explains the fields."""
 
     name: str
     title: str
@@ -26,6 +25,11 @@ class Study:
     setup: str
     shortened: str
     differs: str
+
+
+class Study(StudyTexts, frozen=True):
+    """Entry of studies.yaml."""
+
     run: Run
 
 

@@ -14,7 +14,7 @@ from lab.parity.compare import Inputs, compare
 from lab.parity.console import print_parity
 from lab.parity.journals import read_journals
 from lab.parity.live import LiveConfig, record
-from lab.parity.report import write_report
+from lab.parity.parity_report import write_report
 from prism.cli.exit_codes import new_app, run
 from prism.config.resolve import load
 from prism.errors import ConfigError

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from lab.parity.causes import Causes
-from lab.parity.results import Compared, Difference
+from lab.parity.parity_results import Compared, Difference
 from lab.parity.runs import History, Wait
 
 BLOCKED = {

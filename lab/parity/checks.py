@@ -9,7 +9,7 @@ import msgspec
 
 from lab.parity.causes import waiting_of
 from lab.parity.journals import Dated, Journals
-from lab.parity.results import Check
+from lab.parity.parity_results import Check
 from prism.policies.data import Settings
 from prism.policies.policy import Policy
 from prism.scheduler.journal import Left, Opened, Planned, Queued, Stepped, fields_of

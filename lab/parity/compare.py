@@ -12,8 +12,8 @@ from lab.parity.causes import Causes, Moments
 from lab.parity.checks import check_all
 from lab.parity.journals import Journals
 from lab.parity.latency import figures, samples, simulated_records
+from lab.parity.parity_results import ParityResults
 from lab.parity.placement import compare_placement
-from lab.parity.results import ParityResults
 from lab.parity.runs import History, live_run, simulated_run
 from lab.parity.setup import (
     cluster_setup,

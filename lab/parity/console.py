@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from lab.parity.results import CLASSES, Compared, Figure, ParityResults
+from lab.parity.parity_results import CLASSES, Compared, Figure, ParityResults
 from prism_replay.report.page import percent
 
 AIM = "target: 95 %"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from lab.parity.results import Figure, RequestLatencies
+from lab.parity.parity_results import Figure, RequestLatencies
 from prism_replay.metrics import attainment, latency_of
 from prism_replay.results import METRICS, RequestRecord, scale_key
 from prism_sim.core.records import Records

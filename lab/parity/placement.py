@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from lab.parity.results import Compared, Difference
+from lab.parity.parity_results import Compared, Difference
 from lab.parity.runs import History, Placed
 
 Pair = tuple[Placed | None, Placed | None]

@@ -36,7 +36,7 @@ from prism_sim.core.setup import (
     EngineSettings,
     ModelSetup,
 )
-from prism_sim.core.workload import NO_SLO, Workload
+from prism_sim.core.workload import Workload, slo_s
 from prism_sim.costs.grid import read_grid
 from prism_sim.costs.model import CostModel, GpuUsage, PromptChunk
 from prism_sim.costs.shapes import short_name
@@ -195,9 +195,9 @@ def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: floa
         model=array("i", (number[record.model] for record in records)),
         prompt_tokens=array("i", (record.input_tokens for record in records)),
         output_tokens=array("i", (record.expected_tokens for record in records)),
-        slo_ttft_s=array("d", (_seconds(record.slo_ttft_ms) for record in records)),
-        slo_tpot_s=array("d", (_seconds(record.slo_tpot_ms) for record in records)),
-        slo_e2e_s=array("d", (_seconds(record.slo_e2e_ms) for record in records)),
+        slo_ttft_s=array("d", (slo_s(record.slo_ttft_ms) for record in records)),
+        slo_tpot_s=array("d", (slo_s(record.slo_tpot_ms) for record in records)),
+        slo_e2e_s=array("d", (slo_s(record.slo_e2e_ms) for record in records)),
         priority=array("i", (record.priority for record in records)),
     )
 
@@ -301,7 +301,3 @@ def _evictions_s(records: Iterable[Dated]) -> list[float]:
 
 def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
-
-
-def _seconds(slo_ms: float | None) -> float:
-    return NO_SLO if slo_ms is None else slo_ms / 1000.0

@@ -13,7 +13,7 @@ from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
 from prism.errors import ConfigError
 from prism_replay.cli import options as opts
-from prism_replay.cli import trace as trace_cli
+from prism_replay.cli import trace_commands
 from prism_replay.live.prompts import parse_token_range
 from prism_replay.results import ReplayResults, RunConfig, read_results, write_results
 from prism_replay.trace import TraceRequest, read_trace
@@ -55,7 +55,7 @@ def run(
     Requests are sent without waiting for answers (open loop). Ctrl-C stops the replay and reports
     partial results.
     """
-    requests = trace_cli.scaled(read_trace(trace), rate_scale, time_scale, limit, seed)
+    requests = trace_commands.scaled(read_trace(trace), rate_scale, time_scale, limit, seed)
     config = RunConfig(
         trace=trace.name,
         url=url.rstrip("/"),
@@ -91,7 +91,7 @@ def report(
     Console().print(f"report: {out}")
 
 
-app.add_typer(trace_cli.commands("prism-replay"))
+app.add_typer(trace_commands.commands("prism-replay"))
 
 
 def parse_scales(text: str, option: str) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
 from prism.errors import ConfigError
 from prism.policies import registry
-from prism_replay.cli import trace as trace_cli
+from prism_replay.cli import trace_commands
 from prism_replay.cli.replay import parse_scales
 from prism_sim.api import run_scenario
 from prism_sim.cli import costs as calibrate_cli
@@ -108,7 +108,7 @@ app.command(
 app.command(
     epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
 )(plan)
-app.add_typer(trace_cli.commands("prism-sim trace"), name="trace")
+app.add_typer(trace_commands.commands("prism-sim trace"), name="trace")
 app.add_typer(calibrate_cli.app)
 
 

@@ -101,9 +101,9 @@ def workload(trace: Trace, models: Mapping[str, int], slo_scale: float, where: s
         found.model.append(models[request.model])
         found.prompt_tokens.append(request.input_length)
         found.output_tokens.append(request.output_length)
-        found.slo_ttft_s.append(_seconds(request.slo_ttft_ms, slo_scale))
-        found.slo_tpot_s.append(_seconds(request.slo_tpot_ms, slo_scale))
-        found.slo_e2e_s.append(_seconds(request.slo_e2e_ms, slo_scale))
+        found.slo_ttft_s.append(slo_s(request.slo_ttft_ms, slo_scale))
+        found.slo_tpot_s.append(slo_s(request.slo_tpot_ms, slo_scale))
+        found.slo_e2e_s.append(slo_s(request.slo_e2e_ms, slo_scale))
         found.priority.append(request.priority)
     return found
 
@@ -117,5 +117,5 @@ def _whole_blocks(request: TraceRequest) -> tuple[int, ...]:
     return request.hash_ids[: request.input_length // HASH_TOKENS]
 
 
-def _seconds(slo_ms: float | None, scale: float) -> float:
+def slo_s(slo_ms: float | None, scale: float = 1.0) -> float:
     return NO_SLO if slo_ms is None else slo_ms * scale / 1000.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.papers import catalog, report
+from lab.papers import catalog, study_report
 from lab.papers.study.lab import Lab, Progress
 
 pytestmark = pytest.mark.slow
@@ -29,15 +29,15 @@ def test_runs_and_reports(name: str, tmp_path: Path) -> None:
     assert findings.budget
     assert all(c.what and c.source and c.verdict for c in findings.comparisons)
     assert any(c.ours != "-" for c in findings.comparisons)
-    found = report.result(study, findings, quick=True, seed=0, traces="none")
-    report.write(tmp_path, found)
+    found = study_report.result(study, findings, quick=True, seed=0, traces="none")
+    study_report.write(tmp_path, found)
     assert json.loads((tmp_path / "study.json").read_text())["name"] == name
     with (tmp_path / "points.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(findings.rows)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == len(findings.plots)
     assert "http" not in page
-    assert study.title in report.markdown([found])
+    assert study.title in study_report.markdown([found])
 
 
 def test_every_name_says_its_paper() -> None:

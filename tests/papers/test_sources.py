@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.papers import catalog, report
+from lab.papers import catalog, study_report
 from lab.papers.study.findings import Findings
 from lab.papers.study.sources import STYLES, Sources
 from prism_replay.generators.bursty import PRESETS
@@ -47,7 +47,7 @@ def test_a_shorter_arena_sample_is_taken_whole(tmp_path: Path) -> None:
     (said,) = sources.shortened
     assert said.startswith("arena-chat: the 60 s of its sample instead of 900 s")
     assert said.endswith("instead of 900 s")
-    found = report.result(
+    found = study_report.result(
         catalog.get("prism-fig7-rate"),
         Findings([], [], {}),
         quick=False,
@@ -55,7 +55,7 @@ def test_a_shorter_arena_sample_is_taken_whole(tmp_path: Path) -> None:
         traces="",
         shortened=list(sources.shortened),
     )
-    assert f"Shortened: 10 minutes of trace, four rates; {said}." in report.markdown([found])
+    assert f"Shortened: 10 minutes of trace, four rates; {said}." in study_report.markdown([found])
 
 
 def test_beyond_the_arena_sample_its_lengths_come_at_the_generators_rate(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typer.main import get_group
 
 from prism.cli.exit_codes import run
 from prism_replay.cli.replay import app
-from prism_replay.cli.trace import commands
+from prism_replay.cli.trace_commands import commands
 from prism_replay.formats.reader import read_format
 from prism_replay.generators.base import generate
 from prism_replay.generators.kinds import config_of_preset

@@ -11,7 +11,7 @@ import numpy as np
 from lab.papers.study.a100 import GPU, with_slos
 from lab.papers.study.lab import Lab
 from lab.papers.study.trial import TrialOutcome
-from lab.papers.study.tuning import RULE, Tuned, tune, tuning_lab
+from lab.papers.study.tuning import ONE_POLICY, RULE, Tuned, tune, tuning_lab
 from prism_replay.generators.base import generate
 from prism_replay.generators.steady import SteadyConfig, renewals
 from prism_replay.lengths import LengthSource, requests_at
@@ -33,8 +33,8 @@ GIVEN_AHEAD = (
     " All systems know the rates and mean lengths of the whole trace. Spatial sharing assigns GPUs "
     "by computation; temporal sharing has MuxServe's own placement."
 )
-FAIR = "Parts of one policy are compared, which runs with the shipped settings." + GIVEN_AHEAD
-FAIR_TUNED = RULE + "." + GIVEN_AHEAD
+FAIR = ONE_POLICY + GIVEN_AHEAD
+FAIR_TUNED = RULE + GIVEN_AHEAD
 
 
 @dataclass(frozen=True)

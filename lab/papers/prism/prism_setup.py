@@ -39,7 +39,7 @@ FAIR = (
     "Every policy runs with the shipped settings at every point. Only the studies that rank "
     "systems (Table 1, Figures 7 and 12) tune them." + GIVEN_AHEAD
 )
-FAIR_TUNED = RULE + "." + GIVEN_AHEAD
+FAIR_TUNED = RULE + GIVEN_AHEAD
 
 
 def eighteen() -> list[tuple[str, int]]:

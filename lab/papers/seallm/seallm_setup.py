@@ -13,7 +13,7 @@ from lab.papers.study.a100 import GPU, slo, with_slos
 from lab.papers.study.lab import Lab
 from lab.papers.study.lines import Measure, Points
 from lab.papers.study.trial import TrialOutcome
-from lab.papers.study.tuning import RULE, Systems, Tuned, simulated, tune, tuning_lab
+from lab.papers.study.tuning import ONE_POLICY, RULE, Systems, Tuned, simulated, tune, tuning_lab
 from prism_replay.generators.steady import renewals
 from prism_replay.lengths import SHAREGPT, Lengths, LengthSource, requests_at
 from prism_replay.trace import Trace, TraceRequest
@@ -77,8 +77,8 @@ GIVEN_AHEAD = (
     "low rates all of them; MuxServe's search uses means. SeaLLM's first replacement is after 5 "
     "minutes, longer than any trace, unless it is tuned or stated to be earlier."
 )
-FAIR = "Parts of one policy are compared, which runs with the shipped settings." + GIVEN_AHEAD
-FAIR_TUNED = RULE + "." + GIVEN_AHEAD
+FAIR = ONE_POLICY + GIVEN_AHEAD
+FAIR_TUNED = RULE + GIVEN_AHEAD
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ RULE = (
     f"Every system is tuned with the same budget: at most {TRIES} settings of its knobs, starting "
     "with the shipped ones, on generated traces of the same kind that are not evaluated, at one "
     "load. The best one (the first of equal ones) is used at every point. Systems with fewer knobs "
-    "have fewer settings"
+    "have fewer settings."
 )
+ONE_POLICY = "Parts of one policy are compared, which runs with the shipped settings."
 
 
 def simulated(

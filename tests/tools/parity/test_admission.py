@@ -14,7 +14,7 @@ from lab.parity.admission import (
     compare_pairs,
     compare_positions,
 )
-from lab.parity.results import CLASSES
+from lab.parity.parity_results import CLASSES
 from lab.parity.runs import History
 from tests.tools.parity.worlds import left, queued, run, stepped
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from lab.parity.admission import compare_order
 from lab.parity.causes import Causes, Moments
 from lab.parity.console import print_parity
-from lab.parity.results import CLASSES, Compared, ParityResults
+from lab.parity.parity_results import CLASSES, Compared, ParityResults
 from prism.policies import registry
 from prism.policies.data import EngineView
 from prism.scheduler.journal import Queued, Stepped

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lab.parity.__main__ import main
-from lab.parity.results import ParityResults
+from lab.parity.parity_results import ParityResults
 from prism_replay.trace import TraceRequest, write_trace
 from tests.frontend.tiny_model import make_model
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from lab.parity.parity_results import CLASSES, Compared
 from lab.parity.placement import compare_placement
-from lab.parity.results import CLASSES, Compared
 from lab.parity.runs import History, Placed
 from tests.tools.parity.worlds import placed
 

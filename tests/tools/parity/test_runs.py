@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lab.parity.latency import figures, simulated_records
-from lab.parity.results import Figure
+from lab.parity.parity_results import Figure
 from lab.parity.runs import live_run, simulated_run
 from prism.errors import ConfigError
 from prism.scheduler.journal import Ended, Left, Queued, Started, Stepped

@@ -10,7 +10,7 @@ import matplotlib as mpl
 import msgspec
 from rich.table import Table
 
-from lab.papers.catalog import Study
+from lab.papers.catalog import Study, StudyTexts
 from lab.papers.study.findings import Findings, Plot, Statement, overall
 from prism_replay.report.page import environment
 from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to_svg
@@ -21,13 +21,7 @@ SCHEMA = "prism-sim-study/1"
 SIZE = (6.2, 3.3)
 
 
-class StudyResult(msgspec.Struct, frozen=True):
-    name: str
-    title: str
-    source: str
-    setup: str
-    shortened: str
-    differs: str
+class StudyResult(StudyTexts, frozen=True):
     quick: bool
     """True for the size for tests, whose figures are meaningless."""
     seed: int
@@ -55,16 +49,9 @@ def result(
     Args:
         shortened: Reductions of this run in addition to `study.shortened`.
     """
-    texts = {name: getattr(study, name) for name in ("name", "title", "source", "setup")}
-    return StudyResult(
-        **texts,
-        shortened="; ".join(text for text in (study.shortened, *shortened) if text),
-        differs=study.differs,
-        quick=quick,
-        seed=seed,
-        traces=traces,
-        findings=found,
-    )
+    texts = {name: getattr(study, name) for name in StudyTexts.__struct_fields__}
+    texts["shortened"] = "; ".join(text for text in (study.shortened, *shortened) if text)
+    return StudyResult(**texts, quick=quick, seed=seed, traces=traces, findings=found)
 
 
 def write(folder: Path, found: StudyResult) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lab.parity import console
 from lab.parity.compare import ParityOutcome
-from lab.parity.results import ParityResults, RequestLatencies
+from lab.parity.parity_results import ParityResults, RequestLatencies
 from lab.parity.runs import Placed
 from prism_replay.report.page import environment
 from prism_replay.report.theme import RC, SERIES_MAX, draw, new_axes, series_color
