@@ -30,10 +30,7 @@ LONG_CLASSES = {
     "kvcached/device.py Device": "public API; most methods are a call of the core",
     "kvcached/kvcache.py KVCache": "public API; most methods are a call of the core",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
-    "prism_sim/cluster/device.py SimDevice": "counterpart of the agent",
     "prism_sim/engine/engine.py SimEngine": "counterpart of an engine core",
-    "prism_sim/cluster/moves.py SimActuator": "one method for each action",
-    "prism_sim/cluster/world.py World": "composes the parts of the simulator",
 }
 
 FORBIDDEN = {

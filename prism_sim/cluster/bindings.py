@@ -6,16 +6,16 @@ start from the returned queues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from prism.policies.placement import Placement, Unit
 from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
 from prism_sim.cluster.activation import activation_s, home_node
-from prism_sim.cluster.copies import SimModel
-from prism_sim.cluster.device import Resident, SimDevice, Stage
+from prism_sim.cluster.copies import Resident, SimModel, Stage
+from prism_sim.cluster.parts import ClusterParts
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import SimRequest
-from prism_sim.core.setup import ClusterSetup, ModelSetup
+from prism_sim.core.setup import ModelSetup
 
 ASSIGN_S_PER_REQUEST = 1e-4
 """Minimum time between two assignments per waiting request, as in `LocalScheduler`."""
@@ -27,16 +27,14 @@ class Bindings:
     def __init__(
         self,
         assign: Assign,
-        setup: ClusterSetup,
+        parts: ClusterParts,
         loads: Sequence[ModelLoad],
-        models: Sequence[SimModel],
-        devices: Mapping[str, SimDevice],
     ) -> None:
         self._assign = assign
-        self._setup = setup
+        self._setup = parts.setup
         self._loads = loads
-        self._models = {model.setup.name: model for model in models}
-        self._devices = devices
+        self._models = {model.setup.name: model for model in parts.models}
+        self._devices = {device.name: device for device in parts.devices}
         self._instances: tuple[Unit, ...] = ()
         self._tokens_per_s: dict[str, float] = {}
         self._swap_s: dict[str, float] = {}

@@ -1,31 +1,31 @@
 """Simulated cluster: arrivals, queues and engines, run by the live system's schedulers.
 
-`World` is the `ClusterPort` (`scheduler/ports.py`) of the same `ClusterScheduler` that
-`prism-serve` runs; each device steps the same `LocalScheduler`.
+`Planner` runs the same `ClusterScheduler` as `prism-serve`, and each device the same
+`LocalScheduler`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from prism.policies import registry
-from prism.policies.data import Action, Activate, ClusterView, DeviceLoad, Evict, Migrate, Refuse
+from prism.policies.data import Refuse
 from prism.policies.knobs import tuned
 from prism.policies.placement import Placement
 from prism.policies.policy import Policy
-from prism.scheduler.cluster import ClusterScheduler
 from prism.scheduler.journal import MemoryJournal
-from prism.scheduler.rates import TokenRates
+from prism_sim.cluster.actuator import Hooks, SimActuator
 from prism_sim.cluster.bindings import Bindings
-from prism_sim.cluster.copies import SimModel
-from prism_sim.cluster.device import Resident, SimDevice, Stage
+from prism_sim.cluster.controller import SimController
+from prism_sim.cluster.copies import Resident, SimModel
+from prism_sim.cluster.device import SimDevice
 from prism_sim.cluster.engines import EngineTerms, make_engine
-from prism_sim.cluster.moves import Hooks, SimActuator
-from prism_sim.cluster.turns import TurnPool
-from prism_sim.cluster.view import Viewer
-from prism_sim.core.kernel import Alarm, Kernel
+from prism_sim.cluster.parts import ClusterParts
+from prism_sim.cluster.planner import Planner
+from prism_sim.cluster.turns.turn_pool import TurnPool
+from prism_sim.core.kernel import Kernel
 from prism_sim.core.profile import ModelLoad, loads
-from prism_sim.core.records import Decision, Records
+from prism_sim.core.records import Records
 from prism_sim.core.request import Listener, SimRequest
 from prism_sim.core.setup import ClusterSetup
 from prism_sim.core.workload import NO_SLO, Workload
@@ -80,56 +80,50 @@ class World:
             )
             for number, device in enumerate(setup.devices)
         ]
-        self.by_name = {device.name: device for device in self.devices}
         self.models = [SimModel(model) for model in setup.models]
-        self._model_of = {model.setup.name: model for model in self.models}
-        self._turns = None
-        if self.policy.turns is not None:
-            self._turns = TurnPool(self.kernel, self.policy, setup, self.devices, self.records)
-        hooks = Hooks(self._route, self._wake, self._engine)
+        parts = ClusterParts(
+            self.kernel, setup, self.policy, self.models, self.devices, self.records
+        )
+        self._turns = TurnPool(parts) if self.policy.turns is not None else None
         searches = self.policy.search is not None or self.policy.steps is not None
         self._loads = loads(setup, work) if searches else None
         fixed = target is not None or self.policy.next_interval is None or self._loads is None
         self._replacement = (
             None if fixed else Replacement(self.policy, setup, self.records, self._loads or [])
         )
-        self._target = target or start
-        self._bindings = self._make_bindings()
-        self._moves = SimActuator(self.kernel, setup, self.policy, self.records, hooks)
-        self._viewer = Viewer(
-            self.models, self.devices, setup if self.policy.asks_startup else None
-        )
-        self._rates = TokenRates(setup.rate_window_s)
-        self._scheduler = ClusterScheduler(self, self.policy, setup.settings, setup.interval_s)
+        self._bindings = None
+        if self.policy.assign is not None and self._loads is not None:
+            self._bindings = Bindings(self.policy.assign, parts, self._loads)
+        self._actuator = SimActuator(parts, Hooks(self._route, self._wake, self._engine))
+        self.controller = SimController(parts, self._actuator, self._bindings, target or start)
+        self._planner = Planner(parts, self.controller, self._start_bound, self._has_ended)
         self._left_out: set[int] = set()
         self._hashes = work.hashes if setup.engine.prefix_reuse else ()
-        # Index -> model with requests since the last token count, or since the last sample.
-        self._growing, self._held = dict[int, SimModel](), dict[int, SimModel]()
-        self._next, self._requests, self._wake_due = 0, len(work), False
-        # Some inputs of the scheduler, such as idle times, change without an event.
-        self._alarm = Alarm(self.kernel, self._tick)
+        # Index -> model with requests since the last sample.
+        self._held: dict[int, SimModel] = {}
+        self._next, self._requests = 0, len(work)
         self.progress: Callable[[int, int], None] | None = None
 
-    @property
-    def open_requests(self) -> int:
-        return self._next - self.records.ended
+    def _has_ended(self) -> bool:
+        """Returns whether all requests have ended."""
+        return self.records.ended == self._requests
 
     def run(self) -> Records:
         """Runs the simulation until all requests end. Those that cannot be served end with an
         error."""
         self.place()
-        if self._target is not None:
-            self._begin(self._target)
-        self._plan()
-        self._moves.instant = False
+        if self.controller.target is not None:
+            self._begin(self.controller.target)
+        self._planner.plan()
+        self._actuator.instant = False
         if self._replacement is not None:
             self.kernel.after(self._replacement.interval_s, self._replace, self._replacement)
         self.kernel.at(max(0.0, self.work.arrival_s[0]), self._arrive)
-        self._alarm.after(self._pause_s())
+        self._planner.start()
         self._sample()
         horizon_s = self.work.end_s + self.setup.patience_s
         self.kernel.run(horizon_s)
-        if self.open_requests:
+        if not self._has_ended():
             # The time of the last event is not used, since it depends on `steps`.
             self.kernel.time_s = horizon_s
             self._fail_open_requests()
@@ -139,11 +133,10 @@ class World:
     def place(self) -> Placement | None:
         """Returns the placement, after a search if the policy has one and none was given. Called by
         `run`."""
-        if self._target is None and self.policy.search is not None and self._loads is not None:
-            self._target = search(
-                self.policy.search, self.setup, self._loads, self._simulate, self.work
-            )
-        return self._target
+        controller, searches = self.controller, self.policy.search
+        if controller.target is None and searches is not None and self._loads is not None:
+            controller.target = search(searches, self.setup, self._loads, self._simulate, self.work)
+        return controller.target
 
     def _begin(self, target: Placement) -> None:
         """Starts with a placement. Refuses the models that a permanent placement leaves out."""
@@ -155,7 +148,19 @@ class World:
                 if model.setup.name not in housed:
                     self._left_out.add(model.setup.index)
                     why = target.refused.get(model.setup.name, "the placement leaves it out")
-                    self._refuse(model, Refuse(model.setup.name, why))
+                    self.controller.refuse(model, Refuse(model.setup.name, why))
+
+    def _replace(self, replacement: Replacement) -> None:
+        """Searches the placement again, periodically while requests arrive."""
+        before = self.controller.target
+        assert before is not None
+        target = replacement.update(self.kernel.time_s, self._next, before, self._simulate)
+        if target.units != before.units:
+            self.records.count("replacements")
+        self.controller.target = target
+        self._planner.plan()
+        if self._next < self._requests:
+            self.kernel.after(replacement.interval_s, self._replace, replacement)
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -193,17 +198,17 @@ class World:
             self._turns.submit(model.setup, request)
             return
         model.last_use_s = self.kernel.time_s
-        self._growing[request.model] = self._held[request.model] = model
+        self.controller.growing[request.model] = self._held[request.model] = model
         target = None if self._bindings else model.copy_for(request.hashes, self.kernel.time_s)
         if target is None:
             model.unplaced[request.index] = request
             # Later requests do not change the plan; it is retried every retry_s.
             if len(model.unplaced) == 1 or self._bindings is not None:
-                self._wake()
+                self._planner.wake()
         else:
             target.home.on_arrival(target, request)
             if target.grew_to(self.setup.settings.contended_requests):
-                self._alarm.after(max(0.0, target.saturated_s - self.kernel.time_s))
+                self._planner.alarm.after(max(0.0, target.saturated_s - self.kernel.time_s))
 
     def _route(self, model: SimModel) -> None:
         """Sends unplaced requests to a copy that takes requests. Wakes the scheduler if none
@@ -216,16 +221,17 @@ class World:
         for home in homes:
             home.try_dispatch()
         if model.unplaced:
-            self._wake()
+            self._planner.wake()
 
-    def _make_bindings(self) -> Bindings | None:
-        if self.policy.assign is None or self._loads is None:
-            return None
-        return Bindings(self.policy.assign, self.setup, self._loads, self.models, self.by_name)
+    def _wake(self) -> None:
+        """Wakes the cluster scheduler, which is made after the actuator that calls this."""
+        self._planner.wake()
 
-    def _start_bound(self, bindings: Bindings) -> None:
+    def _start_bound(self) -> None:
         """Starts requests of virtual queues whose model is active."""
-        started = bindings.starting()
+        if self._bindings is None:
+            return
+        started = self._bindings.starting()
         for resident, request in started:
             resident.home.enqueue(resident, request)
         for home in dict.fromkeys(resident.home for resident, _ in started):
@@ -238,7 +244,7 @@ class World:
     def _engine(self, model: SimModel, resident: Resident, compute: Compute) -> SimEngine:
         listener = self._listener(model, resident)
         load = self._loads[model.setup.index] if self._loads is not None else ModelLoad()
-        terms = EngineTerms(self.setup, self.policy, load, self._target)
+        terms = EngineTerms(self.setup, self.policy, load, self.controller.target)
         return make_engine(resident, compute, terms, listener)
 
     def _listener(self, model: SimModel, resident: Resident) -> Listener:
@@ -246,13 +252,13 @@ class World:
             resident.home.note_change()
             resident.last_use_s = self.kernel.time_s
             self.records.finish(request, self.kernel.time_s)
-            self._moves.request_ended(model, resident)
+            self._actuator.request_ended(model, resident)
             if self._bindings is not None and not resident.running:
-                self._wake()
+                self._planner.wake()
 
         def freed() -> None:
-            if self._moves.waits_for_memory:
-                self._moves.memory_freed()
+            if self._actuator.queue.waiting:
+                self._actuator.queue.retry()
             # Tensor-parallel copies share several devices: each home dispatches only once.
             homes = resident.home.homes
             if len(resident.devices) > 1:
@@ -274,139 +280,9 @@ class World:
     def _sample(self) -> None:
         """Records a sample of the cluster, about SAMPLES times in the run."""
         held = [self._held[index] for index in sorted(self._held)]
-        sample = self._viewer.sample(self.kernel.time_s, held)
+        sample = self.controller.viewer.sample(self.kernel.time_s, held)
         self.records.samples.append(self._turns.with_counts(sample) if self._turns else sample)
         left = (m for m in held if m.busy or m.setup.index in sample.kv_bytes)
         self._held = {model.setup.index: model for model in left}
-        if self._next < self._requests or self.open_requests:
+        if not self._has_ended():
             self.kernel.after(max(SAMPLE_S, self.work.end_s / SAMPLES), self._sample)
-
-    # --- cluster scheduler ------------------------------------------------------------------
-
-    def view(self) -> ClusterView:
-        now_s = self.kernel.time_s
-        self._observe(now_s)
-        models = self._viewer.models(now_s, self._rates.rates(now_s))
-        queues = self._bindings.assign(now_s) if self._bindings is not None else ()
-        gpus = self._viewer.gpus()
-        return ClusterView(now_s, models, gpus, target=self._target, queues=queues, replicas=True)
-
-    def apply(self, action: Action) -> None:
-        model = self._model_of[action.model]
-        if isinstance(action, Refuse):
-            self._refuse(model, action)
-            return
-        if isinstance(action, Activate):
-            self._decide("activate", action.model, action.device, "", action.reason)
-            devices = [self.by_name[name] for name in (action.device, *action.peers)]
-            self._moves.activate(model, devices, action.kv_limit_bytes, action.joins)
-        elif isinstance(action, Evict):
-            self._decide("evict", action.model, action.device, "", action.reason)
-            resident = self._resident(model, action.device)
-            if resident is not None:
-                self._moves.evict(model, resident, action.move_running)
-        else:
-            self._migrate(model, action)
-
-    def _migrate(self, model: SimModel, action: Migrate) -> None:
-        self._decide("migrate", action.model, action.source, action.target, action.reason)
-        devices = [self.by_name[name] for name in (action.target, *action.peers)]
-        source = self._resident(model, action.source)
-        if source is not None and source.replaced_by is None:
-            self._moves.migrate(model, source, devices, action.move_running)
-
-    def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
-        self.records.decide(Decision(self.kernel.time_s, kind, model, device, target, reason))
-
-    def _refuse(self, model: SimModel, action: Refuse) -> None:
-        if model.refusal != action.reason:
-            model.refusal = action.reason
-            self._decide("refuse", action.model, "", "", action.reason)
-        if self.policy.evicts:
-            # The model is activated once a request arrives, for which others may be evicted.
-            model.wanted = False
-
-    def _resident(self, model: SimModel, device: str) -> Resident | None:
-        """Returns the active copy that an action names. Records a failure, as an agent reports it,
-        and returns None if there is none any more."""
-        for resident in model.residents:
-            if resident.home.name == device and resident.stage is Stage.ACTIVE:
-                return resident
-        self._decide("failed", model.setup.name, device, "", "no active copy is there")
-        return None
-
-    def _observe(self, now_s: float) -> None:
-        """Updates the token rates from the tokens per model: prompts of admitted requests and
-        output."""
-        grown: dict[str, int] = {}
-        for index, model in list(self._growing.items()):
-            total = model.tokens_total
-            for resident in model.residents:
-                if (engine := resident.engine) is not None:
-                    total += engine.prompt_tokens_total + engine.output_tokens()
-            if total != model.tokens_seen:
-                grown[model.setup.name] = model.tokens_seen = total
-            if not model.busy:
-                del self._growing[index]
-        self._rates.observe("cluster", 1, grown, now_s)
-
-    def _wake(self) -> None:
-        """Schedules a plan after all events of the present time."""
-        if not self._wake_due:
-            self._wake_due = True
-            self.kernel.after(0.0, self._on_wake)
-
-    def _on_wake(self) -> None:
-        self._wake_due = False
-        policy, needed = self.policy, self._needs_copy()
-        due = policy.search is not None or self._scheduler.due(self.kernel.time_s)
-        if needed or due or policy.is_balanced is None:
-            self._plan()
-        if needed:
-            self._alarm.after(self._pause_s())
-
-    def _replace(self, replacement: Replacement) -> None:
-        """Searches the placement again, periodically while requests arrive."""
-        assert self._target is not None
-        target = replacement.update(self.kernel.time_s, self._next, self._target, self._simulate)
-        if target.units != self._target.units:
-            self.records.count("replacements")
-        self._target = target
-        self._plan()
-        if self._next < self._requests:
-            self.kernel.after(replacement.interval_s, self._replace, replacement)
-
-    def _tick(self) -> None:
-        if not self._is_balanced():
-            self._plan()
-        if self._next < self._requests or self.open_requests:
-            self._alarm.after(self._pause_s())
-
-    def _is_balanced(self) -> bool:
-        """Returns True if the policy would plan nothing. Avoids views of the whole cluster."""
-        is_balanced, settings = self.policy.is_balanced, self.setup.settings
-        if is_balanced is None or self._needs_copy():
-            return False
-        return is_balanced(self._device_loads(), settings)
-
-    def _needs_copy(self) -> bool:
-        """Returns whether some model should be activated."""
-        return any(model.needs_copy for model in self.models)
-
-    def _device_loads(self) -> Iterator[DeviceLoad]:
-        """Yields the device loads, computed only if the policy reads them."""
-        now_s = self.kernel.time_s
-        self._observe(now_s)
-        yield from self._viewer.loads(now_s, self._rates.rates(now_s), self.setup.settings)
-
-    def _pause_s(self) -> float:
-        """Returns the time to the next plan. It is shorter if requests wait for a copy, or if the
-        policy adds copies for a backlog."""
-        soon = self.policy.asks_startup or any(model.unplaced for model in self.models)
-        return self.setup.retry_s if soon else self.setup.interval_s
-
-    def _plan(self) -> None:
-        self._scheduler.step(self.kernel.time_s)
-        self._alarm.after(self._scheduler.next_step_in_s)
-        if self._bindings is not None:
-            self._start_bound(self._bindings)

@@ -109,6 +109,12 @@ class ModelSetup:
         """Returns the KV floor on one of `tp` devices."""
         return -(-self.kv_floor_bytes // tp)
 
+    def measured_s(self, now_s: float) -> float | None:
+        """Returns the measured time of an activation that starts at `now_s`, if known."""
+        if self.first_activation_s is not None and now_s == 0.0:
+            return self.first_activation_s
+        return self.activation_s
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationSettings:

@@ -30,7 +30,7 @@ from prism.policies.policy import Policy
 from prism.policies.static import StaticSettings
 from prism.scheduler.local import Limits
 from prism_replay.trace import Trace
-from prism_sim.cluster.turns import check_turns
+from prism_sim.cluster.turns.turn_pool import check_turns
 from prism_sim.core.prefix import HASH_TOKENS
 from prism_sim.core.setup import (
     UNBOUNDED_STEPS,

@@ -30,7 +30,8 @@ from prism.engines.kv_moves import kv_file
 from prism.messages.engine import Activated, Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
-from prism_sim.cluster.device import Resident
+from prism_sim.cluster.copies import Resident
+from prism_sim.cluster.handover import kv_is_sent
 from prism_sim.cluster.world import World
 from prism_sim.core.setup import ActivationSettings
 from tests.agent.harness import model_spec, until
@@ -389,6 +390,6 @@ async def test_the_simulator_decides_alike(configs: list[ClusterConfig]) -> None
         built = cluster([one], activation=ActivationSettings(network_bytes_s=rate))
         world = World(built, work(built, [trace_request(0.0, "a")]))
         resident = Resident(one, [world.devices[0]], 0.0, 0.0)
-        assert world._moves._is_sent(resident) is (export == Export())
+        assert kv_is_sent(resident, built.activation) is (export == Export())
         chosen.add(export == Export())
     assert chosen == {False, True}

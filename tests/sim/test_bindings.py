@@ -81,7 +81,7 @@ def test_serverlessllm_gets_the_length_of_a_start() -> None:
         return original(view, settings)  # type: ignore[return-value]
 
     original = world.policy.plan
-    world._scheduler._policy = dataclasses.replace(world.policy, plan=plan)
+    world._planner._scheduler._policy = dataclasses.replace(world.policy, plan=plan)
     records = world.run()
     startup_s = {m.name: m.startup_s for m in seen[0].models}
     assert startup_s["a"]["gpu:0"] == startup_s["a"]["gpu:1"] < startup_s["a"]["gpu:2"]

@@ -13,7 +13,7 @@ import pytest
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings, Waiting
 from prism.policies.placement import Hosted, Placement, Unit
-from prism_sim.cluster.device import Resident
+from prism_sim.cluster.copies import Resident
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.request import SimRequest
@@ -59,7 +59,7 @@ def moved(
     trace = [request(at_s, "a", prompt, output) for at_s, prompt, output in requests]
     world = World(built, work(built, trace), policy)
     order = Migrate("a", "gpu:0", target, "test", peers, move_running)
-    world.kernel.at(AT_S, world.apply, order)
+    world.kernel.at(AT_S, world.controller.apply, order)
     return world.run()
 
 
@@ -148,7 +148,9 @@ def evicted(
         registry.get("alpaserve"), search=lambda problem: HERE, plan=plan, is_balanced=None
     )
     world = World(built, work(built, [request(0.5, "a", 500, 100)] * requests), policy)
-    world.kernel.at(AT_S, world.apply, Evict("a", "gpu:0", "test", move_running=move_running))
+    world.kernel.at(
+        AT_S, world.controller.apply, Evict("a", "gpu:0", "test", move_running=move_running)
+    )
     return world.run()
 
 
@@ -212,7 +214,9 @@ def test_who_finds_no_memory_at_the_target_is_computed_again_there() -> None:
     built = dataclasses.replace(built, models=(*built.models, big))
     trace = [request(0.1 * i, "a", 600, 300) for i in range(5)]
     world = World(built, work(built, trace))
-    world.kernel.at(AT_S, world.apply, Migrate("a", "gpu:0", "gpu:1", "test", move_running=True))
+    world.kernel.at(
+        AT_S, world.controller.apply, Migrate("a", "gpu:0", "gpu:1", "test", move_running=True)
+    )
     records = world.run()
     assert not records.errors
     assert records.counts["moved"] == 5
@@ -237,7 +241,7 @@ def test_who_waits_for_another_copy_has_a_deadline_from_then_on() -> None:
     built = cluster([model(0, "a", activation_s=0.5, slo_tpot_s=0.2)], 1, warm=True)
     trace = work(built, [request(0.5, "a", 500, 100), request(1.01, "a", 100, 5)])
     world = World(built, trace)
-    world.kernel.at(AT_S, world.apply, Evict("a", "gpu:0", "test", move_running=True))
+    world.kernel.at(AT_S, world.controller.apply, Evict("a", "gpu:0", "test", move_running=True))
     seen: list[Waiting] = []
     device = world.devices[0]
     add = device.scheduler.add

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prism.policies.data import Evict, Migrate
 from prism.policies.placement import Hosted, Placement, Unit
 from prism_replay.trace import TraceRequest
-from prism_sim.cluster.device import Stage
+from prism_sim.cluster.copies import Stage
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup, EngineSettings
@@ -89,11 +89,11 @@ def apply(world: World, model_: int, target: int, leaves: bool, along: bool) -> 
     free = [d for d in world.devices if not any(r in d.guests for r in model.residents)]
     chosen = [*free[target % max(1, len(free)) :], *free][: source.tp]
     if leaves:
-        world.apply(Evict(name, source.home.name, "random", move_running=along))
+        world.controller.apply(Evict(name, source.home.name, "random", move_running=along))
     elif len(chosen) == source.tp == len({d.name for d in chosen}):
         first, *peers = (d.name for d in chosen)
         move = Migrate(name, source.home.name, first, "random", tuple(peers), along)
-        world.apply(move)
+        world.controller.apply(move)
 
 
 @given(movable(), traces(), orders())

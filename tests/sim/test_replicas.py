@@ -101,13 +101,13 @@ def test_copies_that_come_and_go_at_any_time_lose_nothing(
     world = World(setup, work(setup, trace))
 
     def order(name: str, number: int, leaves: bool) -> None:
-        view = world.view()
+        view = world.controller.view()
         here = {m.device: m for m in view.models if m.name == name and m.device}
         device = f"gpu:{number}"
         if leaves and device in here and here[device].state == "active":
-            world.apply(Evict(name, device, "test", move_running=number == 1))
+            world.controller.apply(Evict(name, device, "test", move_running=number == 1))
         elif not leaves and device not in here and here:
-            world.apply(Activate(name, device, "test", joins=True))
+            world.controller.apply(Activate(name, device, "test", joins=True))
 
     for time_s, name, number, leaves in orders:
         world.kernel.at(time_s, order, name, number, leaves)

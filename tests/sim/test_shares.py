@@ -44,7 +44,7 @@ def test_each_rank_holds_its_part_and_an_engine(tmp_path: Path, given: int, tp: 
     for device in made.devices[:tp]:
         (account,) = device.ledger.accounts.values()
         assert account.static_bytes == 2 * GIB // tp + GIB
-    (view,) = made.view().models
+    (view,) = made.controller.view().models
     assert (view.tp, view.weight_bytes) == (tp, 2 * GIB + tp * GIB)
     assert part(view).weight_bytes == 2 * GIB // tp + GIB
     for wide in (1, 2, 4):  # as a new placement assumes

@@ -41,7 +41,7 @@ def up(built: ClusterSetup, *orders: tuple[float, Action]) -> tuple[Records, lis
     trace = [request(200.0, m.name) for m in built.models]
     world = World(built, work(built, trace), policy)
     for at_s, order in orders:
-        world.kernel.at(at_s, world.apply, order)
+        world.kernel.at(at_s, world.controller.apply, order)
     records, taken = world.run(), list[float]()
     for at_s, order in orders:
         if not isinstance(order, Evict):

@@ -73,7 +73,7 @@ def test_a_copy_that_moves_serves_where_it_was_until_it_is_there(
     setup = cluster([model(0, "a", pinned_device="gpu:0")], 3, activation=activation, warm=True)
     requests = [request(0.25 * i, "a", 100, 3) for i in range(20)]
     world = World(setup, work(setup, requests))
-    world.kernel.at(1.01, world.apply, Migrate("a", "gpu:0", target, "test"))
+    world.kernel.at(1.01, world.controller.apply, Migrate("a", "gpu:0", target, "test"))
     records = world.run()
     assert not records.errors
     number = int(target[-1])

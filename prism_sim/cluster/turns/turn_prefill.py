@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from prism.policies.multiplexing.turns import PrefillGroup, PrefillQueue
-from prism_sim.cluster.turn_memory import TurnMemory, blocks_of, kv_bytes
+from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import ModelSetup
 from prism_sim.costs.model import PromptChunk, prompt_s

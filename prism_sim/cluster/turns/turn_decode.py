@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from prism.policies.multiplexing.turns import TurnBatch, TurnPolicy
-from prism_sim.cluster.turn_memory import TurnMemory, blocks_of, kv_bytes
+from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import EngineSettings, ModelSetup
 from prism_sim.engine.batch import Batch

@@ -6,18 +6,16 @@ decodes on another device in its model's turns. There is neither admission nor e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from prism.errors import ConfigError, TooLargeError
-from prism.policies.policy import Policy
-from prism_sim.cluster.device import SimDevice
-from prism_sim.cluster.turn_decode import DecodeDevice
-from prism_sim.cluster.turn_memory import TurnMemory, blocks_of, kv_bytes
-from prism_sim.cluster.turn_prefill import PrefillDevice
-from prism_sim.core.kernel import Kernel
-from prism_sim.core.records import ClusterSample, Decision, Records
+from prism_sim.cluster.parts import ClusterParts
+from prism_sim.cluster.turns.turn_decode import DecodeDevice
+from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
+from prism_sim.cluster.turns.turn_prefill import PrefillDevice
+from prism_sim.core.records import ClusterSample, Decision
 from prism_sim.core.request import SimRequest
-from prism_sim.core.setup import ClusterSetup, ModelSetup
+from prism_sim.core.setup import ModelSetup
 from prism_sim.engine.compute import Compute
 
 
@@ -25,21 +23,15 @@ class TurnPool:
     """All devices of the cluster. Raises ConfigError for a setup that token-level switching does
     not support."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        policy: Policy,
-        setup: ClusterSetup,
-        devices: Sequence[SimDevice],
-        records: Records,
-    ) -> None:
+    def __init__(self, parts: ClusterParts) -> None:
+        kernel, setup, policy, devices = parts.kernel, parts.setup, parts.policy, parts.devices
         assert policy.turns is not None
         degrees = {model.name: model.tp for model in setup.models}
         reuse = setup.engine.prefix_reuse
         check_turns(policy.name, len(devices), degrees, prefix_reuse=reuse)
         self._kernel = kernel
         self._policy = policy.turns
-        self._records = records
+        self._records = parts.records
         self._refused: set[int] = set()
         # Requests whose KV is copied to host memory.
         self._copying: dict[int, SimRequest] = {}
