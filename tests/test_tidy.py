@@ -30,7 +30,6 @@ LONG_CLASSES = {
     "kvcached/device.py Device": "public API; most methods are a call of the core",
     "kvcached/kvcache.py KVCache": "public API; most methods are a call of the core",
     "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
-    "prism_sim/engine/engine.py SimEngine": "counterpart of an engine core",
 }
 
 FORBIDDEN = {

@@ -133,7 +133,8 @@ class SimDevice:
         the request. The scheduler then needs no view to admit it."""
         if resident.stage is not Stage.ACTIVE or engine.running >= engine.max_running:
             return False
-        if engine.prefills and engine.pending_prefill_s() > self._limits.prefill_horizon_s:
+        prompts = engine.prompts
+        if prompts.ready and prompts.pending_s() > self._limits.prefill_horizon_s:
             return False
         kv = engine.kv
         blocks = kv.blocks(request.prompt_tokens + self._limits.headroom_tokens)
@@ -212,7 +213,7 @@ class SimDevice:
     def _readmit(self) -> None:
         for resident in self.residents.values():
             engine = resident.engine
-            if engine is not None and engine.retracted:
+            if engine is not None and engine.prompts.retracted:
                 engine.readmit()
                 self._touched.append(engine)
 

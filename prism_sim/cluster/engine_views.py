@@ -18,7 +18,7 @@ def engine_views(residents: Iterable[Resident], now_s: float) -> Sequence[Engine
     found: list[tuple[Resident, SimEngine | None]] = []
     for resident in residents:
         engine = resident.engine
-        if resident.waiting or (engine is not None and engine.prefills):
+        if resident.waiting or (engine is not None and engine.prompts.ready):
             found.append((resident, engine))
     for resident, engine in found:
         sync_memory(resident, engine)
@@ -31,7 +31,7 @@ def engine_views(residents: Iterable[Resident], now_s: float) -> Sequence[Engine
 def sync_memory(resident: Resident, engine: SimEngine | None) -> None:
     """Brings the ledgers of the copy's devices up to the present time."""
     if engine is not None:
-        engine.catch_up()
+        engine.run.catch_up()
     for device in resident.devices:
         if device.gpu.jobs:
             device.site.sync()
@@ -56,7 +56,7 @@ def engine_view(resident: Resident, engine: SimEngine) -> EngineView:
     if account.limit_bytes is not None:
         left_bytes = account.limit_bytes - max(account.min_bytes, kv_bytes)
         limit = max(0, left_bytes) // quantum_bytes * quantum_tokens
-    if engine.retracted:
+    if engine.prompts.retracted:
         own = shared = guaranteed = 0
     return EngineView(
         resident.model.name,
@@ -64,8 +64,8 @@ def engine_view(resident: Resident, engine: SimEngine) -> EngineView:
         engine.running,
         engine.max_running,
         kv.block_tokens,
-        engine.prefill_tokens_per_s,
-        engine.pending_prefill_s(),
+        engine.prompts.tokens_per_s,
+        engine.prompts.pending_s(),
         0.0 if resident.stage is Stage.ACTIVE else READY_SOON_S,
         shared,
         max(1, quantum_bytes // quantum_tokens),

@@ -56,11 +56,11 @@ def make_engine(
         kv=space,
         settings=terms.setup.engine,
         listener=listener,
+        slower=slower,
     )
-    engine.slower = slower
     engine.submit_s = model.submit_s
-    engine.speed = resident.home.speeds.setdefault(model.name, Speed())
-    engine.prefill_tokens_per_s = resident.home.speed_tokens_per_s(model)
+    engine.prompts.speed = resident.home.speeds.setdefault(model.name, Speed())
+    engine.prompts.tokens_per_s = resident.home.speed_tokens_per_s(model)
     if isinstance(engine, ControlledEngine):
         engine.configure(terms.load, _sm_share(resident, terms.target))
     return engine

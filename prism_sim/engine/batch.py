@@ -7,39 +7,23 @@ which it ends, and the step number determines when it needs a new KV block.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 from prism_sim.core.request import SimRequest
-from prism_sim.engine.compute import Job
-
-
-@dataclass(slots=True)
-class Flight:
-    """Job in flight: a prefill step, or a run of decode steps."""
-
-    job: Job
-    # Requests with the number of prompt tokens that the step computes.
-    chunks: list[tuple[SimRequest, int]]
-    # Number of decode steps in the run.
-    steps: int = 0
-    context_tokens: int = 0
-    # Number of decode steps planned at the start of the run.
-    run_steps: int = 0
-    # KV blocks that run_steps take.
-    blocks: int = 0
-    # Number of steps whose KV is allocated.
-    allocated: int = 0
-    # KV blocks of these steps.
-    allocated_blocks: int = 0
-    # Number of steps completed at seen_s.
-    done: int = 0
-    seen_s: float = -1.0
 
 
 class Batch:
     """Requests that decode together. A member's KV grows by one token at the start of each step."""
 
-    __slots__ = ("_ends", "_fills", "_serial", "block_tokens", "context_tokens", "members", "step")
+    __slots__ = (
+        "_ends",
+        "_fills",
+        "_serial",
+        "block_tokens",
+        "context_tokens",
+        "deferred",
+        "members",
+        "step",
+    )
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -48,6 +32,8 @@ class Batch:
         # KV tokens of all members before the next step.
         self.context_tokens = 0
         self.members: dict[int, SimRequest] = {}
+        # Requests that join after the step in flight.
+        self.deferred: list[SimRequest] = []
         # Index: step % block_tokens. Value: number of members that need a new block at that step.
         self._fills = [0] * block_tokens
         self._ends: list[tuple[int, int, SimRequest]] = []
@@ -65,6 +51,12 @@ class Batch:
         self._fills[(self.step - request.kv_tokens) % self.block_tokens] += 1
         self._serial += 1
         heapq.heappush(self._ends, (request.end_step, self._serial, request))
+
+    def join_deferred(self) -> None:
+        """Adds the deferred requests, in order."""
+        for request in self.deferred:
+            self.join(request)
+        self.deferred.clear()
 
     def leave(self, request: SimRequest) -> None:
         """Removes a request and updates its counts to the steps so far. It may join again."""

@@ -22,10 +22,10 @@ from prism_sim.core.kernel import Kernel
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import UNBOUNDED_STEPS
-from prism_sim.engine.batch import Flight
 from prism_sim.engine.compute import Gpu
 from prism_sim.engine.engine import SimEngine
 from prism_sim.engine.memory import Ledger
+from prism_sim.engine.prompts import Chunks
 
 CHOICES_MAX = 64
 
@@ -44,13 +44,18 @@ class ControlledEngine(SimEngine):
         self.waiting: dict[int, SimRequest] = {}
         # Requests with KV that the last decode step left out.
         self.parked: dict[int, SimRequest] = {}
-        self.kv_peak_bytes = 0
         # True after a prefill found no memory. Waiting requests are then hidden from the control
         # until something changes, since it counts tokens while the ledger grants quanta.
         self.lacks_memory = False
         self._clock_s = 0.0
         self._decode_since_s = 0.0
         self._seen: set[int] = set()
+
+    @property
+    def busy(self) -> frozenset[Phase]:
+        """Phases with a job in flight."""
+        found = ((Phase.PREFILL, self._chunks), (Phase.DECODE, self.run.job))
+        return frozenset(phase for phase, job in found if job)
 
     def requests(self) -> list[SimRequest]:
         return [*super().requests(), *self.parked.values(), *self.waiting.values()]
@@ -60,13 +65,11 @@ class ControlledEngine(SimEngine):
             self.running += 1
             request.last_s = request.arrival_s
             self.waiting[request.index] = request
-        self.end_run()
+        self.run.end_run()
 
     def readmit(self) -> None:
         """Moves retracted requests to the front of the waiting ones."""
-        back = {request.index: request for request in self.retracted}
-        self.retracted.clear()
-        self.kv.sites[0].starved.discard(self)
+        back = {request.index: request for request in self.prompts.take_retracted()}
         for request in back.values():
             request.last_s = self._kernel.time_s
         self.waiting = {**back, **self.waiting}
@@ -99,25 +102,23 @@ class ControlledEngine(SimEngine):
                 request.forget_kv()
             moved[request.index] = request
         self.waiting = {**moved, **self.waiting}
-        self._note_peak()
-        self.end_run()
+        self.run.end_run()
 
     # --- jobs -------------------------------------------------------------------------------
 
     def prefill_now(self, ids: Sequence[str], sm_share: float) -> bool:
         """Starts one step of the named whole prompts whose KV fits. Returns False if none fits."""
         assert not self.stopping
-        chunks: list[tuple[SimRequest, int]] = []
+        chunks: Chunks = []
         for key in ids:
             request = self.waiting.get(int(key))
             if request is None or not self.kv.take(self.kv.blocks(request.kv_tokens)):
                 continue
-            self._note_peak()
             del self.waiting[request.index]
             if request.started_s < 0:
                 request.started_s = self._kernel.time_s
                 self.prompt_tokens_total += request.prompt_tokens
-            self.prefills.append(request)
+            self.prompts.ready.append(request)
             chunks.append((request, request.todo_tokens))
         if chunks:
             self._prefill_step(chunks, 0, sm_share)
@@ -136,12 +137,11 @@ class ControlledEngine(SimEngine):
         if not self.batch:
             return False
         self._decode_since_s = self._kernel.time_s
-        return self.start_decode(sm_share, steps_max)
+        return self._start_decode(min(steps_max, self._settings.run_steps), sm_share)
 
     def _prefill_ended(self) -> None:
-        assert self._prefill is not None
         seconds = self._kernel.time_s - self._prefill_since_s
-        for request, _ in self._prefill.chunks:
+        for request, _ in self._chunks:
             request.executed_s += seconds
             request.last_s = self._kernel.time_s
         super()._prefill_ended()
@@ -151,36 +151,28 @@ class ControlledEngine(SimEngine):
         self._clock_s += now_s - self._decode_since_s
         for request in self.batch.members.values():
             request.last_s = now_s
-        for request in self._joining:
+        for request in self.batch.deferred:
             request.executed_s -= self._clock_s
-        ends = self.batch.steps_to_end() == (self._decode.steps if self._decode else 0)
+        ends = self.batch.steps_to_end() == self.run.steps
         super()._decode_ended()
         if not ends:
             self._listener.freed()
 
     def _emit_token(self, request: SimRequest) -> None:
-        joins = self._decode is None and request.generated + 1 < request.output_tokens
+        joins = self.run.job is None and request.generated + 1 < request.output_tokens
         super()._emit_token(request)
         if joins:
             request.executed_s -= self._clock_s
 
-    def _allocate(self, step: Flight, begun: int) -> None:
-        super()._allocate(step, begun)
-        self._note_peak()
-
-    def _note_peak(self) -> None:
-        """Updates the peak, since a run may grow and end between two views."""
-        self.kv_peak_bytes = max(self.kv_peak_bytes, self.kv.kv_bytes)
-
     def _leave(self, request: SimRequest) -> None:
         self.batch.leave(request)
         request.executed_s += self._clock_s
-        self._usage_changed = True
+        self.run.usage_changed = True
 
     def _join(self, request: SimRequest) -> None:
         self.batch.join(request)
         request.executed_s -= self._clock_s
-        self._usage_changed = True
+        self.run.usage_changed = True
 
     def _retract(self, victim: SimRequest) -> None:
         victim.executed_s += self._clock_s
@@ -199,7 +191,7 @@ class ControlledEngine(SimEngine):
             busy,
             token_bytes,
             kv.kv_bytes,
-            self.kv_peak_bytes,
+            kv.peak_bytes,
             load.rate_rps * (load.prompt_tokens + load.output_tokens) * token_bytes,
             self.decode_sm_share,
             self.max_running,
@@ -307,7 +299,7 @@ class StepController:
         choice, self._state = self._control.choose(view, self._state)
         self._note_quotas(engines)
         started = [self._start(job, engines[job.model], choice) for job in choice.jobs]
-        retracted = any(engine.retracted for engine in engines.values())
+        retracted = any(engine.prompts.retracted for engine in engines.values())
         if retracted or (any(started) and choice.holds_s <= 0):
             self._end_runs(engines)
         if any(started):
@@ -329,7 +321,7 @@ class StepController:
 
     def _end_runs(self, engines: Mapping[str, ControlledEngine]) -> None:
         for engine in engines.values():
-            engine.end_run()
+            engine.run.end_run()
 
     def _expire(self, version: int) -> None:
         if version == self._version:
@@ -341,12 +333,12 @@ class StepController:
         if quotas is not self._quotas:
             self._quotas = quotas
             for engine in engines.values():
-                engine.kv_peak_bytes = engine.kv.kv_bytes
+                engine.kv.reset_peak()
 
     def _view(self, engines: Mapping[str, ControlledEngine]) -> DeviceStepView:
         static_bytes = sum(account.static_bytes for account in self._ledger.accounts.values())
         for engine in engines.values():
-            engine.catch_up()
+            engine.run.catch_up()
         return DeviceStepView(
             self._kernel.time_s,
             tuple(engine.step_view(name) for name, engine in engines.items()),

@@ -23,7 +23,7 @@ from prism_sim.engine.memory import Account, Ledger
 
 
 class KvRunner(Protocol):
-    """Engine whose runs of decode steps use a KV space."""
+    """Runs of decode steps that use a KV space."""
 
     def sync(self) -> None:
         """Updates the ledgers to the steps begun by now."""
@@ -47,8 +47,8 @@ class MemorySite:
         self.spaces: list[KvSpace] = []
         # True if a space has a prefix cache.
         self.reuses = False
-        # Engines with rank 0 on this device that hold requests without memory.
-        self.starved: set[KvRunner] = set()
+        # Spaces of the engines with rank 0 on this device that hold requests without memory.
+        self.starved: set[KvSpace] = set()
 
     def sync(self) -> None:
         """Updates the quanta of all engines to now."""
@@ -90,6 +90,8 @@ class KvSpace:
         # Blocks of requests and of cached prefixes.
         self.live_blocks = 0
         self.quanta = 0
+        # Maximum of `quanta` since `reset_peak`.
+        self._peak_quanta = 0
         # Quanta at the end of the run in flight; 0 without a claim.
         self.target_quanta = 0
         self._target_blocks = 0
@@ -102,6 +104,14 @@ class KvSpace:
     def kv_bytes(self) -> int:
         """KV memory on one device."""
         return self.quanta * self.quantum_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Maximum of `kv_bytes` since `reset_peak`."""
+        return self._peak_quanta * self.quantum_bytes
+
+    def reset_peak(self) -> None:
+        self._peak_quanta = self.quanta
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -253,6 +263,7 @@ class KvSpace:
         if quanta == self.quanta:
             return
         self.quanta = quanta
+        self._peak_quanta = max(self._peak_quanta, quanta)
         for ledger, account in self._ranks:
             ledger.set_kv(account, quanta * self.quantum_bytes)
         if self.target_quanta:

@@ -97,7 +97,7 @@ def test_short_prefills_count_for_the_speed_as_live() -> None:
     world.run()
     engine = world.models[0].residents[0].engine
     assert engine is not None
-    assert engine.prefill_tokens_per_s == pytest.approx(10_000.0, rel=0.01)
+    assert engine.prompts.tokens_per_s == pytest.approx(10_000.0, rel=0.01)
 
 
 def test_a_measured_speed_outlives_an_eviction() -> None:
@@ -111,7 +111,7 @@ def test_a_measured_speed_outlives_an_eviction() -> None:
     assert [d.model for d in kinds(world, "active")][-2:] == ["b", "a"]
     engine = world.models[0].residents[0].engine
     assert engine is not None
-    assert engine.prefill_tokens_per_s == pytest.approx(10_000.0)
+    assert engine.prompts.tokens_per_s == pytest.approx(10_000.0)
 
 
 def test_a_model_to_make_room_is_looked_for_again_as_often_as_live() -> None:

@@ -128,7 +128,7 @@ def test_a_step_never_hands_out_idle_prefixes_twice(monkeypatch: pytest.MonkeyPa
     def noting(engine: SimEngine, requests: Iterable[SimRequest]) -> None:
         taken = list(requests)
         admit(engine, taken)
-        homeless.extend(r for r in taken if r in engine.retracted)
+        homeless.extend(r for r in taken if r in engine.prompts.retracted)
 
     monkeypatch.setattr(SimEngine, "admit", noting)
     sizes = {"weight_bytes": 26 << 20, "kv_floor_bytes": 0}
