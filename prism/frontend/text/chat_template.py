@@ -13,8 +13,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from prism.errors import ConfigError
-from prism.frontend.http.errors import bad_request
+from prism.errors import BadRequestError, ConfigError
 from prism.frontend.text.template_forms import Forms, forms_of, in_forms
 from prism.models.special_tokens import read_json, token_text
 
@@ -53,9 +52,9 @@ class ChatTemplate:
         try:
             return self._rendered(template, in_forms(messages, self._forms_of(template)), options)
         except _REFUSALS as error:
-            raise bad_request(
-                f"messages: rejected by the model's chat template: {error}", "messages"
-            ) from error
+            refusal = BadRequestError(f"messages: rejected by the model's chat template: {error}")
+            refusal.param = "messages"
+            raise refusal from error
 
     def _rendered(
         self, template: Template, messages: list[dict[str, Any]], options: dict[str, Any]
