@@ -36,6 +36,11 @@ from lab.gpu_check.machine import facts
 sizes.SHM = facts.SHM = Path("/nowhere/shm")
 """
 FULL_SHM = "from lab.gpu_check.machine import facts; facts.shm_free_bytes = lambda: 64 << 20"
+# Another test imports SGLang, which takes 10 s of a CPU.
+NO_IMPORTS = """
+from lab.gpu_check.machine import unpack
+unpack.imported_once = lambda work: (0.0, False)
+"""
 
 MACHINES = [
     pytest.param("whole_gpu", {"KVCACHED_TEST_CUDA_MIG": "1"}, "", "nvidia-smi -mig 0", id="MIG"),
@@ -101,14 +106,14 @@ def test_prism_is_built_by_carried_hatchling_or_says_what_is_missing(
 def test_carried_wheels_of_other_sources_are_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "wheels"
     folder.mkdir()
-    found = run("unpack", environment(GIB), tmp_path, "", "--wheels", str(folder))
+    found = run("unpack", environment(GIB), tmp_path, NO_IMPORTS, "--wheels", str(folder))
     assert "run scripts/gpu-wheels" in found["checks"]["sglang"]
     info = "carried-1.0.dist-info"
     files = {"carried.py": b"", f"{info}/METADATA": b"Metadata-Version: 2.1\nName: carried\n"}
     files[f"{info}/METADATA"] += b"Version: 1.0\n"
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     write_wheel(folder / "carried-1.0-py3-none-any.whl", files, info)
-    found = run("unpack", environment(GIB), tmp_path, "", "--wheels", str(folder))
+    found = run("unpack", environment(GIB), tmp_path, NO_IMPORTS, "--wheels", str(folder))
     assert found["checks"]["sglang"] == "passed"
     assert "this checkout is built instead" in found["checks"]["kvcached"]
     assert (tmp_path / "work" / "sglang" / "carried.py").exists()
