@@ -15,8 +15,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from kvcached.driver import nvml
-
 ROOT = Path(__file__).parent.parent.parent
 BUILD = ROOT / "build" / "cpp-tests"
 FLAGS = ("-DPRISM_CPP_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1 -g1")
@@ -113,6 +111,8 @@ def restart_libnvml() -> None:
     """Makes the next use of NVML initialise the test libnvml again, which then reads its settings.
 
     Otherwise this happens once per process."""
+    from kvcached.driver import nvml  # the sources compile before kvcached is built
+
     if nvml._loaded.cache_info().currsize:
         nvml.load()._call("nvmlShutdown")
         nvml._loaded.cache_clear()
@@ -130,10 +130,11 @@ def keep_own_book() -> None:
 def main() -> None:
     from tests.torchcuda.building import build_front
 
-    for make in (build_libcuda, build_libnvml, build_front, build_kills, build_race, build_fuzz):
+    for make in (build_libcuda, build_libnvml, build_kills, build_race, build_fuzz):
         make()
     build_tests("address,undefined")
     build_tests("thread")
+    build_front()  # last: torch may be installed in the meantime
 
 
 if __name__ == "__main__":
