@@ -31,7 +31,7 @@ class AgentEffects:
         self,
         *,
         device: Device,
-        link: EngineLink,
+        engines: EngineLink,
         requests: RequestTable,
         kv: KvNetwork,
         reclaimer: Reclaimer,
@@ -41,7 +41,7 @@ class AgentEffects:
         journal: Sink | None = None,
     ) -> None:
         self._device = device
-        self._link = link
+        self._engines = engines
         self._requests = requests
         self._kv = kv
         self._reclaimer = reclaimer
@@ -51,7 +51,7 @@ class AgentEffects:
         self._journal = journal
 
     def send(self, engine_id: str, message: ToEngine) -> bool:
-        return self._link.send(engine_id, message)
+        return self._engines.send(engine_id, message)
 
     def move_running(self, hosted: HostedModel, targets: tuple[str, ...]) -> None:
         self.send(hosted.engine_id, self._kv.export(hosted, targets))

@@ -89,7 +89,7 @@ class Hosting:
             state, engines, self._lifecycle, serving.running, self._watch.check_soon, trace=trace
         )
         self._order_inbox = OrderInbox(
-            link=scheduler,
+            scheduler=scheduler,
             models=state.models,
             lifecycle=self._lifecycle,
             reclaimer=reclaimer,
@@ -103,7 +103,7 @@ class Hosting:
     ) -> AgentEffects:
         return AgentEffects(
             device=self._device,
-            link=engines,
+            engines=engines,
             requests=self._state.requests,
             kv=kv,
             reclaimer=self._reclaimer,

@@ -59,7 +59,7 @@ class EngineInbox:
     def __init__(
         self,
         state: DeviceState,
-        link: EngineLink,
+        engines: EngineLink,
         lifecycle: Lifecycle,
         running: RunningRequests,
         on_evicted: Callable[[], None],
@@ -67,7 +67,7 @@ class EngineInbox:
         trace: TraceFile | None = None,
     ) -> None:
         self._state = state
-        self._link = link
+        self._engines = engines
         self._lifecycle = lifecycle
         self._running = running
         self._on_evicted = on_evicted
@@ -75,7 +75,7 @@ class EngineInbox:
 
     async def run(self) -> None:
         while True:
-            engine_id, message = await self._link.receive()
+            engine_id, message = await self._engines.receive()
             engine = self._state.pool.get(engine_id)
             if engine is None:
                 log.warning("dropped %s of unknown %s", type(message).__name__, engine_id)
@@ -130,7 +130,7 @@ class OrderInbox:
     def __init__(
         self,
         *,
-        link: SchedulerLink,
+        scheduler: SchedulerLink,
         models: Models,
         lifecycle: Lifecycle,
         reclaimer: Reclaimer,
@@ -138,7 +138,7 @@ class OrderInbox:
         reporter: Reporter,
         on_drain: Callable[[float, int], None],
     ) -> None:
-        self._link = link
+        self._scheduler = scheduler
         self._models = models
         self._lifecycle = lifecycle
         self._reclaimer = reclaimer
@@ -148,7 +148,7 @@ class OrderInbox:
 
     async def run(self) -> None:
         while True:
-            order = _local(await self._link.receive())
+            order = _local(await self._scheduler.receive())
             log.info("order %s", _headline(order))
             self._take(order)
 

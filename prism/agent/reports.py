@@ -110,9 +110,9 @@ class Reporter:
     """Sender of reports and answers. `build` returns a report of the present state."""
 
     def __init__(
-        self, link: SchedulerLink, build: Callable[[], AgentReport], interval_s: float
+        self, scheduler: SchedulerLink, build: Callable[[], AgentReport], interval_s: float
     ) -> None:
-        self._link = link
+        self._scheduler = scheduler
         self._build = build
         self._interval_s = interval_s
         self._changed = asyncio.Event()
@@ -122,13 +122,13 @@ class Reporter:
 
     def answer(self, result: ActionResult) -> None:
         """Sends a report, then the answer, so that the scheduler plans with the action's result."""
-        self._link.send(self._build())
-        self._link.send(result)
+        self._scheduler.send(self._build())
+        self._scheduler.send(result)
 
     async def run(self) -> None:
         while True:
             self._changed.clear()
-            self._link.send(self._build())
+            self._scheduler.send(self._build())
             try:
                 async with asyncio.timeout(self._interval_s):
                     await self._changed.wait()
