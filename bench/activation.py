@@ -42,7 +42,7 @@ from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, Engi
 from prism.config.schema.units import format_size, parse_size
 from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import Activated, ActivateEngine
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
 from prism.models.store import default_directory
 

@@ -38,9 +38,9 @@ from prism.messages.agent import (
     ActionResult,
 )
 from prism.messages.cluster import OperatorCommand
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 from prism.transport import Channel
 

@@ -34,7 +34,7 @@ from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import Bytes, parse_size
 from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import ActivateEngine
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
 from prism.models.store import default_directory
 

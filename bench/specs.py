@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models.files import inspect_model
 
 

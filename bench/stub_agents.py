@@ -27,7 +27,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import node_of
 from prism.messages.agent import ActionResult, ActivateModel, AgentReport, EvictModel, ModelReport
 from prism.messages.requests import Request
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 STAGES = ("engine", "shrink", "map", "weights", "kv", "graphs", "total")
 

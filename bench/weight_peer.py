@@ -31,7 +31,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import NodeConfig
 from prism.curve import new_secret
 from prism.engines.weights.peer_weights import PeerWeights
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 MB = 1 << 20
 

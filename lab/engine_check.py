@@ -35,7 +35,7 @@ from prism.config.schema.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
 from prism.errors import ConfigError, PrismError
 from prism.messages.engine import Activated, ActivateEngine
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
 from prism.models.files import DTYPE_BYTES, inspect_model
 

@@ -22,7 +22,7 @@ from prism.engines.ranks import group
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.orders import Vote
 from prism.errors import RankLostError
-from prism.messages.forkserver import EngineForked
+from prism.messages.forking import EngineForked
 from prism.messages.requests import Cancel
 from prism.transport import malformed_total
 from tests.strangers import as_nobody, needs_root

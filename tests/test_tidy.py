@@ -29,7 +29,7 @@ LONG_CLASSES = {
     "kvcached/client.py Client": "public API; most methods are a call of the core",
     "kvcached/device.py Device": "public API; most methods are a call of the core",
     "kvcached/kvcache.py KVCache": "public API; most methods are a call of the core",
-    "prism/queueing/requests.py RequestQueue": "one method for each operation in Redis",
+    "prism/queueing/request_queue.py RequestQueue": "one method for each operation in Redis",
 }
 
 FORBIDDEN = {
@@ -132,6 +132,17 @@ def test_folders_are_small() -> None:
     sizes = Counter(name(path.parent) for path in modules if path.name != "__init__.py")
     large = {folder for folder, size in sizes.items() if size > FOLDER_MODULES_MAX}
     assert not large
+
+
+def test_base_names_are_unique_in_a_product() -> None:
+    """Checks all modules but those that each adapter of an engine has, and processes' mains."""
+    shared = {"__init__", "__main__", "main"}
+    adapters = {"adapter", "contract", "core", "host", "loader", "memory", "request_conversion"}
+    for product in ("kvcached", "lab", "prism", "prism_replay", "prism_sim"):
+        paths = [path for path in tracked(".py") if name(path).startswith(f"{product}/")]
+        names = Counter(path.stem for path in paths)
+        twice = {each for each, count in names.items() if count > 1} - shared
+        assert twice <= adapters | {"scheduler"}, product
 
 
 def test_lines_are_short() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prism.messages.agent import ActionResult, FromAgent, FromScheduler
 from prism.messages.cluster import ClusterStatus, ToScheduler
 from prism.messages.engine import FromEngine, ToEngine
-from prism.messages.forkserver import ForkServerReady, FromForkServer
+from prism.messages.forking import ForkServerReady, FromForkServer
 from prism.messages.requests import Cancel, EngineOutput, Failure, ToAgent, ToFrontend
 from prism.transport import BlockingChannel, Channel, _Decoder, malformed_total
 from tests.test_transport import Sockets

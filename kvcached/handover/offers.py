@@ -15,8 +15,8 @@ import kvcached._core as _core
 from kvcached.errors import ClosedError, HandoverError, KvcachedError
 from kvcached.handover import wire
 from kvcached.handover.offer import Offer
+from kvcached.handover.offer_server import OfferServer
 from kvcached.handover.plan import LocalCache, pages_of
-from kvcached.handover.server import OfferServer
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,7 +23,7 @@ from prism.cli.exit_codes import new_app, run
 from prism.cli.models import find_recipes
 from prism.config.reader import read_yaml
 from prism.models.store import prepare
-from prism.scheduler.journal import CLUSTER, journal_path
+from prism.scheduler.decision_journal import CLUSTER, journal_path
 from prism.serve.background import BackgroundServer, free_port, serving, tool
 
 ROOT = Path(__file__).parents[2]

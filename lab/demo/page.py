@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prism.scheduler.journal import AnyRecord, Opened, Started, read
+from prism.scheduler.decision_journal import AnyRecord, Opened, Started, read
 from prism_replay.report.page import environment
 from prism_replay.results import ReplayResults, read_results, scale_key
 

@@ -14,8 +14,8 @@ import msgspec
 from lab.parity.runs import History, Wait
 from prism.policies.data import EngineView, Waiting
 from prism.policies.policy import Policy
-from prism.scheduler.journal import AnyRecord, Left, Queued, Stepped
-from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.decision_journal import AnyRecord, Left, Queued, Stepped
+from prism.scheduler.local_scheduler import Limits, LocalScheduler
 
 MOMENT = "moment of the choice"
 ESTIMATES = "prefill speeds"

@@ -12,8 +12,8 @@ from lab.parity.journals import Dated, Journals
 from lab.parity.parity_results import Check
 from prism.policies.data import Settings
 from prism.policies.policy import Policy
-from prism.scheduler.journal import Left, Opened, Planned, Queued, Stepped, fields_of
-from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.decision_journal import Left, Opened, Planned, Queued, Stepped, fields_of
+from prism.scheduler.local_scheduler import Limits, LocalScheduler
 
 Records = tuple[Dated, ...]
 

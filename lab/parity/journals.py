@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
-from prism.scheduler.journal import CLUSTER, AnyRecord, Full, Opened, journal_path, read
+from prism.scheduler.decision_journal import CLUSTER, AnyRecord, Full, Opened, journal_path, read
 
 
 class Dated(NamedTuple):

@@ -22,7 +22,7 @@ from prism.config.reader import read_mapping
 from prism.config.resolve import load
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
-from prism.scheduler.journal import INPUTS
+from prism.scheduler.decision_journal import INPUTS
 from prism.serve.background import BackgroundServer, free_port, serving
 from prism_replay.live.prompts import PromptSource, parse_token_range
 from prism_replay.live.runner import run_replay

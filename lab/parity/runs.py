@@ -8,7 +8,7 @@ from math import inf
 
 from lab.parity.journals import Dated, Journals
 from prism.errors import ConfigError
-from prism.scheduler.journal import AnyRecord, Ended, Left, Queued, Started, Stepped
+from prism.scheduler.decision_journal import AnyRecord, Ended, Left, Queued, Started, Stepped
 from prism_replay.results import ReplayResults
 from prism_sim.cluster.world import World
 

@@ -18,15 +18,15 @@ from pathlib import Path
 
 from lab.parity.journals import Dated, Journals
 from prism.config.checks.memory_needs import BLOCK_TOKENS, layout_of, memory_need
-from prism.config.knobs import own_knobs
+from prism.config.policy_knobs import own_knobs
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
 from prism.policies.knobs import Knobs
 from prism.policies.multiplexing.kv_blocks import KvShape
-from prism.scheduler.journal import Ended, Queued, Served, Started
-from prism.scheduler.local import Limits
+from prism.scheduler.decision_journal import Ended, Queued, Served, Started
+from prism.scheduler.local_scheduler import Limits
 from prism_replay.results import RequestRecord
 from prism_sim.core.setup import (
     ActivationSettings,

@@ -19,7 +19,7 @@ from prism.agent.state.engine_pool import EngineProcess
 from prism.agent.state.request_table import RequestTable
 from prism.messages.agent import ActionResult
 from prism.messages.engine import Activated, ToEngine
-from prism.scheduler.journal import Served, Sink
+from prism.scheduler.decision_journal import Served, Sink
 
 log = logging.getLogger(__name__)
 

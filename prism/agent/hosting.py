@@ -30,8 +30,8 @@ from prism.config.schema.endpoints import local_name
 from prism.config.schema.machines import is_gpu
 from prism.engines.weights.weight_store import open_peers, open_store
 from prism.messages.agent import AgentReport
-from prism.messages.models import ModelSpec
-from prism.scheduler.journal import Sink
+from prism.messages.model_spec import ModelSpec
+from prism.scheduler.decision_journal import Sink
 
 
 class Hosting:

@@ -41,7 +41,7 @@ from prism.messages.engine import (
     FromEngine,
 )
 from prism.messages.kv import KvPart, KvTaken
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Cancel, EngineOutput, Failure, FrontendGone, ToAgent
 from prism.transport import Channel, count_malformed
 

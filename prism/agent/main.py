@@ -12,7 +12,7 @@ from pathlib import Path
 import uvloop
 
 from kvcached import KvcachedError
-from prism.agent.agent import Agent
+from prism.agent.device_agent import Agent
 from prism.agent.network.weight_server import serving_weights
 from prism.agent.state.device_state import AgentTiming
 from prism.config.resolved import read_resolved

@@ -14,7 +14,7 @@ from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.config.schema.endpoints import node_of, on_node
 from prism.messages.agent import ActionResult, AgentReport, ModelReport
 from prism.messages.engine import EngineStatus
-from prism.messages.gpu import GpuMemory
+from prism.messages.gpu_memory import GpuMemory
 from prism.transport import malformed_total
 
 SETTLE_S = 0.01  # changes within this time are reported together

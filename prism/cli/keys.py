@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from prism.config.keys import KEY_PREFIX, add_key
+from prism.config.api_keys import KEY_PREFIX, add_key
 from prism.config.schema.access import ApiKey, hashed
 from prism.curve import new_secret
 from prism.errors import ConfigError

@@ -275,9 +275,9 @@ def reload(
 ) -> None:
     """Applies YAML (default: the cluster's file) to the running cluster: adds and removes models,
     changes SLOs and limits. No request is dropped. A file with a mistake changes nothing."""
-    from prism.serve import reload as reloads
+    from prism.serve import reload_command
 
-    print(f"reloaded: {reloads.summary(reloads.reload(run_dir, source))}")
+    print(f"reloaded: {reload_command.summary(reload_command.reload(run_dir, source))}")
 
 
 @app.command("replace-frontends", epilog="Example: prism-serve replace-frontends")

@@ -18,7 +18,7 @@ from prism.config.schema.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.policies.data import Action, Activate, Evict, Migrate
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
 
 log = logging.getLogger("prism.cluster")

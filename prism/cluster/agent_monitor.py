@@ -9,7 +9,7 @@ from prism.cluster.link import AgentLinks
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.errors import LeaseLostError
 from prism.messages.agent import AgentReport
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 LEASE_S = 1.0
 

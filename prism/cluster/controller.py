@@ -13,15 +13,15 @@ import time
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
-from prism.cluster.reload import confirm
+from prism.cluster.cluster_reload import confirm
 from prism.cluster.repairs import Remove, Reroute, Route, repairs
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.errors import QueueUnavailableError
 from prism.policies.data import Action, ClusterView, Refuse
-from prism.queueing.requests import RequestQueue
-from prism.scheduler.cluster import ClusterScheduler
+from prism.queueing.request_queue import RequestQueue
+from prism.scheduler.cluster_scheduler import ClusterScheduler
 
 STEP_GAP_S = 0.01
 STEP_GAP_MAX_S = 0.2

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
 
 SCHEDULER = "scheduler"  # name of the lease; no device has this name

@@ -14,7 +14,7 @@ import zmq.asyncio
 from prism.errors import ActionError
 from prism.messages.agent import ActionResult, AgentCommand, AgentReport
 from prism.messages.cluster import OperatorCommand, ToScheduler
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.transport import Channel
 
 SEND_HIGH_WATER = 1000

@@ -15,22 +15,22 @@ from typing import Any
 
 import uvloop
 
-from prism.cluster import reload
+from prism.cluster import cluster_reload
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.controller import ClusterController
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
-from prism.cluster.operator import Operator
+from prism.cluster.operator_commands import Operator
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.state.timing import SchedulerTiming, timing_of
-from prism.config.knobs import live_policy
+from prism.config.policy_knobs import live_policy
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism.process import LoopWatchdog, beat, configure_logging, die_with_parent
-from prism.queueing.requests import RequestQueue
-from prism.scheduler.journal import CLUSTER, open_journal
+from prism.queueing.request_queue import RequestQueue
+from prism.scheduler.decision_journal import CLUSTER, open_journal
 from prism.tasks import cancel_all
 
 log = logging.getLogger("prism.cluster")
@@ -69,7 +69,7 @@ async def run(
     try:
         loops = [controller.watch_arrivals(), controller.run()]
         if file is not None:
-            loops.append(reload.watch(file, state, controller.scheduler))
+            loops.append(cluster_reload.watch(file, state, controller.scheduler))
         await _until_stopped(stop, receiving, *map(watchdog.watch, loops))
     finally:
         await operator.stop()

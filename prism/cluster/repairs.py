@@ -12,7 +12,7 @@ from prism.cluster.state.actions import Move
 from prism.cluster.state.agents import AgentBook
 from prism.cluster.state.routes import Routes
 from prism.cluster.state.scheduler_state import SchedulerState
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
 from prism.policies.bins import current_bins
 from prism.policies.data import ClusterView
-from prism.policies.planning import drain
+from prism.policies.planning import evacuation
 from prism.transport import malformed_total
 
 
@@ -52,7 +52,7 @@ def _remaining(state: SchedulerState, view: ClusterView, device: str) -> list[st
     for report in state.book.reports():
         present = (m for m in report.models if m.state not in ABSENT_STATES)
         here |= {m.model for m in present if device in (report.device, *m.peers)}
-    why = drain.remaining(view, device, moves=state.policy.drains)
+    why = evacuation.remaining(view, device, moves=state.policy.drains)
     return [f"{name} {why.get(name, 'is being evicted')}" for name in sorted(here)]
 
 

@@ -13,7 +13,7 @@ from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.state.sizes import Sizes
 from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.policies.bins import devices_of
 from prism.policies.data import ClusterView, GpuView, ModelView
 

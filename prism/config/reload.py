@@ -9,11 +9,11 @@ import msgspec
 from msgspec import structs
 
 from prism.config.checks.memory_needs import check_memory
-from prism.config.knobs import live_policy
+from prism.config.policy_knobs import live_policy
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.config.schema.endpoints import node_of
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 # Fields of `frontend` that may change while its processes run.
 _FRONTEND = (

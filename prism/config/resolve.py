@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from prism.config.api_keys import read_keys, variable_keys
 from prism.config.checks.adapters import (
     adapter_named,
     adapter_names,
@@ -19,12 +20,11 @@ from prism.config.checks.adapters import (
     with_engine_needs,
     with_layout,
 )
-from prism.config.checks.embeddings import embedding_of
+from prism.config.checks.embedding_models import embedding_of
 from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory
 from prism.config.checks.names import check_model_names, check_names
 from prism.config.checks.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
-from prism.config.keys import read_keys, variable_keys
-from prism.config.knobs import live_policy
+from prism.config.policy_knobs import live_policy
 from prism.config.reader import read_yaml
 from prism.config.schema.access import ApiKey, check_origins
 from prism.config.schema.admin import admin_address
@@ -44,10 +44,10 @@ from prism.config.schema.journal import JournalYaml
 from prism.config.schema.lora import lora_spec
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models.files import DTYPE_BYTES, inspect_model
-from prism.scheduler import journal
-from prism.scheduler.journal import JournalConfig
+from prism.scheduler import decision_journal
+from prism.scheduler.decision_journal import JournalConfig
 
 # Healthy loops may wait up to 10 s for a device's ledger.
 HANG_LEAST_S = 15
@@ -255,7 +255,7 @@ def _has_opentelemetry() -> bool:
 
 
 def _journal(data: JournalYaml) -> JournalConfig:
-    _one_of(data.keep, journal.KEPT, "journal.keep")
+    _one_of(data.keep, decision_journal.KEPT, "journal.keep")
     return JournalConfig(data.keep, int(data.max))
 
 

@@ -27,7 +27,7 @@ from prism.config.schema.units import format_size, whole_mib
 from prism.engines.core import EngineContext
 from prism.engines.room import await_room
 from prism.errors import ActivationError, EngineError
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 
 CONTEXT = "CUDA context"
 ROOM_S = 5.0  # time for others to make room for a context

@@ -21,7 +21,7 @@ from prism.engines.timeline import Timeline
 from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 from prism.messages.requests import Request
 from prism.models.prefill_speed import Speed
 

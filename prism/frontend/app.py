@@ -13,17 +13,17 @@ from starlette.middleware.cors import CORSMiddleware
 from prism.config.resolved import ConfigFile
 from prism.config.schema.admin import host_and_port
 from prism.config.schema.cluster_config import ClusterConfig
-from prism.frontend.api.admin import dashboard, health, reload
+from prism.frontend.api.admin import dashboard, health, reload_route
 from prism.frontend.api.anthropic import messages
-from prism.frontend.api.openai import chat, completions, embeddings, models, tokenize
+from prism.frontend.api.openai import chat, completions, embeddings, model_list, tokenize
 from prism.frontend.api.responses import responses
 from prism.frontend.config_watcher import watch
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.dispatch.rate_limits import RateLimits
 from prism.frontend.dispatch.write_check import WriteCheck
-from prism.frontend.http.access import ApiKeyGuard, CrossSiteGuard
+from prism.frontend.http.access_control import ApiKeyGuard, CrossSiteGuard
 from prism.frontend.http.calls import ID_HEADER, CallMiddleware
-from prism.frontend.http.errors import install_handlers
+from prism.frontend.http.error_bodies import install_handlers
 from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import add_plain
 from prism.frontend.live_config import LiveConfig
@@ -34,7 +34,7 @@ from prism.frontend.requests.generation import Generation, GenerationSpec
 from prism.frontend.requests.idempotency import SharedAnswers
 from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.requests.specs import SpecBuilder
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 
 def create_app(
@@ -70,7 +70,7 @@ def create_app(
     _add_middleware(app, config, config.frontend.cors_origins, has_keys=bool(config.keys))
     for plain in (completions, chat, responses, messages, embeddings, tokenize):
         add_plain(app, plain.router)
-    for routes in (models, health):
+    for routes in (model_list, health):
         app.include_router(routes.router)
     if not config.admin:
         _add_operators(app)
@@ -86,7 +86,7 @@ def create_admin(app: FastAPI, config: ClusterConfig) -> FastAPI:
     is_port = host_and_port(config.admin) is not None
     _add_middleware(admin, config, origins=[], has_keys=is_port and bool(config.keys))
     admin.include_router(health.router)
-    admin.include_router(reload.router)
+    admin.include_router(reload_route.router)
     _add_operators(admin)
     return admin
 

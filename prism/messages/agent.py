@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prism.messages import Wire
-from prism.messages.gpu import GpuMemory
-from prism.messages.models import ModelSpec
+from prism.messages.gpu_memory import GpuMemory
+from prism.messages.model_spec import ModelSpec
 
 # --- agent -> scheduler --------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prism.messages import Wire
-from prism.messages.gpu import OutsideMemory
-from prism.messages.models import ModelSpec
+from prism.messages.gpu_memory import OutsideMemory
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Cancel, EngineOutput, Request
 
 # --- agent -> engine -----------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Policy:
     # True if `plan` reads `ModelView.startup_s`.
     asks_startup: bool = False
     # Returns True if device loads alone show that the plan is empty, unless a requested model is
-    # absent or a model must leave its device (`policies/planning/drain.py`). None: the plan is
+    # absent or a model must leave its device (`policies/planning/evacuation.py`). None: the plan is
     # always made.
     is_balanced: Callable[[Iterable[DeviceLoad], Settings], bool] | None = None
     # Returns the seconds until the plan may change if only time passes; infinity: never. None: a

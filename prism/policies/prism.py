@@ -32,7 +32,7 @@ from prism.policies.data import (
     Settings,
     contending,
 )
-from prism.policies.planning import drain, replicas
+from prism.policies.planning import evacuation, model_copies
 from prism.policies.planning.balance import (
     find_target,
     migrate,
@@ -54,19 +54,19 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     relieve = view.rebalance and not is_balanced(_loads(view, settings), settings)
-    saturated = any(replicas.saturated(m, settings) for m in replicas.queued(view))
-    leaving = drain.must_leave(view)
+    saturated = any(model_copies.saturated(m, settings) for m in model_copies.queued(view))
+    leaving = evacuation.must_leave(view)
     if not (asked or wanted or relieve or saturated or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
     _place_absent(builder, asked, _make_room)
     _place_absent(builder, wanted, _refuse)
-    drain.vacate(builder, leaving, _make_room_to_move, _evict)
+    evacuation.vacate(builder, leaving, _make_room_to_move, _evict)
     if relieve:
         _free_short_devices(builder)
     if relieve or saturated:
-        replicas.adjust(builder, _make_room_for_copy)
+        model_copies.adjust(builder, _make_room_for_copy)
     if relieve:
         rebalance(builder)
     return tuple(builder.actions)
@@ -86,7 +86,7 @@ def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
     copies = Counter(model.name for model in view.models)
     unsettled: set[str] = set()
     for model in view.models:
-        if replicas.may_adjust(model, copies[model.name], settings):
+        if model_copies.may_adjust(model, copies[model.name], settings):
             unsettled.update(devices_of(model))
         if model.device is not None and model.token_rate > 0:
             part = model.token_rate * model.slo_tpot_s / model.tp
@@ -155,7 +155,7 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         return _activate(builder, model, home)
     if _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
         return
-    if _evict_for(builder, model, replicas.surplus_copies(builder), "other copies serve it"):
+    if _evict_for(builder, model, model_copies.surplus_copies(builder), "other copies serve it"):
         return
     if _is_room_coming(builder, model):
         return _refuse(builder, model)

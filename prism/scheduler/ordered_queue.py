@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 
-from prism.policies.admission.priority import order_by_priority
+from prism.policies.admission.priority_classes import order_by_priority
 from prism.policies.data import AdmissionOrder, EngineView, Order, Waiting
 from prism.scheduler.order_by_model import OrderByModel
 from prism.scheduler.step_budget import StepBudget

@@ -28,7 +28,7 @@ from prism.config.schema.endpoints import on_node
 from prism.errors import ConfigError
 from prism.frontend.http.listener import admin_listener, bound_address, open_listener
 from prism.messages.cluster import ClusterStatus
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.server import BundledRedis
@@ -49,7 +49,7 @@ from prism.serve.processes.children import Child, ChildSpec
 from prism.serve.processes.frontends import AgentNotifier, Frontend, replace_if_requested
 from prism.serve.processes.logs import REDIS_LOGS, log_names, rotate_full
 from prism.serve.processes.supervisor import Supervisor
-from prism.serve.reload import Reloads
+from prism.serve.reload_command import Reloads
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from prism.models.prefill_speed import Speed
 from prism.policies.data import Waiting
 from prism.policies.policy import Policy
-from prism.scheduler.journal import QueueJournal, Sink
-from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.decision_journal import QueueJournal, Sink
+from prism.scheduler.local_scheduler import Limits, LocalScheduler
 from prism_sim.cluster.copies import Resident, Stage
 from prism_sim.cluster.engine_views import engine_view, engine_views, sync_memory
 from prism_sim.core.kernel import Kernel

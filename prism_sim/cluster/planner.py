@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prism.scheduler.cluster import ClusterScheduler
+from prism.scheduler.cluster_scheduler import ClusterScheduler
 from prism_sim.cluster.controller import SimController
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.core.kernel import Alarm

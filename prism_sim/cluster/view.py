@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import structs
 
 from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, contending
-from prism.policies.planning.replicas import may_adjust
+from prism.policies.planning.model_copies import may_adjust
 from prism_sim.cluster.activation import startup_s
 from prism_sim.cluster.copies import Resident, SimModel, Stage
 from prism_sim.cluster.device import SimDevice

@@ -13,7 +13,7 @@ from prism.policies.data import Refuse
 from prism.policies.knobs import tuned
 from prism.policies.placement import Placement
 from prism.policies.policy import Policy
-from prism.scheduler.journal import MemoryJournal
+from prism.scheduler.decision_journal import MemoryJournal
 from prism_sim.cluster.actuator import Hooks, SimActuator
 from prism_sim.cluster.bindings import Bindings
 from prism_sim.cluster.controller import SimController

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from prism.policies.data import Settings
 from prism.policies.knobs import Knobs
 from prism.policies.multiplexing.kv_blocks import KvShape
-from prism.scheduler.local import Limits
+from prism.scheduler.local_scheduler import Limits
 from prism_sim.costs.model import CostModel
 
 UNBOUNDED_STEPS = 1 << 40

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from prism.config.knobs import own_knobs
+from prism.config.policy_knobs import own_knobs
 from prism.config.reader import convert, read_mapping
 from prism.config.schema.cluster_config import MIGRATE_RUNNING
 from prism.errors import ConfigError, TooLargeError
@@ -28,7 +28,7 @@ from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import Knobs
 from prism.policies.policy import Policy
 from prism.policies.static import StaticSettings
-from prism.scheduler.local import Limits
+from prism.scheduler.local_scheduler import Limits
 from prism_replay.trace import Trace
 from prism_sim.cluster.turns.turn_pool import check_turns
 from prism_sim.core.prefix import HASH_TOKENS

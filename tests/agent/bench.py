@@ -11,7 +11,7 @@ from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
 from prism.agent.state.engine_pool import EnginePool, EngineProcess, EngineState
 from prism.agent.state.request_table import RequestTable, TrackedRequest
 from prism.messages.engine import Activated, EngineStatus, ToEngine
-from prism.scheduler.local import LocalScheduler
+from prism.scheduler.local_scheduler import LocalScheduler
 from tests.agent.harness import model_spec
 from tests.queueing.requests import request
 

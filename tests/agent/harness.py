@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 import kvcached
-from prism.agent.agent import Agent
+from prism.agent.device_agent import Agent
 from prism.agent.state.device_state import AgentTiming
 from prism.config.resolved import write_resolved
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
@@ -33,7 +33,7 @@ from prism.messages.agent import (
     ModelReport,
 )
 from prism.messages.cluster import ToScheduler
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import (
     Cancel,
     Chunk,

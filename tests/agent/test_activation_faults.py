@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from prism.messages.agent import ActivateModel
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.agent.hammering import check_answers, hammer
 from tests.agent.harness import World, model_spec, until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcached import ClientUsage, DeviceUsage, DriverMemory, ProcessMemory
 from prism.agent.engines.overdraft import MemoryComparison, compare
-from prism.messages.gpu import ForeignProcess
+from prism.messages.gpu_memory import ForeignProcess
 
 GIB = 1 << 30
 

@@ -16,7 +16,7 @@ from prism.agent.engines.overdraft import MemoryWatch
 from prism.agent.state.device_state import AgentTiming, DeviceState
 from prism.agent.state.engine_pool import EnginePool, EngineProcess, EngineState
 from prism.agent.state.request_table import TrackedRequest
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 from tests.queueing.requests import request
 
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from prism.agent.requests.queue import OrphanedRequests
 from prism.agent.state.device_state import ModelState, ModelTotals
 from prism.agent.state.request_table import RequestTable, TrackedRequest
 from prism.messages.engine import EngineStatus
-from prism.messages.forkserver import EngineForked
+from prism.messages.forking import EngineForked
 from prism.messages.requests import Chunk, EngineOutput
-from prism.scheduler.local import LocalScheduler
+from prism.scheduler.local_scheduler import LocalScheduler
 from prism.transport import malformed_total
 from tests.agent.bench import QUANTUM, QUANTUM_TOKENS, Bench
 from tests.agent.harness import make_config

@@ -25,8 +25,8 @@ from prism.curve import new_secret
 from prism.engines.weights import peer_weights
 from prism.engines.weights.peer_weights import PeerWeights
 from prism.messages.agent import ActionResult, PrefetchModel
-from prism.messages.models import ModelSpec
-from prism.messages.weights import AskPart, Part
+from prism.messages.model_spec import ModelSpec
+from prism.messages.weight_exchange import AskPart, Part
 from tests.agent.harness import make_config, model_spec
 from tests.ports import free_port
 

@@ -16,7 +16,7 @@ from prism.agent.network.prefetch import Prefetcher
 from prism.config.resolved import write_resolved
 from prism.engines.fake import weight_key
 from prism.messages.agent import ActionResult, PrefetchModel
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.queueing import BundledRedis
 from tests.agent.conftest import FAST
 from tests.agent.harness import make_config, model_spec, world

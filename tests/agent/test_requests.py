@@ -25,7 +25,7 @@ from prism.agent.state.request_table import RequestState, RequestTable, TrackedR
 from prism.errors import QueueUnavailableError
 from prism.messages.requests import Chunk, EngineOutput, Request, Resume
 from prism.policies.data import EngineView
-from prism.scheduler.local import LocalScheduler
+from prism.scheduler.local_scheduler import LocalScheduler
 from tests.agent.harness import model_spec
 from tests.agent.in_memory import Event, Frontend, MemoryQueue, OneEngine
 from tests.queueing.requests import request

@@ -27,7 +27,7 @@ from prism.messages.agent import (
     PrefetchModel,
     TrimModel,
 )
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 LEASE_S = 0.6
 TICK_S = 0.02

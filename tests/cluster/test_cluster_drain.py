@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from prism.cluster.operator import Operator
+from prism.cluster.operator_commands import Operator
 from prism.messages.cluster import ClusterStatus, OperatorCommand
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
 

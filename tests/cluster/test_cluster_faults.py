@@ -347,7 +347,7 @@ async def test_the_scheduler_outlives_a_redis_that_stops_answering(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from prism.errors import QueueUnavailableError
-    from prism.queueing.requests import RequestQueue
+    from prism.queueing.request_queue import RequestQueue
 
     cluster.configure(spec("a"), spec("b"), rooms=(1.5,))
     await cluster.start()

@@ -9,7 +9,7 @@ import pytest
 from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.repairs import DropCopy, Reroute, Route, repairs
 from prism.cluster.state.actions import Move
-from prism.cluster.state.activations import Activations
+from prism.cluster.state.activation_history import Activations
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.state.timing import SchedulerTiming
 from prism.cluster.status import build_status, degraded

@@ -9,7 +9,7 @@ from rich.console import Console
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
-from prism.messages.gpu import ForeignProcess, GpuMemory
+from prism.messages.gpu_memory import ForeignProcess, GpuMemory
 from prism.serve.console import report as tables
 from tests.cluster.test_cluster_view import look, make_state, report, seen
 

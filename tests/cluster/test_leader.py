@@ -14,7 +14,7 @@ from prism.cluster.main import wait_until_eligible
 from prism.config.resolved import ConfigFile, write_resolved
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import NodeConfig
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 
 SOON_S = 20.0

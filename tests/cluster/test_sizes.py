@@ -10,7 +10,7 @@ from prism.config.checks import memory_needs as memory
 from prism.config.checks.memory_needs import MemoryNeed, check_memory, memory_need
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.cluster.conftest import spec
 
 MODELS, DEVICES = 30, 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.config.keys import add_key
+from prism.config.api_keys import add_key
 from prism.config.reader import parse
 from prism.config.schema.access import ApiKey
 from prism.errors import ConfigError

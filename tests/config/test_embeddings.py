@@ -13,7 +13,7 @@ import pytest
 from prism.config.resolve import load
 from prism.engines import vllm
 from prism.errors import ConfigError
-from prism.messages.models import EmbeddingSpec
+from prism.messages.model_spec import EmbeddingSpec
 from tests.config.test_load import GOOD, written
 from tests.frontend.tiny_model import make_model
 

@@ -16,7 +16,7 @@ from prism.config.checks.memory_needs import memory_need
 from prism.config.resolve import load
 from prism.config.schema.access import ApiKey, KeysFile, hashed
 from prism.errors import ConfigError
-from prism.models.lora import CONFIG, WEIGHTS
+from prism.models.lora_files import CONFIG, WEIGHTS
 from tests.config.test_load import written
 from tests.frontend.tiny_model import make_model
 

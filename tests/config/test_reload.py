@@ -22,7 +22,7 @@ from prism.config.schema.endpoints import NodeConfig
 from prism.config.schema.priority import PriorityConfig
 from prism.config.schema.units import Seconds
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.cluster.conftest import spec
 
 RUNNING = ClusterConfig(

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import kvcached
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.messages.engine import Deactivate, Deactivated
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.engines.harness import DeviceUnderTest
 from tests.engines.subjects import Shape, model_spec
 from tests.kvcached.compiling import build_libcuda

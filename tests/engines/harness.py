@@ -30,14 +30,14 @@ from prism.messages.engine import (
     Shutdown,
     ToEngine,
 )
-from prism.messages.forkserver import (
+from prism.messages.forking import (
     EngineExited,
     EngineForked,
     ForkEngine,
     ForkServerReady,
     FromForkServer,
 )
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Chunk, EngineOutput, Failure, Request, Sampling
 from tests.engines.preloaded import Preloaded
 

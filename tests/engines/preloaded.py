@@ -25,7 +25,7 @@ from typing import IO, NoReturn
 
 from prism.config.checks.adapters import adapter_named
 from prism.engines.processes import forkserver
-from prism.engines.processes.process import THREAD_SETTINGS
+from prism.engines.processes.fresh_engine import THREAD_SETTINGS
 
 MESSAGE_BYTES = 1 << 20
 

@@ -17,7 +17,7 @@ from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, Engi
 from prism.engines.fake import expected_tokens
 from prism.engines.vllm import traits
 from prism.messages.engine import Submit
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request
 from tests.engines.harness import DEVICE, DeviceUnderTest, request
 

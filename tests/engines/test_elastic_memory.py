@@ -16,7 +16,7 @@ from prism.messages.engine import (
     SetLimit,
     Submit,
 )
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject

@@ -17,7 +17,7 @@ import pytest
 from prism.engines.fake import FakeOptions, expected_tokens
 from prism.errors import ConfigError
 from prism.messages.engine import ActivateEngine, ActivationFailed, Submit
-from prism.messages.forkserver import EngineExited, ForkEngine
+from prism.messages.forking import EngineExited, ForkEngine
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import fake_subject
 

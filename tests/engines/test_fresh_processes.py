@@ -16,7 +16,7 @@ import psutil
 import kvcached
 from prism.engines.fake import expected_tokens
 from prism.messages.engine import Submit
-from prism.messages.forkserver import EngineExited
+from prism.messages.forking import EngineExited
 from tests.engines.harness import FORK_SERVER, DeviceUnderTest, request
 from tests.engines.subjects import fake_subject
 from tests.kvcached.compiling import build_libcuda
@@ -67,7 +67,7 @@ def test_cuda_that_the_imports_initialised_is_never_forked() -> None:
     with fork_server(["-c", INITIALISING]) as device:
         device.fork("e0")
         command = psutil.Process(device.pids["e0"]).cmdline()
-        assert command[1:3] == ["-m", "prism.engines.processes.process"]
+        assert command[1:3] == ["-m", "prism.engines.processes.fresh_engine"]
         log = device.fork_server.log_path.read_text()
         assert "the imports initialised CUDA, so engines cannot be forked" in log
         assert device.ready.import_s >= 0.5  # its engines' imports take as long
@@ -88,7 +88,7 @@ def test_ranks_are_fresh_processes_too() -> None:
     with fork_server([*FORK_SERVER, "--fresh"]) as device:
         device.fork("e0", peers=(PEER,))
         [rank] = psutil.Process(device.pids["e0"]).children()
-        assert "prism.engines.processes.process" in rank.cmdline()
+        assert "prism.engines.processes.fresh_engine" in rank.cmdline()
         serve(device, "e0/tp")
         device.end("e0")
         assert not rank.is_running()

@@ -20,7 +20,7 @@ from prism.engines.gpu_share import GpuShare
 from prism.engines.processes.rank_leader import _worst
 from prism.engines.ranks.group import RankGroup
 from prism.errors import ActivationError, EngineError
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -16,7 +16,7 @@ import pytest
 import kvcached
 from prism.engines.fake import expected_tokens
 from prism.messages.engine import Activated, ActivateEngine, ActivationFailed, Submit
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.engines.gpus import (
     LINK_BYTES,
     NAMES,

@@ -13,7 +13,7 @@ import pytest
 import kvcached
 from prism.engines.core import EngineContext
 from prism.engines.weights.links import IDLE_S, LoadLinks
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.engines.gpus import LINK_BYTES, NAMES, PAGE, Node, config_of, make_model
 from tests.kvcached.conftest import libcuda  # noqa: F401 (a fixture)
 

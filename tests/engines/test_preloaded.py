@@ -17,7 +17,7 @@ import pytest
 from prism.agent.engines.fork_supervisor import ForkServerClient
 from prism.config.resolved import write_resolved
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
-from prism.messages.forkserver import EngineForked, ForkEngine, ForkServerReady
+from prism.messages.forking import EngineForked, ForkEngine, ForkServerReady
 from prism.process import child_environment
 from tests.engines.harness import DEVICE, FORK_SERVER
 from tests.engines.test_fresh_processes import INITIALISING
@@ -128,7 +128,7 @@ async def test_cuda_that_the_imports_initialised_is_not_forked_twice(short_dir: 
     forked = await client.event()
     assert isinstance(forked, EngineForked)
     async with asyncio.timeout(30):
-        while "prism.engines.processes.process" not in psutil.Process(forked.pid).cmdline():
+        while "prism.engines.processes.fresh_engine" not in psutil.Process(forked.pid).cmdline():
             await asyncio.sleep(0.01)  # it is about to be
     await keeper.close()
 

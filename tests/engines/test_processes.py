@@ -15,7 +15,7 @@ import pytest
 
 from prism.engines.processes.forkserver import ENDED_LOGS_MAX, EngineLogs
 from prism.messages.engine import Submit
-from prism.messages.forkserver import EngineExited
+from prism.messages.forking import EngineExited
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from prism.messages.engine import ActivateEngine, ActivationFailed, Deactivate, Deactivated, Submit
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Cancel, Request
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from kvcached import ClientUsage
 from prism.messages.engine import ActivateEngine, ActivationFailed, Deactivate, Deactivated, Submit
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request
 from tests.engines.harness import DeviceUnderTest, request
 from tests.engines.subjects import Subject

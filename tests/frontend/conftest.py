@@ -24,7 +24,7 @@ from prism.config.schema.cluster_config import (
 )
 from prism.frontend.__main__ import UvicornServer
 from prism.frontend.app import create_app
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.queueing.server import BundledRedis
 from tests.frontend.scripted_agent import ScriptedAgent
 from tests.frontend.tiny_model import make_model, tokenizer

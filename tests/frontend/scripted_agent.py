@@ -14,7 +14,7 @@ import zmq.asyncio
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import QueueUnavailableError
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 Script = Callable[[Request], AsyncIterator[Chunk | Failure]]
 

@@ -15,7 +15,7 @@ import pytest
 
 from prism.config.schema.access import ApiKey, check_origins, hashed
 from prism.errors import ConfigError
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import ScriptedAgent, answering

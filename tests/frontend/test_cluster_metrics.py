@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
-from prism.messages.gpu import ForeignProcess, GpuMemory
+from prism.messages.gpu_memory import ForeignProcess, GpuMemory
 from tests.serve.test_metrics import MOVE
 
 DOCS = Path(__file__).parents[2] / "docs"

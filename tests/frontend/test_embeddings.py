@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prism.engines.fake import expected_embedding
-from prism.messages.models import EmbeddingSpec
+from prism.messages.model_spec import EmbeddingSpec
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of

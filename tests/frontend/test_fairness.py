@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from prism.frontend.dispatch.request_log import Mailbox, OpenRequest, RequestLog
-from prism.frontend.http.errors import OverloadedError
+from prism.frontend.http.error_bodies import OverloadedError
 from prism.messages.requests import Request, Sampling
 
 _numbers = count()

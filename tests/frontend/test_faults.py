@@ -17,7 +17,7 @@ from prism.frontend.__main__ import drain, serve
 from prism.frontend.app import create_app
 from prism.frontend.dispatch.request_log import ATTEMPTS_MAX
 from prism.messages.requests import Chunk, Failure, Request
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering, died, rest, silent, tokens

@@ -17,7 +17,7 @@ import pytest
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
-from prism.frontend.http.errors import OverloadedError, UnavailableError
+from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
 from prism.frontend.protocol.openai_types import CompletionBody
 from prism.frontend.requests import grammars
 from prism.frontend.requests.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_of

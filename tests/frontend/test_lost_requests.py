@@ -24,7 +24,7 @@ from prism.messages.requests import (
     Sampling,
     Started,
 )
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import rest, tokens

@@ -15,7 +15,7 @@ from prism.config.schema.access import ApiKey, hashed
 from prism.errors import BadRequestError
 from prism.frontend.api.anthropic.message_types import CountBody
 from prism.frontend.api.anthropic.messages import _arguments, _Blocks
-from prism.frontend.requests.parsers import AnswerParsers
+from prism.frontend.requests.answer_parsing import AnswerParsers
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from prism.config.schema.access import ApiKey, hashed
-from prism.messages.models import LoraAdapter, LoraSpec
+from prism.messages.model_spec import LoraAdapter, LoraSpec
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of
 from tests.frontend.scripted_agent import answering

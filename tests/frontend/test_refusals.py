@@ -11,7 +11,7 @@ from prism.frontend.dispatch.request_log import Mailbox, OpenRequest, RequestLog
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.requests import Chunk, Request, Sampling
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config, stack_of
 from tests.frontend.scripted_agent import silent

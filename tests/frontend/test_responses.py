@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from prism.frontend.api.responses.response_types import Item, messages_of
 from prism.frontend.api.responses.responses import _Items
-from prism.frontend.requests.parsers import AnswerParsers
+from prism.frontend.requests.answer_parsing import AnswerParsers
 from prism.messages.requests import Chunk, Failure, Request
 from tests.frontend.conftest import Stack, ids_of
 from tests.frontend.scripted_agent import Script, answering, died, tokens

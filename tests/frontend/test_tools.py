@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from prism.frontend.http.errors import bad_request
+from prism.frontend.http.error_bodies import bad_request
 from prism.frontend.requests.grammars import CHARS_MAX
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, stack_of

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcached import Layout, errors
-from kvcached.handover import offers, plan, server, wire
+from kvcached.handover import offer_server, offers, plan, wire
 
 from .conftest import SMOL, TINY
 from .handover_ends import Ends, connect, hear, offered, open_files, say, soon, taken
@@ -187,7 +187,7 @@ def _hang_on(link: socket.socket) -> None:
 @pytest.mark.parametrize("names", [("host:0", "host:0")])
 def test_nonsense_on_the_socket_ends_that_connection_alone(ends: Ends) -> None:
     ids, into = offered(ends), taken(ends)
-    name, before = ends.source.offer_kv(ids).address.split("/")[0], server.malformed_total()
+    name, before = ends.source.offer_kv(ids).address.split("/")[0], offer_server.malformed_total()
     for nonsense in (
         b"junk",
         b"{}",
@@ -209,7 +209,7 @@ def test_nonsense_on_the_socket_ends_that_connection_alone(ends: Ends) -> None:
     with connect(name) as link:
         link.send(struct.pack("<Q", wire.ASK_BYTES_MAX + 1))
         assert link.recv(1) == b""
-    assert server.malformed_total() - before == 7  # all but the missing pages
+    assert offer_server.malformed_total() - before == 7  # all but the missing pages
     ends.target.fetch_kv(ends.source.offer_kv(ids).address, into)
 
 

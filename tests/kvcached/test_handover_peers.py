@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvcached import KVCache, _core, errors
-from kvcached.handover import fetch, offers, server, wire
+from kvcached.handover import fetch, offer_server, offers, wire
 
 from .conftest import PAGE
 from .handover_ends import Ends, connect, hear, offered, open_files, say, soon, taken
@@ -48,7 +48,7 @@ def test_want_of_descriptors_delays_whoever_comes(
 ) -> None:
     ids, into = offered(ends), taken(ends)
     calls = itertools.chain([no_descriptors] * 2, itertools.repeat(socket.socket.accept))
-    monkeypatch.setattr(server, "PAUSE_S", 0.001)
+    monkeypatch.setattr(offer_server, "PAUSE_S", 0.001)
 
     def accept(link: socket.socket) -> object:
         return next(calls)(link)
@@ -114,7 +114,7 @@ def test_an_offer_that_nobody_could_serve_is_none(
 
 def test_who_speaks_slowly_is_hung_up_on(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits the time of the whole frame, even if bytes keep coming."""
-    monkeypatch.setattr(server, "FRAME_S", 0.1)
+    monkeypatch.setattr(offer_server, "FRAME_S", 0.1)
     ids, into = offered(ends), taken(ends)
     offer, sent = ends.source.offer_kv(ids), list[bytes]()
     with connect(offer.address.split("/")[0]) as link:
@@ -129,7 +129,7 @@ def test_who_speaks_slowly_is_hung_up_on(ends: Ends, monkeypatch: pytest.MonkeyP
 
         soon(is_hung_up_on)
     assert len(sent) < wire.ASK_BYTES_MAX  # not the end of the frame
-    monkeypatch.setattr(server, "FRAME_S", 20.0)
+    monkeypatch.setattr(offer_server, "FRAME_S", 20.0)
     ends.target.fetch_kv(offer.address, into)
 
 

@@ -18,7 +18,7 @@ from typer.main import get_command
 from prism.cli.serve import app
 from prism.config.reader import convert
 from prism.config.schema.cluster_config import ServeYaml
-from prism.serve.on_ray.machines import Placement, RayMachine, placements, with_nodes
+from prism.serve.on_ray.ray_machines import Placement, RayMachine, placements, with_nodes
 from tests.serve.ray_environment import ray_bin
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.config.knobs import own_knobs
+from prism.config.policy_knobs import own_knobs
 from prism.errors import ConfigError
 from prism.policies import prism, registry
 from prism.policies.data import Action, Activate, Evict, Refuse

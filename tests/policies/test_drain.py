@@ -9,8 +9,8 @@ from msgspec import structs
 
 from prism.policies import registry
 from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView, Refuse
-from prism.policies.planning.drain import remaining
-from prism.scheduler.cluster import ClusterScheduler
+from prism.policies.planning.evacuation import remaining
+from prism.scheduler.cluster_scheduler import ClusterScheduler
 from tests.policies.clusters import SETTINGS, active, gpu, model, planned, summary, view
 
 LIVE = [name for name in registry.names() if not registry.missing(registry.get(name))]

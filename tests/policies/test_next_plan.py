@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.policies.data import ClusterView
+from prism.policies.planning.model_copies import RATE_INTERVAL_S
 from prism.policies.planning.next_plan import MARGIN_S, next_plan_in_s
-from prism.policies.planning.replicas import RATE_INTERVAL_S
 from prism.policies.prism import plan
 from tests.policies.clusters import SETTINGS, active, clusters, gpu, model, summary, view
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.policies.admission import fcfs, moore_hodgson
-from prism.policies.admission.priority import order_by_priority
+from prism.policies.admission.priority_classes import order_by_priority
 from prism.policies.data import AdmissionOrder, EngineView, Waiting
 
 ROWS = st.tuples(st.integers(1, 20), st.integers(0, 60), st.integers(0, 9), st.integers(-2, 1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.policies.data import Activate, Evict, Migrate, ModelView, Refuse
-from prism.policies.planning.drain import must_leave
+from prism.policies.planning.evacuation import must_leave
 from prism.policies.prism import plan
 from tests.policies.clusters import (
     SETTINGS,

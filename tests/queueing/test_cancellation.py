@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 
 

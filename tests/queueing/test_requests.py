@@ -12,7 +12,7 @@ import pytest
 from prism.errors import LeaseLostError, MalformedRequestError
 from prism.messages.cluster import ClusterStatus
 from prism.messages.requests import Resume
-from prism.queueing import UNPLACED, BundledRedis, RequestQueue, requests
+from prism.queueing import UNPLACED, BundledRedis, RequestQueue, request_queue
 from tests.queueing.requests import request
 
 DEVICE, OTHER = "host:0", "host:1"
@@ -380,5 +380,5 @@ async def test_frontends_whose_heartbeat_ran_out_are_not_named(queue: RequestQue
 
 
 def test_no_script_walks_all_keys_of_a_shared_server() -> None:
-    scripts = Path(requests.__file__).parent.glob("*.lua")
+    scripts = Path(request_queue.__file__).parent.glob("*.lua")
     assert not [s.name for s in scripts if "'KEYS'" in s.read_text() or "'SCAN'" in s.read_text()]

@@ -16,7 +16,7 @@ import yaml
 
 from lab.demo.page import TimedAction, actions_of
 from prism.config.resolve import load
-from prism.scheduler.journal import Ended, Opened, Started
+from prism.scheduler.decision_journal import Ended, Opened, Started
 from prism_replay.results import read_results
 from prism_replay.trace import models_of, read_trace, write_trace
 from tests.engines.subjects import prepared

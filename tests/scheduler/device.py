@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prism.policies.data import EngineView, Waiting
-from prism.scheduler.local import LocalScheduler
+from prism.scheduler.local_scheduler import LocalScheduler
 
 
 def blocks(tokens: int, block_tokens: int) -> int:

@@ -19,7 +19,7 @@ from prism.policies.data import (
     Refuse,
     Settings,
 )
-from prism.scheduler.cluster import ClusterScheduler
+from prism.scheduler.cluster_scheduler import ClusterScheduler
 from prism.scheduler.fakes import FakeCluster
 from tests.policies.clusters import active, gpu, model, view
 

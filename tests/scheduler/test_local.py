@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prism.policies.admission import fcfs, moore_hodgson
 from prism.policies.data import AdmissionOrder, EngineView, Waiting
-from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.local_scheduler import Limits, LocalScheduler
 from prism.scheduler.ordered_queue import CHEAP_ORDER
 from prism.scheduler.step_budget import StartResult
 from tests.scheduler.device import Device, Engine

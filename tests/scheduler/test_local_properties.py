@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism.policies.data import Waiting
-from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.local_scheduler import Limits, LocalScheduler
 from tests.scheduler.device import Device, Engine
 
 MODELS = ("a", "b", "c")

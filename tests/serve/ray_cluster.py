@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from prism.serve.on_ray.machines import HOST_DEVICES
+from prism.serve.on_ray.ray_machines import HOST_DEVICES
 from tests.frontend.tiny_model import make_model
 from tests.ports import free_port
 from tests.serve.conftest import SERVE, until

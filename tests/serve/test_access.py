@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from prism.config.keys import add_key, read_keys, variable_keys
+from prism.config.api_keys import add_key, read_keys, variable_keys
 from prism.config.schema.access import AccessYaml, ApiKey, hashed
 from prism.errors import ConfigError
 from tests.serve.conftest import SERVE, Cluster, serving, write_yaml

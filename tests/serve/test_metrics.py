@@ -19,7 +19,7 @@ import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from prism.frontend.http.errors import OverloadedError, RateLimitError, SheddingError
+from prism.frontend.http.error_bodies import OverloadedError, RateLimitError, SheddingError
 from tests.serve.conftest import Cluster, serving, until
 
 ROOT = Path(__file__).parents[2]

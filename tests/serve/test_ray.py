@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from prism.serve.on_ray.machines import HOST_DEVICES
+from prism.serve.on_ray.ray_machines import HOST_DEVICES
 from tests.serve.machines import Load, await_text, run
 from tests.serve.ray_cluster import ADDRESS, DEVICE, RayCluster
 from tests.strangers import needs_root

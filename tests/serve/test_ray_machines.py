@@ -11,9 +11,9 @@ import yaml
 from prism.config.reader import convert
 from prism.config.schema.cluster_config import ServeYaml
 from prism.errors import ConfigError
-from prism.serve.on_ray import machines
+from prism.serve.on_ray import ray_machines
 from prism.serve.on_ray.command import ray_address, serve
-from prism.serve.on_ray.machines import (
+from prism.serve.on_ray.ray_machines import (
     HOST_DEVICES,
     Placement,
     RayMachine,
@@ -104,16 +104,16 @@ def test_what_cannot_be_placed_is_refused(changes: dict[str, Any], why: str) -> 
 def test_ray_is_asked_of_only_as_it_should_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "find_spec", lambda _: None)
+    monkeypatch.setattr(ray_machines, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="Ray is not installed"):
         check_ray()
-    monkeypatch.setattr(machines, "find_spec", lambda _: object())
-    monkeypatch.setattr(machines, "version", lambda _: "2.51.1")
+    monkeypatch.setattr(ray_machines, "find_spec", lambda _: object())
+    monkeypatch.setattr(ray_machines, "version", lambda _: "2.51.1")
     with pytest.raises(
         ConfigError, match=r"Ray 2\.51\.1 does not support tokens; install 2\.52 or later"
     ):
         check_ray()
-    monkeypatch.setattr(machines, "version", lambda _: "2.60.0")
+    monkeypatch.setattr(ray_machines, "version", lambda _: "2.60.0")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError, match="set RAY_AUTH_MODE=token"):
         check_ray()

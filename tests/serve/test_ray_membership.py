@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from prism.serve.on_ray.machines import RayMachine
 from prism.serve.on_ray.membership import JOIN_S, LEAVE_S, Membership
+from prism.serve.on_ray.ray_machines import RayMachine
 
 LOOK_S = 3.0
 

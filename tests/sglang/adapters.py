@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from prism.models.lora import CONFIG, WEIGHTS
+from prism.models.lora_files import CONFIG, WEIGHTS
 from tests.sglang.models import path_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from prism.messages.engine import ActivateEngine, ActivationFailed, Submit
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request
 from prism.models.tokenizer import END, SPECIAL_TOKENS
 from tests.engines.harness import DeviceUnderTest, Stream, request

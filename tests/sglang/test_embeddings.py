@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from prism.config.checks.embeddings import embedding_of
+from prism.config.checks.embedding_models import embedding_of
 from prism.engines.sglang import refuses, weight_key
 from prism.messages.engine import ActivateEngine
-from prism.messages.models import EmbeddingSpec, ModelSpec
+from prism.messages.model_spec import EmbeddingSpec, ModelSpec
 from prism.messages.requests import Chunk, Request
 from prism.models.files import inspect_model
 from tests.engines.harness import request

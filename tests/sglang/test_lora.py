@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from prism.config.schema.lora import LoraConfig, lora_spec
 from prism.messages.engine import ActivateEngine
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request
 from prism.models.files import inspect_model
-from prism.models.lora import WEIGHTS
+from prism.models.lora_files import WEIGHTS
 from tests.engines.harness import request
 from tests.sglang.adapters import ATTENTION, make_adapter, merged
 from tests.sglang.conftest import run

@@ -11,7 +11,7 @@ import pytest
 
 import kvcached
 from prism.messages.engine import Submit
-from prism.models.lora import WEIGHTS
+from prism.models.lora_files import WEIGHTS
 from tests.engines.harness import DeviceUnderTest
 from tests.sglang.adapters import make_adapter, merged
 from tests.sglang.conftest import config_of

@@ -13,7 +13,7 @@ from prism.config.schema.cluster_config import DeviceConfig, EngineConfig
 from prism.engines.model_memory import plan
 from prism.engines.sglang.platform.gpu import needs
 from prism.messages.engine import ActivateEngine, Deactivate, Deactivated
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from tests.agent.harness import model_spec
 from tests.sglang.conftest import ledger_of, opened_device

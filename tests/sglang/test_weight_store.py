@@ -22,7 +22,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.core import EngineContext
 from prism.errors import SelfCheckError
 from prism.messages.engine import ActivateEngine
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
 from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
 

@@ -11,7 +11,7 @@ import pytest
 from prism.policies import registry
 from prism.policies.multiplexing.kv_blocks import STEP_OVERHEAD, KvShape
 from prism.policies.placement import Hosted, Placement, Unit
-from prism.scheduler.journal import Stepped
+from prism.scheduler.decision_journal import Stepped
 from prism_replay.trace import TraceRequest
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records

@@ -21,7 +21,7 @@ from prism.agent.state.device_state import DeviceState
 from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.errors import EngineError
 from prism.messages import MALFORMED_ERRORS
-from prism.messages.forkserver import (
+from prism.messages.forking import (
     EngineExited,
     EngineForked,
     ForkEngine,

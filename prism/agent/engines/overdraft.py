@@ -23,7 +23,7 @@ from kvcached.driver.driver_memory import drift
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.engine_pool import EngineProcess, EngineState
 from prism.config.schema.units import format_size
-from prism.messages.gpu import ForeignProcess, GpuMemory
+from prism.messages.gpu_memory import ForeignProcess, GpuMemory
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from threading import Event
 from kvcached import KvcachedError, Prefetch, WeightKey, WeightStore
 from prism.engines.weights.peer_weights import PeerWeights
 from prism.messages.agent import ActionResult, PrefetchModel
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

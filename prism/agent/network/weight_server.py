@@ -24,7 +24,7 @@ from kvcached.weights.hashing import identity
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import node_of
 from prism.engines.weights.weight_store import open_store
-from prism.messages.weights import (
+from prism.messages.weight_exchange import (
     AskPart,
     AskWeights,
     Form,

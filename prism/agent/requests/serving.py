@@ -26,7 +26,7 @@ from prism.agent.state.device_state import DeviceState
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import LeaseLostError, QueueUnavailableError
 from prism.queueing import RequestQueue
-from prism.scheduler.local import Limits
+from prism.scheduler.local_scheduler import Limits
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from prism.agent.state.engine_pool import (
 from prism.agent.state.request_table import RequestTable
 from prism.config.schema.cluster_config import EngineConfig
 from prism.messages.engine import EngineStatus
-from prism.messages.models import ModelSpec
-from prism.scheduler.local import LocalScheduler
+from prism.messages.model_spec import ModelSpec
+from prism.scheduler.local_scheduler import LocalScheduler
 
 
 @dataclass(frozen=True, slots=True)

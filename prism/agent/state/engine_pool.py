@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from prism.messages.engine import Activated, EngineStatus
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 
 Counters = tuple[int, int, int]
 

@@ -12,7 +12,7 @@ from prism import clock
 from prism.messages.requests import Request
 from prism.policies.data import EngineView, Waiting
 from prism.queueing import RequestQueue
-from prism.scheduler.local import AdmissionPlan, LocalScheduler
+from prism.scheduler.local_scheduler import AdmissionPlan, LocalScheduler
 
 ENDED_MAX = 10_000  # ended attempts to remember
 

@@ -12,7 +12,7 @@ import msgspec
 from prism import clock
 from prism.messages.cluster import Decision
 from prism.policies.data import Action, ClusterView, Refuse
-from prism.scheduler.journal import Ended, Planned, Refused, Sink, Started, fields_of
+from prism.scheduler.decision_journal import Ended, Planned, Refused, Sink, Started, fields_of
 
 LATEST_MAX = 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prism.cluster.state.activations import Activations
+from prism.cluster.state.activation_history import Activations
 from prism.cluster.state.agents import AgentBook
 from prism.policies.data import ModelView
 

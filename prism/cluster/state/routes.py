@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prism.cluster.state.actions import Move
 from prism.cluster.state.agents import AgentBook
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prism.cluster.state.actions import Actions
-from prism.cluster.state.activations import Activations
+from prism.cluster.state.activation_history import Activations
 from prism.cluster.state.agents import AgentBook
 from prism.cluster.state.changes import Changes
 from prism.cluster.state.demands import OperatorDemands, Startup
@@ -15,7 +15,7 @@ from prism.cluster.state.sizes import Sizes
 from prism.cluster.state.timing import SchedulerTiming
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.policies.policy import Policy
-from prism.scheduler.journal import Sink
+from prism.scheduler.decision_journal import Sink
 from prism.scheduler.rates import TokenRates
 
 

@@ -7,7 +7,7 @@ from collections.abc import Set
 from msgspec import structs
 
 from prism.config.schema.cluster_config import ClusterConfig
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 
 class ServedConfig:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prism.config.checks.memory_needs import memory_need, one_of_each_kind
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.messages.agent import AgentReport
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from prism.config.checks.memory_needs import KV_LAYOUTS, arranged, check_static
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 _PYTHON_S_MAX = 60.0
 

@@ -16,7 +16,7 @@ from kvcached.layouts import Arrangement
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.units import format_size, whole_mib
 from prism.errors import ActivationError, ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 BLOCK_TOKENS = 16
 

@@ -20,9 +20,9 @@ from prism.config.schema.priority import PriorityConfig
 from prism.config.schema.replicas import ReplicasYaml
 from prism.config.schema.slo import ModelSloYaml
 from prism.config.schema.units import Bytes, Seconds
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.policies.data import Settings
-from prism.scheduler.journal import JournalConfig
+from prism.scheduler.decision_journal import JournalConfig
 
 AUTO_STORE = "auto"  # a private weight store, which ends with the cluster
 _POLICY = Settings()

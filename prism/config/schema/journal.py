@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prism.config.schema.machines import Strict
 from prism.config.schema.units import Bytes
-from prism.scheduler.journal import JournalConfig
+from prism.scheduler.decision_journal import JournalConfig
 
 
 class JournalYaml(Strict, frozen=True):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prism.config.schema.machines import Strict
-from prism.messages.models import LoraAdapter, LoraSpec
+from prism.messages.model_spec import LoraAdapter, LoraSpec
 from prism.models.files import DTYPE_BYTES, ModelFiles
-from prism.models.lora import inspect_adapter, lora_base, with_fused
+from prism.models.lora_files import inspect_adapter, lora_base, with_fused
 
 
 class LoraYaml(Strict, frozen=True):

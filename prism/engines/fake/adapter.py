@@ -9,7 +9,7 @@ from kvcached import WeightKey
 from prism.config.checks.memory_needs import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.fake.options import FakeOptions
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 
 def lacks(device: str) -> str:

@@ -21,7 +21,7 @@ from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.core import RequestTotals, StepOutput
 from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
 from prism.engines.fake.options import FakeOptions
-from prism.engines.fake.sampling import reject_unsupported, with_requested_data
+from prism.engines.fake.token_sampling import reject_unsupported, with_requested_data
 from prism.engines.fake.tokens import seed_of, token_at
 from prism.errors import EngineError
 from prism.messages.engine import ActivateEngine

@@ -27,7 +27,7 @@ from prism.engines.room import make_room
 from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, EngineError
 from prism.messages.engine import Activated, ActivateEngine
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 BLOCK_TOKENS = 16
 RESERVED_BLOCKS = 1

@@ -13,7 +13,7 @@ from prism.engines.fake.cpu_view import cpu_address
 from prism.engines.weights.links import LoadLinks
 from prism.engines.weights.weight_store import open_peers, open_store
 from prism.errors import ActivationError, ConfigError, EngineError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 
 class CorruptWeightsError(EngineError):

@@ -13,7 +13,8 @@ server for each client that connects to the socket (`preloaded.py`).
 
 Forking is safe only from a process with one thread, so thread pools are off before the imports.
 CUDA does not survive a fork either. If the imports initialised CUDA, this process executes itself
-again with `--fresh`: it then imports nothing, and each engine is a fresh process (`process.py`).
+again with `--fresh`: it then imports nothing, and each engine is a fresh process
+(`fresh_engine.py`).
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from prism.config.resolved import read_resolved
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines import cuda_facts
 from prism.engines.core import EngineContext
-from prism.engines.processes import process
-from prism.engines.processes.preloaded import Preloaded
-from prism.engines.processes.process import (
+from prism.engines.processes import fresh_engine
+from prism.engines.processes.fresh_engine import (
     SM_VARIABLE,
     THREAD_SETTINGS,
     log_to_stderr,
     redirect_to_log,
 )
+from prism.engines.processes.preloaded import Preloaded
 from prism.engines.processes.rank_launch import launch_ranks, remove_rendezvous
 from prism.engines.processes.worker import run_engine
 from prism.errors import ConfigError
 from prism.messages import MALFORMED_ERRORS
-from prism.messages.forkserver import (
+from prism.messages.forking import (
     EngineExited,
     EngineForked,
     ForkEngine,
@@ -343,7 +344,7 @@ def serve(
 
 
 def _launch_fresh(options: argparse.Namespace, order: ForkEngine) -> int:
-    return process.start(order, options.adapter, options.config, options.device)
+    return fresh_engine.start(order, options.adapter, options.config, options.device)
 
 
 def _restart_fresh(options: argparse.Namespace, out_fd: int) -> NoReturn:

@@ -29,7 +29,7 @@ from prism.messages.engine import (
     Shutdown,
     Submit,
 )
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 from prism.messages.requests import Cancel, Request
 
 

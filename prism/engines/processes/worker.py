@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from kvcached.errors import LedgerCorruptError
-from kvcached.handover.server import malformed_total as malformed_fetches
+from kvcached.handover.offer_server import malformed_total as malformed_fetches
 from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
 from prism.errors import ActivationError, RankLostError, RequestsFailedError
 from prism.messages.engine import (

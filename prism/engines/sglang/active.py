@@ -14,9 +14,9 @@ from kvcached.engines.sglang.radix_pages import RadixPages
 from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.engines.kv_moves.moves import KVMoves
 from prism.engines.sglang.decode_graphs import DecodeGraphs
-from prism.engines.sglang.lora import Adapters
+from prism.engines.sglang.lora_adapters import Adapters
 from prism.engines.sglang.memory import EngineMemory
-from prism.engines.sglang.scheduling import moving, requests
+from prism.engines.sglang.scheduling import moving, request_conversion
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Request
@@ -40,7 +40,7 @@ class ActiveModel:
         """
         if request.lora:
             self.adapters.require(request.lora)
-        converted = requests.converter(self.order.model)(
+        converted = request_conversion.converter(self.order.model)(
             request,
             rid,
             context_length=self.order.model.context_length,

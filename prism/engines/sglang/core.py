@@ -17,14 +17,14 @@ from prism.engines.sglang import host
 from prism.engines.sglang.active import ActiveModel
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.grammars import grammar_process
-from prism.engines.sglang.lora import Adapters
+from prism.engines.sglang.lora_adapters import Adapters
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.sglang.scheduling import moving, warm_up
 from prism.engines.sglang.scheduling.scheduler import Emission
 from prism.errors import EngineError, RequestsFailedError
 from prism.messages.engine import ActivateEngine
-from prism.messages.gpu import OutsideMemory
+from prism.messages.gpu_memory import OutsideMemory
 from prism.messages.requests import Chunk, Failure, Request
 
 

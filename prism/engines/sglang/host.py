@@ -32,7 +32,11 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noq
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
 from prism.config.schema.cluster_config import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
-from prism.engines.sglang import decode_graphs, lora, server_args  # noqa: E402
+from prism.engines.sglang import (  # noqa: E402
+    decode_graphs,
+    lora_adapters,
+    server_args,
+)
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.platform import gpu, noise  # noqa: E402
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler  # noqa: E402
@@ -60,7 +64,7 @@ def build(
     place = SpawnRanks(world_rank=ranks.rank, gpu_id=index)
     _bind_threads(ranks.size)
     publish(arguments, role="scheduler", ranks=place)
-    pins = nullcontext() if gpu.is_gpu(device) else lora.Unpinned()
+    pins = nullcontext() if gpu.is_gpu(device) else lora_adapters.Unpinned()
     with _rendezvous(ranks), pins:
         scheduler = InProcessScheduler(arguments, server_args.ports())
     scheduler.start()

@@ -9,7 +9,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.model_memory import MemoryPlan
-from prism.engines.sglang import lora
+from prism.engines.sglang import lora_adapters
 from prism.engines.sglang.loader import KvcachedLoader
 from prism.engines.sglang.platform import gpu
 from prism.messages.engine import ActivateEngine
@@ -26,7 +26,7 @@ def build(
     """Returns arguments that make SGLang deterministic and free of sockets, with one process per
     rank."""
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
-    common |= lora.settings(order.model.lora, device)
+    common |= lora_adapters.settings(order.model.lora, device)
     own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host()
     return ServerArgs(**common, **own)
 

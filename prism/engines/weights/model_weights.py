@@ -29,7 +29,7 @@ from prism.engines.core import EngineContext
 from prism.engines.weights.links import LoadLinks
 from prism.engines.weights.peer_weights import PeerWeights
 from prism.engines.weights.weight_store import open_peers, open_store
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 FINGERPRINT_TOKENS = 2
 _FINGERPRINT = "prism.fingerprint"

@@ -22,8 +22,8 @@ from kvcached.weights.entry import checkpoint_key
 from kvcached.weights.exchange import Exchange, Sketch
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import PrismError
-from prism.messages.models import ModelSpec
-from prism.messages.weights import (
+from prism.messages.model_spec import ModelSpec
+from prism.messages.weight_exchange import (
     PART_BYTES_MAX,
     AskPart,
     AskWeights,

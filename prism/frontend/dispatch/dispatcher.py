@@ -23,12 +23,12 @@ from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.dispatch.receiving import receive
 from prism.frontend.dispatch.refusals import RefusalWatch
 from prism.frontend.dispatch.request_log import ChunkOutcome, OpenRequest, RequestLog
-from prism.frontend.http.errors import SheddingError
+from prism.frontend.http.error_bodies import SheddingError
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
 from prism.messages.requests import EngineOutput, Failure, ToFrontend
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
 from prism.transport import Channel
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import OpenRequest, RequestLog
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 # The next batch is sent after this time although Redis has not answered the last one.
 _SLOW_S = 0.05

@@ -11,7 +11,7 @@ from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import RequestLog
 from prism.frontend.live_config import LiveConfig
 from prism.messages.cluster import FrontendState
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 log = logging.getLogger(__name__)
 

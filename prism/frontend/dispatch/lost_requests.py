@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import OpenRequest, RequestLog
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 # A request is checked when it had no output for SILENT_S. It is lost if two checks in a row do not
 # find it, without output in between: its last output may arrive after Redis has removed it.

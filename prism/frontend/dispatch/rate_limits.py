@@ -12,9 +12,9 @@ from typing import Any
 from prism.config.schema.access import ApiKey
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.queue_retry import retry_until_available
-from prism.frontend.http.errors import RateLimitError
+from prism.frontend.http.error_bodies import RateLimitError
 from prism.frontend.live_config import LiveConfig
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 log = logging.getLogger(__name__)
 

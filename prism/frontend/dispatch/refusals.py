@@ -9,7 +9,7 @@ from prism import clock
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import RequestLog
 from prism.messages.cluster import ClusterStatus
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 CHECK_S = 1.0
 

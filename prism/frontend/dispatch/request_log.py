@@ -17,7 +17,7 @@ from enum import Enum, auto
 import msgspec
 
 from prism import clock
-from prism.frontend.http.errors import OverloadedError
+from prism.frontend.http.error_bodies import OverloadedError
 from prism.messages.requests import Chunk, Failure, Request, Resume, Started
 
 # Limits on attempts whose engine died, possibly because of them; on all attempts; and on resends.

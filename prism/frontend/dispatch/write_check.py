@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from prism.errors import QueueUnavailableError
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 _FRESH_S = 1.0  # validity of a successful write
 _POLLS, _POLL_S = 10, 0.1

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prism.frontend.http.errors import UnavailableError
+from prism.frontend.http.error_bodies import UnavailableError
 
 
 class InFlight:

@@ -15,7 +15,7 @@ from prism.config.schema.endpoints import node_of
 from prism.frontend.metrics.request_metrics import malformed_messages
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
-from prism.messages.gpu import GpuMemory
+from prism.messages.gpu_memory import GpuMemory
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 # metric name -> (field of the report, help)

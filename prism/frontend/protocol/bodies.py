@@ -14,7 +14,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from prism.frontend.http.errors import (
+from prism.frontend.http.error_bodies import (
     BodyTimeoutError,
     BodyTooLargeError,
     OverloadedError,

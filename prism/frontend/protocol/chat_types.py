@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from prism.errors import BadRequestError
-from prism.frontend.http.errors import bad_request, from_validation
+from prism.frontend.http.error_bodies import bad_request, from_validation
 from prism.frontend.protocol.openai_types import LOGPROBS_MAX, GenerationBody, RequestBody
 from prism.frontend.text.chat_template import GIVEN
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from prism.frontend.http.errors import bad_request
+from prism.frontend.http.error_bodies import bad_request
 
 STOPS_MAX = 16
 STOP_CHARS_MAX = 1024

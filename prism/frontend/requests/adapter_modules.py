@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from prism.frontend.live_config import LiveConfig
+from prism.frontend.requests.answer_parsing import AnswerParsers
 from prism.frontend.requests.grammars import GrammarTrials
-from prism.frontend.requests.parsers import AnswerParsers
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 
 class AdapterModules:

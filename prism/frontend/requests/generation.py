@@ -13,10 +13,10 @@ from prism.frontend.dispatch.rate_limits import RateLimits
 from prism.frontend.dispatch.request_log import Event, Mailbox, OpenRequest
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
-from prism.frontend.http.errors import GenerationError
+from prism.frontend.http.error_bodies import GenerationError
 from prism.frontend.metrics.request_metrics import Metrics, RequestTimer
 from prism.frontend.metrics.tracing import TracedChoice
-from prism.frontend.requests.parsers import Parsing
+from prism.frontend.requests.answer_parsing import Parsing
 from prism.frontend.text.detokenizer import Detokenizer
 from prism.frontend.text.stop_strings import StopMatcher
 from prism.frontend.text.tokenizers import ModelTokenizer

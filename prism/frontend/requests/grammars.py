@@ -17,10 +17,10 @@ from typing import Any
 from prism.config.checks.adapters import adapter_module
 from prism.errors import RequestError
 from prism.frontend.http import calls
-from prism.frontend.http.errors import OverloadedError, UnavailableError, bad_request
+from prism.frontend.http.error_bodies import OverloadedError, UnavailableError, bad_request
 from prism.frontend.protocol.openai_types import GenerationBody
 from prism.frontend.text.tokenizers import ModelTokenizer
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Grammar
 from prism.process import child_environment
 from prism.tasks import cancel_all

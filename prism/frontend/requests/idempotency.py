@@ -21,7 +21,7 @@ from fastapi import Request
 
 from prism.errors import QueueUnavailableError, RequestError
 from prism.frontend.http import calls
-from prism.frontend.http.errors import (
+from prism.frontend.http.error_bodies import (
     GenerationError,
     OverloadedError,
     bad_request,
@@ -38,7 +38,7 @@ from prism.frontend.requests.generation import (
 )
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Chunk, KeptAnswer
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from prism.errors import UnknownModelError
-from prism.frontend.http.access import may_use
-from prism.frontend.http.errors import UnavailableError
+from prism.frontend.http.access_control import may_use
+from prism.frontend.http.error_bodies import UnavailableError
 from prism.frontend.text.tokenizers import ModelTokenizer, load_tokenizers
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 RETRY_S = 10.0
 

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from prism.errors import RequestError
-from prism.frontend.http.errors import STATUS_CLIENT_GONE, error_body
+from prism.frontend.http.error_bodies import STATUS_CLIENT_GONE, error_body
 from prism.frontend.http.in_flight import InFlight
 from prism.frontend.protocol.openai_types import StreamOptions
 from prism.frontend.requests.generation import GenerationSpec, TextUpdate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prism.frontend.http.errors import bad_request
+from prism.frontend.http.error_bodies import bad_request
 from prism.frontend.protocol.openai_types import CompletionBody, GenerationBody
 from prism.frontend.text.tokenizers import ModelTokenizer
 from prism.messages.requests import Grammar, Sampling

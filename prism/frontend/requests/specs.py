@@ -17,7 +17,7 @@ from prism.config.schema.priority import PriorityConfig
 from prism.errors import BadRequestError, ContextLengthError
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.http import calls
-from prism.frontend.http.errors import UnavailableError, bad_request
+from prism.frontend.http.error_bodies import UnavailableError, bad_request
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.protocol.chat_types import ChatBody, Conversation
 from prism.frontend.protocol.openai_types import (
@@ -27,15 +27,15 @@ from prism.frontend.protocol.openai_types import (
     RequestBody,
 )
 from prism.frontend.requests.adapter_modules import AdapterModules
-from prism.frontend.requests.embeddings import check_able
+from prism.frontend.requests.answer_parsing import Parsing, after_reasoning, tool_grammar
+from prism.frontend.requests.embedding_answers import check_able
 from prism.frontend.requests.generation import GenerationSpec
 from prism.frontend.requests.grammars import grammar_of
 from prism.frontend.requests.model_catalog import ModelCatalog
-from prism.frontend.requests.parsers import Parsing, after_reasoning, tool_grammar
 from prism.frontend.requests.sampling import sampling_of
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.tokenizers import ModelTokenizer
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Grammar, Request, Sampling
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from prism.errors import ConfigError
 from prism.frontend.text.chat_template import ChatTemplate, load_chat_template
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models.special_tokens import end_ids, read_json, text_model
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from prism.policies.data import ClusterView, ModelView, Settings
-from prism.policies.planning import replicas
+from prism.policies.planning import model_copies
 
 MARGIN_S = 0.001
 """Margin, since idle times must exceed their thresholds, and the next plan must be later."""
@@ -17,10 +17,10 @@ def next_plan_in_s(view: ClusterView, settings: Settings) -> float:
     The causes are: a model becomes evictable while another needs memory, or a queue has lasted long
     enough for another copy. If a copy is needed and has no room, rates may change as well.
     """
-    moments = [replicas.saturated_in_s(m, settings) for m in replicas.queued(view)]
+    moments = [model_copies.saturated_in_s(m, settings) for m in model_copies.queued(view)]
     saturated = any(moment <= 0 for moment in moments)
     if saturated:
-        moments.append(replicas.RATE_INTERVAL_S)
+        moments.append(model_copies.RATE_INTERVAL_S)
     if saturated or any(m.state == "absent" and (m.waiting or m.never_evict) for m in view.models):
         for model in view.models:
             moments += _evictable_in_s(model, settings)

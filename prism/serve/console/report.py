@@ -17,7 +17,7 @@ from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import format_size
 from prism.messages.agent import ActionResult, AgentReport
 from prism.messages.cluster import ClusterStatus
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.serve.node.gpu_probe import GpuFound
 
 _STAGES = {

@@ -20,7 +20,7 @@ from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError, QueueUnavailableError
 from prism.frontend.http.listener import admin_listener, open_listener
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.serve.node import run_dir
 
 

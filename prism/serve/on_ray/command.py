@@ -27,7 +27,7 @@ from prism.errors import ConfigError, PrismError
 from prism.process import child_environment
 from prism.serve.on_ray.cluster_lease import KILL, STOP, ClusterLease
 from prism.serve.on_ray.local_ray import local_ray
-from prism.serve.on_ray.machines import (
+from prism.serve.on_ray.ray_machines import (
     HOST,
     LaunchSpec,
     RayMachine,

@@ -30,7 +30,9 @@ from prism.serve.on_ray.command import (
     NodeFailedError,
     caught_signals,
 )
-from prism.serve.on_ray.machines import (
+from prism.serve.on_ray.membership import LEAVE_S, Membership
+from prism.serve.on_ray.node_actor import NodeActor, NodeReport
+from prism.serve.on_ray.ray_machines import (
     LaunchSpec,
     Layout,
     Placement,
@@ -39,8 +41,6 @@ from prism.serve.on_ray.machines import (
     machines_with_devices,
     normalized,
 )
-from prism.serve.on_ray.membership import LEAVE_S, Membership
-from prism.serve.on_ray.node_actor import NodeActor, NodeReport
 from prism.serve.processes.children import EXIT_CONFIG, RestartBackoff
 
 _POLL_S = 0.5

@@ -25,8 +25,8 @@ from pathlib import Path
 from prism.errors import ConfigError
 from prism.process import child_environment, private_log, wrapped_command
 from prism.serve.node.run_dir import lock
-from prism.serve.on_ray.machines import HOST_DEVICES
 from prism.serve.on_ray.node_actor import LOCAL_RAY_PREFIX, sweep
+from prism.serve.on_ray.ray_machines import HOST_DEVICES
 
 _STARTED = "Ray runtime started"
 _HOST = "127.0.0.1"

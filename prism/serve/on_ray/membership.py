@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism.serve.on_ray.machines import RayMachine
+from prism.serve.on_ray.ray_machines import RayMachine
 
 JOIN_S = 10.0  # time for which a new machine must be live before it joins
 LEAVE_S = 120.0  # time for which a node must be away before it is removed

@@ -139,7 +139,7 @@ class NodeActor:
         self.signal(signal.SIGHUP)
 
     def _check_reload(self, lines: Sequence[str]) -> None:
-        """Looks for the result of a reload (`prism.serve.reload`) in the lines."""
+        """Looks for the result of a reload (`prism.serve.reload_command`) in the lines."""
         if self._follows is not None:
             return
         for line in lines:

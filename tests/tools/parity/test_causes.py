@@ -12,8 +12,8 @@ from lab.parity.console import print_parity
 from lab.parity.parity_results import CLASSES, Compared, ParityResults
 from prism.policies import registry
 from prism.policies.data import EngineView
-from prism.scheduler.journal import Queued, Stepped
-from prism.scheduler.local import Limits
+from prism.scheduler.decision_journal import Queued, Stepped
+from prism.scheduler.local_scheduler import Limits
 from tests.tools.parity.worlds import queued, run, stepped
 
 World = list[Queued | Stepped]

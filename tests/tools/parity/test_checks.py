@@ -9,8 +9,15 @@ from lab.parity.checks import check_plans, check_queue
 from lab.parity.journals import Dated
 from prism.policies import registry
 from prism.policies.data import ClusterView, EngineView, GpuView, ModelView, Settings, Waiting
-from prism.scheduler.journal import MemoryJournal, Opened, Planned, QueueJournal, Stepped, fields_of
-from prism.scheduler.local import AdmissionPlan, Limits, LocalScheduler
+from prism.scheduler.decision_journal import (
+    MemoryJournal,
+    Opened,
+    Planned,
+    QueueJournal,
+    Stepped,
+    fields_of,
+)
+from prism.scheduler.local_scheduler import AdmissionPlan, Limits, LocalScheduler
 
 LIMITS = Limits(headroom_tokens=16, passes_max=2)
 OPENED = Opened(time_s=0.0, unix_s=0.0, source="host:0", policy="prism", limits=LIMITS)

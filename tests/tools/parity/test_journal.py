@@ -9,7 +9,7 @@ import pytest
 from lab.parity.journals import read_journals
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.errors import ConfigError
-from prism.scheduler.journal import (
+from prism.scheduler.decision_journal import (
     FileJournal,
     Full,
     JournalConfig,

@@ -9,7 +9,7 @@ from lab.parity.latency import figures, simulated_records
 from lab.parity.parity_results import Figure
 from lab.parity.runs import live_run, simulated_run
 from prism.errors import ConfigError
-from prism.scheduler.journal import Ended, Left, Queued, Started, Stepped
+from prism.scheduler.decision_journal import Ended, Left, Queued, Started, Stepped
 from prism_replay.results import ReplayResults
 from prism_sim.cluster.world import World
 from tests.sim.clusters import cluster, model, request, work

@@ -23,9 +23,9 @@ from prism.config.schema.cluster_config import (
     SchedulerConfig,
 )
 from prism.errors import ConfigError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
-from prism.scheduler.journal import Ended, Served, Started
+from prism.scheduler.decision_journal import Ended, Served, Started
 from prism_sim.cluster.world import World
 from prism_sim.costs.calibrate import save
 from prism_sim.costs.model import GpuUsage, PromptChunk

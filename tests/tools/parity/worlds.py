@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lab.parity.journals import Dated, Journals
 from lab.parity.runs import History, Placed, Wait, waits_of
-from prism.scheduler.journal import Ended, Left, Opened, Queued, Started, Stepped
+from prism.scheduler.decision_journal import Ended, Left, Opened, Queued, Started, Stepped
 from prism_replay.metrics import summarize
 from prism_replay.results import ReplayResults, RequestRecord, RunConfig
 

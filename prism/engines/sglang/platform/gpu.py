@@ -15,7 +15,7 @@ from kvcached import WeightKey
 from prism.config.checks.memory_needs import GpuNeeds
 from prism.config.schema.machines import is_gpu as is_gpu  # noqa: PLC0414 (for the adapter)
 from prism.engines import cuda_facts, cuda_toolkit
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 CUDA = "cuda"
 PLATFORM_ENTRY_POINT = "prism_cuda"

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from prism.engines.kv_moves.kv_file import Rows
 from prism.engines.kv_moves.moves import Ids, KVMoves
 from prism.engines.sglang.grammars import grammar_manager as grammars
-from prism.engines.sglang.scheduling import logprobs
+from prism.engines.sglang.scheduling import token_logprobs
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler
 from prism.messages.requests import Resume
 
@@ -40,7 +40,7 @@ def resume_request(scheduler: InProcessScheduler, moves: KVMoves, req: Req, resu
     req.output_ids = array("q", resume.output_ids)
     req.send_token_offset = len(resume.output_ids)
     if resume.output_ids and req.return_logprob:
-        logprobs.without_prompt(req)
+        token_logprobs.without_prompt(req)
     grammars.set_prior_output(req)
     allocator = scheduler.token_to_kv_pool_allocator
     whole = resume.kv_tokens // allocator.page_size * allocator.page_size

@@ -33,7 +33,7 @@ from sglang.srt.utils.watchdog import Watchdog
 
 from kvcached.engines.sglang.retraction import retract_chunked_request
 from prism.engines.sglang.grammars.grammar_manager import Grammars
-from prism.engines.sglang.scheduling import logprobs
+from prism.engines.sglang.scheduling import token_logprobs
 from prism.engines.sglang.scheduling.penalties import count_earlier_output
 from prism.messages.requests import Logprobs
 
@@ -100,8 +100,8 @@ def _emission(req: Req) -> Emission:
         finish=finish,
         message=message,
         cached_tokens=int(req.cached_tokens),
-        logprobs=logprobs.of_output(req, start, len(output)),
-        prompt_logprobs=logprobs.of_prompt(req),
+        logprobs=token_logprobs.of_output(req, start, len(output)),
+        prompt_logprobs=token_logprobs.of_prompt(req),
         refused=_is_refused(reason),
     )
 

@@ -15,7 +15,7 @@ import torch
 
 from prism.engines.ranks.group import RankGroup
 from prism.engines.self_check import WARM_UP_ID, check_answer, warm_up_request
-from prism.engines.sglang.scheduling import requests
+from prism.engines.sglang.scheduling import request_conversion
 from prism.engines.sglang.scheduling.scheduler import Emission, InProcessScheduler
 from prism.engines.weights.model_weights import FINGERPRINT_TOKENS
 from prism.errors import RankLostError, SelfCheckError
@@ -128,7 +128,7 @@ def _answers(
     vocab_size = scheduler.model_config.vocab_size
     scheduler.process_input_requests(
         [
-            requests.converter(order.model)(
+            request_conversion.converter(order.model)(
                 warm_up_request(order, vocab_size, sampling),
                 f"{WARM_UP_ID}{index}",
                 context_length=order.model.context_length,

@@ -15,7 +15,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.dispatch.write_check import WriteCheck
-from prism.frontend.http.errors import RETRY_AFTER_S
+from prism.frontend.http.error_bodies import RETRY_AFTER_S
 from prism.frontend.http.in_flight import InFlight
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
@@ -25,7 +25,7 @@ from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.troubles import read_troubles
-from prism.queueing.requests import RequestQueue
+from prism.queueing.request_queue import RequestQueue
 
 router = APIRouter()
 operators = APIRouter()

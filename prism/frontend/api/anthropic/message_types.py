@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from prism.frontend.http.errors import bad_request
+from prism.frontend.http.error_bodies import bad_request
 from prism.frontend.protocol.chat_types import (
     TOOLS_MAX,
     ChatBody,

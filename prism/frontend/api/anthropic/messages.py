@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.api.anthropic.message_types import CountBody, MessagesBody
 from prism.frontend.api.openai.chat_parts import ChatParts, Kind
-from prism.frontend.http.errors import anthropic_error
+from prism.frontend.http.error_bodies import anthropic_error
 from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import EmbeddingsBody
-from prism.frontend.requests.embeddings import vector
+from prism.frontend.requests.embedding_answers import vector
 from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.replies import reply_whole
 from prism.frontend.requests.specs import SpecBuilder

@@ -23,7 +23,7 @@ from prism.frontend.requests.specs import (
     reject_if_longer_than_context,
 )
 from prism.frontend.text.tokenizers import ModelTokenizer
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 router = APIRouter(route_class=PlainRoute)
 # Tokens that are encoded as JSON in less time than handing them to a thread takes.

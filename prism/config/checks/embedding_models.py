@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prism.errors import ConfigError
-from prism.messages.models import EmbeddingSpec
+from prism.messages.model_spec import EmbeddingSpec
 from prism.models.files import Lookup, read_config, text_part, with_defaults
 
 _MODULES = "modules.json"

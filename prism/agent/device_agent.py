@@ -12,7 +12,7 @@ from typing import Any
 import zmq.asyncio
 
 from kvcached import Device, KvcachedError
-from prism.agent import reload
+from prism.agent import agent_reload
 from prism.agent.engines.reclaimer import PeerLedgers, Reclaimer
 from prism.agent.hosting import Hosting
 from prism.agent.inbox import CancelInbox
@@ -23,7 +23,7 @@ from prism.agent.requests.serving import Serving
 from prism.agent.state.device_state import AgentTiming, DeviceState
 from prism.agent.state.engine_pool import EnginePool
 from prism.agent.state.request_table import RequestTable
-from prism.config.knobs import live_policy
+from prism.config.policy_knobs import live_policy
 from prism.config.resolved import ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import local_name
@@ -31,8 +31,8 @@ from prism.engines.kv_moves.kv_file import remove_abandoned
 from prism.errors import LeaseLostError
 from prism.messages.agent import ActionResult
 from prism.process import LoopWatchdog
-from prism.scheduler.journal import QueueJournal, open_journal
-from prism.scheduler.local import Limits, LocalScheduler
+from prism.scheduler.decision_journal import QueueJournal, open_journal
+from prism.scheduler.local_scheduler import Limits, LocalScheduler
 from prism.tasks import cancel_all
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,9 @@ class Agent:
         periodic = [*self._serving.loops(), *self._hosting.periodic_loops(), self._tick()]
         # Without a watchdog, because these may wait for messages indefinitely.
         waiting = [*self._hosting.message_loops(), self._cancels.run(), self._sweep()]
-        waiting += [reload.watch(self._file, self._scheduler, self._serving.tokens, self._kv.peers)]
+        waiting += [
+            agent_reload.watch(self._file, self._scheduler, self._serving.tokens, self._kv.peers)
+        ]
         return [*map(watchdog.watch, periodic), *waiting]
 
     async def _tick(self) -> None:

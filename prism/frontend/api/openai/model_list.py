@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from prism.frontend.requests.model_catalog import ModelCatalog
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 
 router = APIRouter()
 

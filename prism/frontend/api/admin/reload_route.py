@@ -9,7 +9,7 @@ import sys
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from prism.frontend.http.errors import bad_request
+from prism.frontend.http.error_bodies import bad_request
 from prism.frontend.live_config import LiveConfig
 from prism.process import child_environment
 
@@ -22,7 +22,7 @@ async def reload(request: Request) -> JSONResponse:
     nothing was changed."""
     live: LiveConfig = request.app.state.live
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "prism.serve.reload", live.config.run_dir,
+        sys.executable, "-m", "prism.serve.reload_command", live.config.run_dir,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(),

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from prism.errors import BadRequestError
-from prism.frontend.http.errors import bad_request
-from prism.messages.models import ModelSpec
+from prism.frontend.http.error_bodies import bad_request
+from prism.messages.model_spec import ModelSpec
 
 
 class NoEmbeddingsError(BadRequestError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from prism.engines.fake.tokens import expected_embedding
-from prism.messages.models import EmbeddingSpec
+from prism.messages.model_spec import EmbeddingSpec
 from prism.messages.requests import Chunk, Failure, Logprobs, Request
 
 LN2 = math.log(2)

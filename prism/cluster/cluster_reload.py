@@ -11,8 +11,8 @@ from prism.cluster.state.scheduler_state import SchedulerState
 from prism.config.reload import changes
 from prism.config.resolved import LOOK_S, ConfigFile
 from prism.config.schema.cluster_config import ClusterConfig
-from prism.queueing.requests import RequestQueue
-from prism.scheduler.cluster import ClusterScheduler
+from prism.queueing.request_queue import RequestQueue
+from prism.scheduler.cluster_scheduler import ClusterScheduler
 
 log = logging.getLogger("prism.cluster")
 

@@ -137,7 +137,7 @@ class Reloads:
         if not self._requested or self._process is not None:
             return
         self._requested = False
-        command = [sys.executable, "-m", "prism.serve.reload", str(self._run_dir)]
+        command = [sys.executable, "-m", "prism.serve.reload_command", str(self._run_dir)]
         try:
             self._process = subprocess.Popen(
                 command, env=child_environment(), stdin=subprocess.DEVNULL, start_new_session=True

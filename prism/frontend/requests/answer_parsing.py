@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from prism.config.checks.adapters import adapter_module
-from prism.frontend.http.errors import UnavailableError, bad_request
+from prism.frontend.http.error_bodies import UnavailableError, bad_request
 from prism.frontend.protocol.chat_types import ChatBody, NamedTool
 from prism.frontend.requests.grammars import checked
 from prism.frontend.text.tokenizers import ModelTokenizer
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Grammar
 
 _KEPT_PROMPT_CHARS = 256

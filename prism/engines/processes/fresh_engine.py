@@ -1,6 +1,6 @@
 """Engine, or one rank of it, in a fresh process that imports the adapter itself.
 
-    python -m prism.engines.processes.process --adapter NAME --config PATH --device cuda:0
+    python -m prism.engines.processes.fresh_engine --adapter NAME --config PATH --device cuda:0
         --engine-id ID
 
 The fork server starts engines like this if it must not fork: CUDA that a parent has initialised
@@ -26,7 +26,7 @@ from prism.engines.core import EngineContext
 from prism.engines.processes.rank_launch import RankLaunch, launch_ranks, run_follower
 from prism.engines.processes.worker import run_engine
 from prism.errors import RankLostError
-from prism.messages.forkserver import ForkEngine
+from prism.messages.forking import ForkEngine
 from prism.process import (
     child_environment,
     configure_logging,
@@ -64,13 +64,13 @@ def start_rank(launch: RankLaunch, adapter: str, config_path: Path) -> int:
 
 
 def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> int:
-    command = [sys.executable, "-m", "prism.engines.processes.process", *arguments]
+    command = [sys.executable, "-m", "prism.engines.processes.fresh_engine", *arguments]
     return os.posix_spawn(sys.executable, command, child_environment() | environment)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m prism.engines.processes.process", description=__doc__
+        prog="python -m prism.engines.processes.fresh_engine", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--adapter", required=True)

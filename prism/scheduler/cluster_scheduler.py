@@ -12,8 +12,8 @@ from dataclasses import replace
 from msgspec import structs
 
 from prism.policies.data import Action, ClusterView, Settings
-from prism.policies.planning import drain
-from prism.policies.planning.replicas import saturated
+from prism.policies.planning import evacuation
+from prism.policies.planning.model_copies import saturated
 from prism.policies.policy import Policy
 from prism.scheduler.ports import ClusterPort
 
@@ -59,7 +59,7 @@ class ClusterScheduler:
         view = self._with_rates(replace(self._port.view(), now_s=now_s, rebalance=due))
         actions = self._policy.plan(view, self._settings)
         if self._policy.evicts and not self._policy.drains:
-            actions = (*actions, *drain.evictions(view, actions))
+            actions = (*actions, *evacuation.evictions(view, actions))
         if self._policy.next_plan_in_s is not None:
             self.next_step_in_s = self._policy.next_plan_in_s(view, self._settings)
         if self.observe is not None:

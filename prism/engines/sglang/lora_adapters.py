@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from prism.engines.ranks.group import RankGroup
 from prism.engines.sglang.platform import gpu
 from prism.errors import RequestError
-from prism.messages.models import LoraAdapter, LoraSpec, ModelSpec
-from prism.models.lora import CONFIG, FUSED, WEIGHTS, module_of
+from prism.messages.model_spec import LoraAdapter, LoraSpec, ModelSpec
+from prism.models.lora_files import CONFIG, FUSED, WEIGHTS, module_of
 
 Done = TypeVar("Done")
 

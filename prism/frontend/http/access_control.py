@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prism.config.schema.access import ApiKey, hashed
 from prism.errors import RequestError
 from prism.frontend.http import calls
-from prism.frontend.http.errors import respond
+from prism.frontend.http.error_bodies import respond
 
 OPEN_PATHS = ("/health", "/openapi.json", "/docs")
 _OUTSIDE_OF_V1 = ("/tokenize", "/detokenize")  # where vLLM has them

@@ -10,7 +10,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from prism.engines.request_checks import check, check_ranges, seed_of
 from prism.errors import BadRequestError
-from prism.messages.models import ModelSpec
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
 
 Converter = Callable[..., TokenizedGenerateReqInput | TokenizedEmbeddingReqInput]

@@ -17,7 +17,7 @@ import msgspec
 
 from prism.errors import ConfigError
 from prism.policies.data import Action, ClusterView, EngineView, Settings, Waiting
-from prism.scheduler.local import AdmissionPlan, Limits
+from prism.scheduler.local_scheduler import AdmissionPlan, Limits
 
 log = logging.getLogger(__name__)
 
