@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 # Page -> title and modules with its public names.
 API = {
-    "device": ("Devices and their usage", ("device", "usage", "driver_memory")),
+    "device": ("Devices and their usage", ("device", "usage", "driver.driver_memory")),
     "client": ("Clients", ("client",)),
     "kvcache": ("KV caches", ("kvcache", "group", "ranks")),
     "handover": ("Moving KV between processes", ("handover.offer",)),
@@ -37,8 +37,8 @@ API = {
         ),
     ),
     "tensor": ("Tensors", ("tensor",)),
-    "segments": ("Segments in shared memory", ("segments",)),
-    "monitoring": ("Monitoring", ("snapshot", "prometheus")),
+    "segments": ("Segments in shared memory", ("monitoring.segments",)),
+    "monitoring": ("Monitoring", ("monitoring.snapshot", "prometheus")),
     "testing": ("Testing", ("testing",)),
     "errors": ("Exceptions", ("errors",)),
 }
