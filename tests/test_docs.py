@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -61,6 +63,27 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     folders = "bench|csrc|examples|kvcached|lab|prism|prism_replay|prism_sim|scripts|tests|traces"
     named = re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)", document.read_text())
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, kinds):
+            yield ast.get_docstring(node) or ""
+
+
+def test_modules_that_a_docstring_names_exist() -> None:
+    """Accepts paths from the module's folder or from a folder above it."""
+    products = ("kvcached/", "lab/", "prism/", "prism_replay/", "prism_sim/")
+    gone = [
+        f"{name(path)}: {named}"
+        for path in tracked(".py")
+        if name(path).startswith(products)
+        for text in docstrings(path)
+        for named in re.findall(r"(?<![\w/.{-])([\w/]+\.py)\b", text)
+        if not any((folder / named).exists() for folder in path.parents)
+    ]
+    assert not gone
 
 
 def test_the_index_has_every_decision_once() -> None:

@@ -1,0 +1,1 @@
+"""Memory of a GPU as its driver counts it."""

@@ -1,0 +1,1 @@
+"""State of all devices of a machine, for tools."""

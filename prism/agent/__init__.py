@@ -10,5 +10,5 @@ requests.
 Path of a model (hosting.py): inbox.py passes the scheduler's orders to engines/lifecycle.py, and
 engines/activations.py takes engines from state/engine_pool.py. engines/fork_supervisor.py starts
 processes, engines/reclaimer.py reclaims memory from idle engines, and reports.py reports to the
-scheduler. agent.py runs both paths, main.py is the entry point.
+scheduler. device_agent.py runs both paths, main.py is the entry point.
 """

@@ -1,7 +1,7 @@
 """Executor of actions. Each action is a task that sends commands to agents and routes in Redis.
 
-A failure is logged, counted and followed by a pause (activations.py). The agents' reports show what
-a failed action left incomplete, and the controller's next step repairs it.
+A failure is logged, counted and followed by a pause (state/activation_history.py). The agents'
+reports show what a failed action left incomplete, and the controller's next step repairs it.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class ModelCore(ABC, Generic[M, A, R]):
     def submit(self, requests: Sequence[Request]) -> None:
         active = self._required()
         for request in requests:
-            rid = f"{next(self._rids)}/"  # with a slash, since SGLang cancels by prefix of the id
+            rid = f"{next(self._rids)}/"  # no prefix of another id: an engine may cancel by prefix
             try:
                 self._by_rid[rid] = self._submit(active, request, rid)
             except RequestError as error:

@@ -16,8 +16,8 @@ Sockets are ZeroMQ, `ipc://` below the run directory or TCP between machines:
                           <- operators DEALER (any other identity):
                              `OperatorCommand`, `ActionResult`                cluster.py
   an agent of each machine binds ROUTER  <- agents and engines of other machines DEALER:
-                             `FromTaker`, `FromHolder`                        weights.py
-An agent and its fork server exchange JSON lines                              forkserver.py
+                             `FromTaker`, `FromHolder`                weight_exchange.py
+An agent and its fork server exchange JSON lines                                 forking.py
 """
 
 from __future__ import annotations

@@ -34,12 +34,12 @@ class OrderByModel:
         self._waiting = waiting
         # Place in the order (kind and priority) -> model -> lane.
         self._groups: defaultdict[int, dict[str, Lane]] = defaultdict(dict)
-        self._late_ids = {job.id for job in order.late}
+        self._late_ids = {request.id for request in order.late}
         self._count = 0
-        for kind, jobs in ((ON_TIME, order.on_time), (LATE, order.late)):
-            for rank, job in enumerate(jobs):
-                lanes = self._groups[kind - KINDS * job.priority]
-                lanes.setdefault(job.model, deque()).append((rank, job.id))
+        for kind, requests in ((ON_TIME, order.on_time), (LATE, order.late)):
+            for rank, request in enumerate(requests):
+                lanes = self._groups[kind - KINDS * request.priority]
+                lanes.setdefault(request.model, deque()).append((rank, request.id))
         self._places = sorted(self._groups)
 
     def add(self, request_id: str, model: str, priority: int = 0) -> None:

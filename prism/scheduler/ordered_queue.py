@@ -53,7 +53,8 @@ class OrderedQueue:
             self._left.clear()
 
     def refresh(self, now_s: float, views: Sequence[EngineView], budget: StepBudget) -> None:
-        """Updates the order. Requests of models without an engine are the last of their priority.
+        """Updates the order. Requests of models without an engine are between the
+        on-time and the late ones of their priority.
 
         Args:
             budget: the unused budget of this step.

@@ -16,7 +16,7 @@ from prism_sim.core.records import Decision
 
 
 class SimController:
-    """`ClusterPort` (`scheduler/ports.py`) of the simulated cluster."""
+    """`ClusterPort` (`prism/scheduler/ports.py`) of the simulated cluster."""
 
     def __init__(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,12 @@ def wait_gone(pids: list[int]) -> None:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
+
+
+def test_processes_load_no_numpy_before_they_set_its_threads() -> None:
+    code = "import sys, prism.engines.processes.forkserver as _; print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_killed_engine_is_reported_and_its_memory_comes_back(

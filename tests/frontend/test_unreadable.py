@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from prism.errors import ConfigError
 from prism.frontend.app import create_app
 from prism.frontend.config_watcher import apply_config
 from prism.frontend.requests import model_catalog
+from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.text.chat_template import load_chat_template
 from prism.messages.cluster import ClusterStatus
 from prism.queueing.server import BundledRedis
@@ -130,3 +133,29 @@ async def test_at_the_first_start_it_is_an_error(config: Any) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         async with app.router.lifespan_context(app):
             pass
+
+
+async def test_a_reload_during_a_retry_keeps_its_models(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that a retry, which waits for files, does not undo a reload that ends meanwhile."""
+    monkeypatch.setattr(model_catalog, "RETRY_S", 0.0)
+    catalog = await ModelCatalog.load(config.models, without_unreadable=True)
+    begun, reloaded, load = threading.Event(), threading.Event(), model_catalog.load_tokenizers
+
+    def waits(models: Any, unreadable: dict[str, str]) -> Any:
+        if [model.name for model in models] == ["chat"]:
+            begun.set()
+            assert reloaded.wait(30)
+        return load(models, unreadable)
+
+    monkeypatch.setattr(model_catalog, "load_tokenizers", waits)
+    retries = asyncio.create_task(catalog.retry_unreadable())
+    assert await asyncio.to_thread(begun.wait, 30)
+    added = replace(config.model("base"), name="added")
+    await catalog.replace([*config.models, added])
+    reloaded.set()
+    begun.clear()
+    assert await asyncio.to_thread(begun.wait, 30)  # the next retry: the first one has ended
+    retries.cancel()
+    assert catalog.tokenizer("added") is not None

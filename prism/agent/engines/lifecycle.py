@@ -216,7 +216,7 @@ class Lifecycle:
 
     def tick(self) -> None:
         """Checks time limits. Call it every `tick_s`."""
-        for engine, silent_s in self._silence.tick():
+        for engine, silent_s in self._silence.silent():
             self.engine_died(engine.id, f"it has been silent for {silent_s:.1f} s")
         self._end_replaced()
         for hosted in list(self._models.hosted.values()):

@@ -17,7 +17,7 @@ class SilenceWatch:
         self._now_s = state.now_s
         self._ticked_s = self._now_s()
 
-    def tick(self) -> Iterator[tuple[EngineProcess, float]]:
+    def silent(self) -> Iterator[tuple[EngineProcess, float]]:
         """Yields engines that have been silent for too long, and the seconds. Call every `tick_s`.
 
         Each is checked when the caller has handled the one before it.

@@ -256,7 +256,8 @@ class OrphanedRequests:
         self._since_s: dict[str, float] = {}
 
     def tick(self) -> None:
-        self.unplace(self.given_up(self._requests.waiting_counts()))
+        if given_up := self.given_up(self._requests.waiting_counts()):
+            self.unplace(given_up)
 
     def unplace(self, models: Collection[str]) -> None:
         """Moves waiting requests of these models to the unplaced queue."""

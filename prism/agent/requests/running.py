@@ -97,14 +97,14 @@ class RunningRequests:
             self._engines.send(hosted.engine_id, Export())
 
     def cancel(self, run: TrackedRequest) -> None:
-        """Orders the engine to stop a request."""
+        """Orders the engine to stop a request, or ends one that is between two engines."""
         if run.is_on_engine:
             self._engines.send(run.engine_id, Cancel([run.id]))
         else:
             self._ended(run)
 
     def stop(self, run: TrackedRequest) -> None:
-        """Orders the engine to stop a request, whose output is dropped from now on."""
+        """Cancels a request, whose output is dropped from now on."""
         if run.is_on_engine:
             run.state = RequestState.ENDING
         self.cancel(run)

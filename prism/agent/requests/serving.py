@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Serving:
-    """Serves the requests of a device's queue. Owns its lease and the sockets to frontends.
+    """Serves the requests of a device's queue. Owns its lease. The agent closes `tokens`.
 
     Args:
         name: the device's name in the cluster.
@@ -89,10 +89,14 @@ class Serving:
             set_aside=self._set_aside,
         )
         self._frontends = FrontendWatch(state, queue, self._known_frontends, self._frontend_died)
-        self.tick = OrphanedRequests(state).tick
+        self._orphans = OrphanedRequests(state)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         return [self._reader.run(), self._loop.run(), self.lease.run(), self._frontends.run()]
+
+    def tick(self) -> None:
+        """Places requests again whose model is not here. Call every `tick_s`."""
+        self._orphans.tick()
 
     async def frontend_gone(self, frontend_id: str) -> None:
         """Handles a frontend whose process ended: unlike a silent one, it cannot come back."""

@@ -29,7 +29,7 @@ class Startup:
         self.wanted |= {m for m in models if not self.book.where(m, "active")}
 
     def is_ready(self, models: Iterable[ModelView], now_s: float) -> bool:
-        """Returns True if the start is complete and a device has started engines.
+        """Returns True if the start is complete and a device has started engines. Sets `complete`.
 
         The start is complete once every device's engines have been up and each model of the initial
         placement was activated, refused, or failed at least once. It stays complete, also after a

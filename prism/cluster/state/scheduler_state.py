@@ -42,21 +42,21 @@ class SchedulerState:
         self.timing = timing
         self.now_s = now_s
         self.changes = Changes()
-        # reload; it also applies a new configuration to the other parts
+        # cluster_reload; it also applies a new configuration to the other parts
         self.served = ServedConfig(config)
-        # agent_monitor
+        # agent_monitor; the deadline of first reports: controller
         self.book = AgentBook(devices, started_s, timing.start_grace_s, timing.activation_s)
         self.rates = TokenRates(config.scheduler.rate_window_s)
         self.sizes = Sizes(self.config, learn=policy.evicts)
-        # actuator; refusals and plans: controller
+        # actuator; refusals and plans: controller; totals: agent_monitor
         self.actions = Actions(now_s, journal)
-        # actuator, agent_monitor; refusals: controller, operator
+        # actuator, agent_monitor; refusals: controller; refusals and pauses: operator_commands
         self.activations = Activations(timing, started_s)
         # controller
         self.routes = Routes(self.book, self.actions.moves)
         # controller; wanted models: actuator, agent_monitor
         self.startup = Startup(self.book, self.activations)
-        # operator; devices in Redis: controller
+        # operator_commands; drained devices: controller
         self.demands = OperatorDemands()
 
     @property

@@ -11,7 +11,7 @@ from prism.messages.model_spec import ModelSpec
 
 
 class ServedConfig:
-    """Configuration that the scheduler serves. `reload.py` changes it."""
+    """Configuration that the scheduler serves. `cluster_reload.py` changes it."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.revision = -1  # oldest that the scheduler or a frontend uses; -1: not known yet

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -42,6 +43,14 @@ def adapter_module(name: str) -> str:
         known = ", ".join(adapter_names()) or "none; run scripts/install or pip install"
         raise ConfigError(f"{name!r} is not an engine adapter; installed adapters: {known}")
     return _entry_points()[name].module
+
+
+def grammars_module(name: str, module: str) -> str:
+    """Returns the name of a module of the package `grammars` of an adapter, an empty string if the
+    adapter does not have it. Imports neither the engine nor the module."""
+    package = f"{adapter_module(name)}.grammars"
+    full = f"{package}.{module}"
+    return full if find_spec(package) and find_spec(full) else ""
 
 
 def adapter_named(name: str) -> ModuleType:

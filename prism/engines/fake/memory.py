@@ -96,7 +96,6 @@ class FakeMemory:
         self._ranks = kvcached.RankKV(self.kv, context.ranks.all_true)
         self._group = context.ranks
         self.moves = KVMoves(self.kv, context.ranks, context.config, _read, _write)
-        self._layout = layout
         self._quantum = (
             layout.quantum_bytes(usage.page_bytes),
             layout.slab_tokens(usage.page_bytes),

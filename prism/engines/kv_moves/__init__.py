@@ -1,0 +1,1 @@
+"""Moves of running requests' KV from one engine to another."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +25,7 @@ from kvcached.errors import KvcachedError
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.kv_moves import kv_file
 from prism.engines.ranks.group import RankGroup
-from prism.messages.requests import Request, Resume
+from prism.messages.requests import Resume
 
 Ids = NDArray[np.int64]
 Blocks = Sequence[int] | Ids
@@ -38,7 +37,7 @@ Read = Callable[[Any, Ids], NDArray[Any]]
 Write = Callable[[Any, Ids, kv_file.Rows], None]
 # Function (blocks, start) that fills a request's blocks with its KV of the tokens from `start`, a
 # multiple of a block. Returns False, on all ranks, if the KV cannot be fetched; the content of the
-# blocks is undefined then. A collective of the ranks.
+# blocks is undefined then. With offers, a collective of the ranks.
 Fill = Callable[[Blocks, int], bool]
 
 log = logging.getLogger("prism.engine")
@@ -147,14 +146,3 @@ class KVMoves:
                 self._unresponsive.add(source)
             return False
         return True
-
-
-def merge_ranks(parts: Sequence[Request]) -> Request:
-    """Returns a request that each rank has exported, with its KV if every rank offers its part."""
-    resume = parts[0].resume
-    if resume is None:
-        return parts[0]
-    offers = tuple(o for part in parts if part.resume for o in part.resume.kv_offers)
-    kv_tokens = resume.kv_tokens if len(offers) == len(parts) else 0
-    joined = Resume(resume.output_ids, "", kv_tokens, offers if kv_tokens else ())
-    return msgspec.structs.replace(parts[0], resume=joined)

@@ -1,0 +1,1 @@
+"""Processes of engines: fork servers, forked and fresh engines, and tensor-parallel ranks."""

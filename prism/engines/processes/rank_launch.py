@@ -8,7 +8,6 @@ import logging
 import shutil
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,9 +115,10 @@ def _fork(launch: RankLaunch, create: Create, links: Sequence[socket.socket]) ->
     def run() -> int:
         for link in links:
             link.close()
-        with suppress(RankLostError):
+        try:
             run_follower(launch, create)
-            return 0
-        return 1
+        except RankLostError:  # logged by run_follower
+            return 1
+        return 0
 
     return fork_child("prism-rank", run, log, launch.context.engine_id)

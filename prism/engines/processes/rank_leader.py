@@ -12,7 +12,6 @@ import msgspec
 import kvcached
 from prism.config.checks.memory_needs import shard_of
 from prism.engines.core import EngineCore, ShrinkCall, StepOutput, activation_failed
-from prism.engines.kv_moves.moves import merge_ranks
 from prism.engines.ranks.group import RankGroup
 from prism.engines.ranks.orders import ActivationVote, AskStatus, RankStatus, RankStep, Shrink
 from prism.errors import ActivationError, RankLostError, SelfCheckError
@@ -30,7 +29,7 @@ from prism.messages.engine import (
     Submit,
 )
 from prism.messages.gpu_memory import OutsideMemory
-from prism.messages.requests import Cancel, Request
+from prism.messages.requests import Cancel, Request, Resume
 
 
 class LeaderCore:
@@ -83,7 +82,7 @@ class LeaderCore:
         self._group.broadcast(Export(None if targets is None else tuple(targets)))
         own = self._core.export(targets)
         others = [exported.requests for exported in self._group.gather(Exported)]
-        return [merge_ranks(parts) for parts in zip(own, *others, strict=True)]
+        return [_merge_ranks(parts) for parts in zip(own, *others, strict=True)]
 
     def handing_over(self) -> bool:
         return self._core.handing_over() or any(o.handing_over for o in self._ask_others())
@@ -184,3 +183,14 @@ def _seeded(request: Request) -> Request:
         return request
     sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(62))
     return msgspec.structs.replace(request, sampling=sampling)
+
+
+def _merge_ranks(parts: Sequence[Request]) -> Request:
+    """Returns a request that each rank has exported, with its KV if every rank offers its part."""
+    resume = parts[0].resume
+    if resume is None:
+        return parts[0]
+    offers = tuple(o for part in parts if part.resume for o in part.resume.kv_offers)
+    kv_tokens = resume.kv_tokens if len(offers) == len(parts) else 0
+    joined = Resume(resume.output_ids, "", kv_tokens, offers if kv_tokens else ())
+    return msgspec.structs.replace(parts[0], resume=joined)

@@ -1,9 +1,11 @@
 """SGLang 0.5.23 as an engine: one process serves one model after another, in-process.
 
-The modules, in the order in which a model uses them: `stubs` and `platform_cuda` (before the import
-of sglang), `memory` (ledger and KV space), `server_args`, `host` (build and tear down), `scheduler`
-(fed in-process; its KV pool and allocator are in `kvcached.engines.sglang`), `requests`
-(conversion), `lora` (their adapters), `active` (the model being served), `core` (the EngineCore).
+The modules, in the order in which a model uses them: `platform/` and `platform_cuda` (before the
+import of sglang), `memory` (ledger and KV space), `server_args`, `loader` (weights in pages),
+`host` (build and tear down), `scheduling/` (SGLang's scheduler, fed in-process, and its requests;
+its KV pool and allocator are in `kvcached.engines.sglang`), `decode_graphs`, `lora_adapters`,
+`grammars/` (structured output and parsers), `active` (the model being served), `core` (the
+EngineCore).
 """
 
 from prism.engines.sglang.adapter import create, preload, traits

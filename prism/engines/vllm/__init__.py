@@ -2,7 +2,7 @@
 
 An engine runs in the Python environment that has vLLM (`engine.python`). The modules, in the order
 in which a model uses them: `capabilities` and `adapter`, `memory` (ledger and KV space), `loader`
-(weights in pages), `scheduler`, `host` (build and tear down), `requests` (conversion), `core` (the
+(weights in pages), `scheduler`, `host` (build and tear down), `request_conversion`, `core` (the
 EngineCore).
 """
 

@@ -240,8 +240,7 @@ class Dispatcher:
 
     async def _restore(self) -> None:
         """Enqueues the open requests. If Redis has not lost its data, this changes nothing: it is
-        idempotent by id and attempt, and agents know their running and ended
-        requests."""
+        idempotent by id and attempt, and agents know their running and ended requests."""
         entries = self.log.unended()
         # Several at a time, since the next heartbeat waits for all of them.
         for start in range(0, len(entries), _RESTORED_AT_ONCE):

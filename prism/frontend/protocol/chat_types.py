@@ -308,11 +308,11 @@ class ChatBody(Conversation, GenerationBody):
 class ConvertedBody(RequestBody):
     """Base of the bodies of other APIs, which are converted to chat completions."""
 
-    CHAT: ClassVar[type[ChatBody]] = ChatBody
+    CHAT: ClassVar[type[ChatBody]]
     # Fields of a chat completion that are accepted as extensions.
     EXTENSIONS: ClassVar[frozenset[str]] = frozenset()
     # Field of a chat completion -> its name in this API, if that is another one.
-    NAMES: ClassVar[Mapping[str, str]] = {}
+    NAMES: ClassVar[Mapping[str, str]]
     _chat: ChatBody = PrivateAttr()
 
     @property

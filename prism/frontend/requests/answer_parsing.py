@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from prism.config.checks.adapters import adapter_module
+from prism.config.checks.adapters import grammars_module
 from prism.frontend.http.error_bodies import UnavailableError, bad_request
 from prism.frontend.protocol.chat_types import ChatBody, NamedTool
 from prism.frontend.requests.grammars import checked
@@ -51,9 +50,7 @@ class AnswerParsers:
     one event loop."""
 
     def __init__(self, adapter: str) -> None:
-        folder = f"{adapter_module(adapter)}.grammars"
-        self._name = f"{folder}.parsers"
-        self._can = importlib.util.find_spec(folder) is not None
+        self._name = grammars_module(adapter, "parsers")
         self._found: dict[str, tuple[str, str]] = {}
 
     async def parsing(
@@ -80,7 +77,7 @@ class AnswerParsers:
         return Parsing(module, tool_parser, names[1], *chosen, tail, loop)
 
     def _may_reason(self, model: ModelSpec, tokenizer: ModelTokenizer) -> bool:
-        if not self._can or model.reasoning_parser == "none":
+        if not self._name or model.reasoning_parser == "none":
             return False
         template = tokenizer.chat_template
         marked = template is not None and any(m in template.source for m in _REASONING_MARKS)
@@ -88,7 +85,7 @@ class AnswerParsers:
 
     async def _names(self, model: ModelSpec, tokenizer: ModelTokenizer) -> tuple[str, str]:
         """Returns the names of the model's tool and reasoning parser, "" for none."""
-        if not self._can:
+        if not self._name:
             return "", ""
         if model.name not in self._found:
             self._found[model.name] = await asyncio.to_thread(self._find, model, tokenizer)

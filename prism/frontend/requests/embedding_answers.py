@@ -1,8 +1,4 @@
-"""Embeddings: which a model has, and their form in the answer.
-
-The queue and engines handle them as requests with one output that is not a token. SLOs on the time
-to the answer, shedding, rates and retries apply as to all requests.
-"""
+"""Embeddings: which a model has, and their form in the answer."""
 
 from __future__ import annotations
 
@@ -11,25 +7,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prism.errors import BadRequestError
 from prism.frontend.http.error_bodies import bad_request
 from prism.messages.model_spec import ModelSpec
-
-
-class NoEmbeddingsError(BadRequestError):
-    """The model generates text and does not have embeddings."""
-
-    code = "model_has_no_embeddings"
 
 
 def check_able(model: ModelSpec, dimensions: int | None) -> None:
     """Raises BadRequestError if the model does not have embeddings of this size."""
     if model.embedding is None:
-        error = NoEmbeddingsError(
-            f"model: {model.name} does not have embeddings; use an embedding model"
-        )
-        error.param = "model"
-        raise error
+        text = f"model: {model.name} does not have embeddings; use an embedding model"
+        raise bad_request(text, "model", "model_has_no_embeddings")
     if dimensions is not None and not model.embedding.may_have(dimensions):
         known = sorted({*model.embedding.dimensions, model.embedding.size})
         raise bad_request(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import signal
@@ -14,7 +13,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
-from prism.config.checks.adapters import adapter_module
+from prism.config.checks.adapters import grammars_module
 from prism.errors import RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError, bad_request
@@ -222,9 +221,7 @@ class GrammarTrials:
 
     def __init__(self, adapter: str) -> None:
         self._adapter = adapter
-        folder = f"{adapter_module(adapter)}.grammars"
-        self._module = f"{folder}.try_grammar"
-        self._can = importlib.util.find_spec(folder) is not None
+        self._module = grammars_module(adapter, "try_grammar")
         # Grammar's digest -> its error ("" for none), and until when that is valid, s (monotonic).
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._trials: dict[bytes, asyncio.Task[str]] = {}
@@ -238,7 +235,7 @@ class GrammarTrials:
     ) -> None:
         """Raises BadRequestError if the grammar cannot be compiled, OverloadedError if too many are
         waiting, and UnavailableError if none can be tried."""
-        if not self._can:
+        if not self._module:
             message = f"the {self._adapter} engine does not support grammars; remove it"
             raise _refused(field, message)
         key = f"{model.path}\n{grammar.kind}\n{grammar.text}"

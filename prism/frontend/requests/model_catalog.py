@@ -96,7 +96,9 @@ class ModelCatalog:
             await asyncio.sleep(RETRY_S)
             missing = [model for model in self._models if model.name in self.problems()]
             still: dict[str, str] = {}
-            self.tokenizers |= await asyncio.to_thread(load_tokenizers, missing, still)
+            loaded = await asyncio.to_thread(load_tokenizers, missing, still)
+            # Read after the wait, in which `replace` may have set another dict.
+            self.tokenizers |= loaded
             for name in self._unreadable.keys() & {model.name for model in missing}:
                 if name in still:
                     self._unreadable[name] = still[name]

@@ -65,7 +65,7 @@ class SpecBuilder:
         """Returns the spec of a completion. Raises RequestError."""
         model = self._generating(body)
         tokenizer = self._catalog.tokenizer(model.name)
-        prompts = await encoded(model, body, body.prompt, tokenizer)
+        prompts = await _encoded(model, body, body.prompt, tokenizer)
         grammar = await self._grammar(body, model)
         spec = self._spec(body, prompts, _Ends(tokenizer.eos_ids, grammar))
         if not body.echo:
@@ -96,12 +96,16 @@ class SpecBuilder:
         return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
 
     async def embeddings(self, body: EmbeddingsBody) -> GenerationSpec:
-        """Returns the spec of a request for embeddings. Raises RequestError."""
+        """Returns the spec of a request for embeddings. Raises RequestError.
+
+        The queue and engines handle each input as a request with one output that is not a token.
+        SLOs on the time to the answer, shedding, rates and retries apply as to all requests.
+        """
         model, _ = self._catalog.resolve(body.model)
         check_able(model, body.dimensions)
-        prompts = await encoded(model, body, body.input, self._catalog.tokenizer(model.name))
+        prompts = await _encoded(model, body, body.input, self._catalog.tokenizer(model.name))
         for prompt in prompts:
-            output_tokens_left(model, prompt, body)
+            _output_tokens_left(model, prompt, body)
         self._reject_too_many(model, len(prompts), "input")
         shared = self._shared(body, model, "", tpot_ms=None)
         spec_id = f"embd-{uuid4().hex}"
@@ -154,7 +158,7 @@ class SpecBuilder:
 
     def _spec(self, body: GenerationBody, prompts: list[list[int]], ends: _Ends) -> GenerationSpec:
         model, adapter = self._catalog.resolve(body.model)
-        left = min(output_tokens_left(model, prompt, body) for prompt in prompts)
+        left = min(_output_tokens_left(model, prompt, body) for prompt in prompts)
         shared = self._shared(body, model, adapter, body.slo_tpot_ms)
         tokenizer = self._catalog.tokenizer(model.name)
         sampling = sampling_of(body, tokenizer, body.tokens_asked or left, *ends)
@@ -275,7 +279,7 @@ def _rendered(body: Conversation, template: ChatTemplate) -> str:
     return text[:at]
 
 
-async def encoded(
+async def _encoded(
     model: ModelSpec,
     body: RequestBody,
     prompts: Sequence[str | list[int]],
@@ -371,7 +375,7 @@ def _checked_priority(asked: int, bounds: PriorityConfig) -> int:
     return asked
 
 
-def output_tokens_left(model: ModelSpec, prompt: list[int], body: RequestBody) -> int:
+def _output_tokens_left(model: ModelSpec, prompt: list[int], body: RequestBody) -> int:
     """Returns the number of tokens that the context leaves for the output. Raises BadRequestError
     for an empty prompt, or ContextLengthError if that is too few."""
     if not prompt:

@@ -52,6 +52,7 @@ class ChatTemplate:
         try:
             return self._rendered(template, in_forms(messages, self._forms_of(template)), options)
         except _REFUSALS as error:
+            # Not by `bad_request`, whose module imports fastapi: `check` reads templates too.
             refusal = BadRequestError(f"messages: rejected by the model's chat template: {error}")
             refusal.param = "messages"
             raise refusal from error

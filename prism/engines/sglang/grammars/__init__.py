@@ -1,0 +1,1 @@
+"""Structured output in separate processes, and parsers of answers."""

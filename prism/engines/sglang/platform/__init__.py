@@ -1,0 +1,1 @@
+"""Differences of devices, and what must happen before sglang is imported."""

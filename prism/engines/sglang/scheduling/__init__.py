@@ -1,0 +1,1 @@
+"""SGLang's scheduler in the engine's process, and the requests that it runs."""

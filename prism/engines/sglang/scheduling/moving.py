@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from prism.engines.kv_moves.kv_file import Rows
 from prism.engines.kv_moves.moves import Ids, KVMoves
-from prism.engines.sglang.grammars import grammar_manager as grammars
+from prism.engines.sglang.grammars import grammar_manager
 from prism.engines.sglang.scheduling import token_logprobs
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler
 from prism.messages.requests import Resume
@@ -24,7 +24,7 @@ def export_request(
 ) -> Resume:
     """Returns the progress of `req`, with its KV for an engine on `targets`."""
     output = [int(token) for token in req.output_ids]
-    if not req.kv.holds_kv:
+    if targets is None or not req.kv.holds_kv:
         return Resume(output)
     tokens = int(req.kv.kv_committed_len)
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
@@ -41,7 +41,7 @@ def resume_request(scheduler: InProcessScheduler, moves: KVMoves, req: Req, resu
     req.send_token_offset = len(resume.output_ids)
     if resume.output_ids and req.return_logprob:
         token_logprobs.without_prompt(req)
-    grammars.set_prior_output(req)
+    grammar_manager.set_prior_output(req)
     allocator = scheduler.token_to_kv_pool_allocator
     whole = resume.kv_tokens // allocator.page_size * allocator.page_size
     fill = moves.importer(resume)
