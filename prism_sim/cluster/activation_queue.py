@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prism_sim.cluster.copies import Resident, SimModel, Stage
-from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.core.kernel import Kernel
 from prism_sim.engine.kv import drop_until_free, idle_bytes
 from prism_sim.engine.memory import Account

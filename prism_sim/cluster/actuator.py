@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from prism_sim.cluster.activation import activation_s, home_node, migration_s
 from prism_sim.cluster.activation_queue import ActivationQueue
-from prism_sim.cluster.copies import Resident, SimModel, Stage
-from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.cluster.handover import Handover
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.stores import HostStores

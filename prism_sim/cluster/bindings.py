@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from prism.policies.placement import Placement, Unit
 from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
 from prism_sim.cluster.activation import activation_s, home_node
-from prism_sim.cluster.copies import Resident, SimModel, Stage
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident, Stage
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import SimRequest

@@ -9,7 +9,8 @@ from prism.policies.placement import Placement
 from prism.scheduler.rates import TokenRates
 from prism_sim.cluster.actuator import SimActuator
 from prism_sim.cluster.bindings import Bindings
-from prism_sim.cluster.copies import Resident, SimModel, Stage
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident, Stage
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.view import Viewer
 from prism_sim.core.records import Decision

@@ -8,7 +8,7 @@ from prism.models.prefill_speed import Speed
 from prism.policies.multiplexing.kv_blocks import PoolUse, pool
 from prism.policies.placement import Hosted, Placement
 from prism.policies.policy import Policy
-from prism_sim.cluster.copies import Resident
+from prism_sim.cluster.device import Resident
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import Listener

@@ -7,7 +7,8 @@ from functools import partial
 
 from prism.policies.kv_network import sends_kv
 from prism_sim.cluster.activation import handover_s
-from prism_sim.cluster.copies import Resident, SimModel
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident
 from prism_sim.core.kernel import Kernel
 from prism_sim.core.records import Records
 from prism_sim.core.request import SimRequest

@@ -13,8 +13,8 @@ from msgspec import structs
 from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, contending
 from prism.policies.planning.model_copies import may_adjust
 from prism_sim.cluster.activation import startup_s
-from prism_sim.cluster.copies import Resident, SimModel, Stage
-from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.core.records import ClusterSample
 from prism_sim.core.setup import ClusterSetup, ModelSetup
 

@@ -17,8 +17,8 @@ from prism.scheduler.decision_journal import MemoryJournal
 from prism_sim.cluster.actuator import Hooks, SimActuator
 from prism_sim.cluster.bindings import Bindings
 from prism_sim.cluster.controller import SimController
-from prism_sim.cluster.copies import Resident, SimModel
-from prism_sim.cluster.device import SimDevice
+from prism_sim.cluster.copies import SimModel
+from prism_sim.cluster.device import Resident, SimDevice
 from prism_sim.cluster.engines import EngineTerms, make_engine
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.planner import Planner

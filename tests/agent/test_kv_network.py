@@ -30,7 +30,7 @@ from prism.engines.kv_moves import kv_file
 from prism.messages.engine import Activated, Export
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.requests import Request, Resume
-from prism_sim.cluster.copies import Resident
+from prism_sim.cluster.device import Resident
 from prism_sim.cluster.handover import kv_is_sent
 from prism_sim.cluster.world import World
 from prism_sim.core.setup import ActivationSettings

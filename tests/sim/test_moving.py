@@ -13,7 +13,7 @@ import pytest
 from prism.policies import registry
 from prism.policies.data import Action, Activate, ClusterView, Evict, Migrate, Settings, Waiting
 from prism.policies.placement import Hosted, Placement, Unit
-from prism_sim.cluster.copies import Resident
+from prism_sim.cluster.device import Resident
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.request import SimRequest

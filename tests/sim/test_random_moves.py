@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prism.policies.data import Evict, Migrate
 from prism.policies.placement import Hosted, Placement, Unit
 from prism_replay.trace import TraceRequest
-from prism_sim.cluster.copies import Stage
+from prism_sim.cluster.device import Stage
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.setup import UNBOUNDED_STEPS, ActivationSettings, ClusterSetup, EngineSettings
