@@ -65,7 +65,7 @@ class StockCpuPlatform(CpuSRTPlatform):
 def activate():
     return "stock_cpu.StockCpuPlatform"
 """
-STAND_INS = "from prism.engines.sglang import stubs\nstubs.install()\n"
+STAND_INS = "from prism.engines.sglang.platform import stubs\nstubs.install()\n"
 STOCK = """
 import json, sys
 import sglang

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvcached.checks import checked, text
+from kvcached.driver import nvml
 from kvcached.errors import (
     BackendUnavailableError,
     HiddenDeviceError,
@@ -53,8 +54,6 @@ class MemoryDrift:
 
 def gpu_memory(device: str) -> DriverMemory | None:
     """Returns a GPU's memory by NVML, or None if NVML is not available."""
-    from kvcached.driver import nvml
-
     try:
         library = nvml.load()
         handle = library.find(device)
@@ -164,8 +163,6 @@ def gpu_facts(device: str) -> GpuFacts:
     Makes no CUDA context. Raises NoDriverError, UnknownDeviceError, HiddenDeviceError,
     UnsupportedDeviceError.
     """
-    from kvcached.driver import nvml
-
     if not re.fullmatch("cuda:[0-9]{1,4}", device):  # _core's check would load libcuda
         raise UnknownDeviceError(f"device '{device}' is not a GPU; name one such as 'cuda:0'")
     library = nvml.load()
