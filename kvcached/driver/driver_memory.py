@@ -7,16 +7,20 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvcached.checks import checked, text
-from kvcached.driver import nvml
 from kvcached.errors import (
     BackendUnavailableError,
     HiddenDeviceError,
+    NoDriverError,
     UnknownDeviceError,
     UnsupportedDeviceError,
 )
 from kvcached.usage import DeviceUsage, DriverMemory, GpuFacts, ProcessMemory
+
+if TYPE_CHECKING:
+    from kvcached.driver.nvml import Nvml
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class MemoryDrift:
 def gpu_memory(device: str) -> DriverMemory | None:
     """Returns a GPU's memory by NVML, or None if NVML is not available."""
     try:
-        library = nvml.load()
+        library = _nvml()
         handle = library.find(device)
         total_bytes, free_bytes = library.memory(handle)
         return DriverMemory(total_bytes, free_bytes, "nvml", library.processes(handle))
@@ -165,5 +169,14 @@ def gpu_facts(device: str) -> GpuFacts:
     """
     if not re.fullmatch("cuda:[0-9]{1,4}", device):  # _core's check would load libcuda
         raise UnknownDeviceError(f"device '{device}' is not a GPU; name one such as 'cuda:0'")
-    library = nvml.load()
+    library = _nvml()
     return library.facts(library.find(device))
+
+
+def _nvml() -> Nvml:
+    # Imports ctypes, which most processes never need.
+    try:
+        from kvcached.driver import nvml
+    except OSError as error:
+        raise NoDriverError(f"NVML cannot be loaded: {error}") from error
+    return nvml.load()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FRAME_S = 1.0
 """Time for another process to send a request, and to receive the answer."""
 PAUSE_S = 0.05
-"""Wait before the next accept when this process has no descriptor left."""
+"""Wait before the next accept when this process is out of descriptors."""
 _malformed = [0]
 _counting = threading.Lock()
 
