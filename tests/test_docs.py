@@ -15,7 +15,7 @@ import yaml
 from prism.config.reader import convert
 from prism.config.schema.cluster_config import ServeYaml
 from prism_sim.scenario.config import SimYaml
-from tests.test_tidy import name, tracked
+from tests.test_tidy import PRODUCTS, modules_of, name, tracked
 
 ROOT = Path(__file__).parent.parent
 DECISIONS = ROOT / "docs" / "decisions"
@@ -74,11 +74,10 @@ def docstrings(path: Path) -> Iterator[str]:
 
 def test_modules_that_a_docstring_names_exist() -> None:
     """Accepts paths from the module's folder or from a folder above it."""
-    products = ("kvcached/", "lab/", "prism/", "prism_replay/", "prism_sim/")
     gone = [
         f"{name(path)}: {named}"
-        for path in tracked(".py")
-        if name(path).startswith(products)
+        for product in PRODUCTS
+        for path in modules_of(product)
         for text in docstrings(path)
         for named in re.findall(r"(?<![\w/.{-])([\w/]+\.py)\b", text)
         if not any((folder / named).exists() for folder in path.parents)

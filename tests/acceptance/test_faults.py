@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from prism.config.resolved import read_resolved
@@ -26,6 +25,7 @@ from tests.acceptance.harness import (
     stop,
 )
 from tests.acceptance.reference import judge, prompts
+from tests.serve.conftest import alive
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -113,17 +113,9 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(
     cluster.process.wait(60)
     assert cluster.process.returncode == 0
     time.sleep(0.5)
-    assert not [pid for pid in children if is_running(pid)]
+    assert not [pid for pid in children if alive(pid)]
     assert not cluster.run_dir.exists()
     assert not list(Path("/dev/shm").glob(f"prism-kvcached.{namespace}.*"))
-
-
-def is_running(pid: int) -> bool:
-    """Returns False also for a zombie: the machine's init reaps orphans some seconds later."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def stop_while_streaming(cluster: Cluster, model: str) -> Answer:
