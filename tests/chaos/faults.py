@@ -47,6 +47,7 @@ PARTS = {
 FORKED = {"prism-forks": "forkserver", "prism-engine": "engine", "prism-rank": "rank"}
 GARBAGE = (b"", b"\xc1", b"\x91" * 200_000, b"\x82\xa4type\xa6Cancel\xabrequest_ids\x91\xa2\xff")
 _FULL_S = 5.0
+_REDIS_S = 30.0  # longer than any fault blocks Redis
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,15 @@ class Striker:
         self.config: ClusterConfig = read_resolved(cluster.run_dir / "cluster.json")
 
     def strike(self, fault: Fault) -> str:
-        """Applies the fault; returns its target for the journal. Retries if another fault blocks
-        Redis."""
+        """Applies the fault; returns its target for the journal. Retries while another fault blocks
+        Redis, which none does for long."""
+        until_s = time.monotonic() + _REDIS_S
         while True:
             try:
                 return str(getattr(self, f"_{fault.kind}")(fault))
             except redis.RedisError:
+                if time.monotonic() > until_s:
+                    raise
                 time.sleep(0.05)
 
     def root(self) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from contextlib import suppress
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -142,3 +143,12 @@ async def test_kept_answers_of_no_known_form_hold_nobody_up(
         client.set(f"{namespace}:answers_bytes", str(1 << 40))
     await queue.settle("k", "f", KEPT, 30)
     assert (await queue.claim("k", "f", "print", 30)) in (KEPT, None)
+
+
+def test_junk_falls_on_junk(redis_server: BundledRedis, namespace: str) -> None:
+    """A key that nobody repairs takes every kind of junk after every other."""
+    with Redis.from_url(redis_server.url) as client:
+        for seed, (first, second) in enumerate(product(JUNK, JUNK)):
+            key = f"{namespace}:queue:{first}/{second}"
+            for kind in (first, second, second):
+                junk_into(client, key, kind, Random(seed))
