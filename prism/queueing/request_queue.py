@@ -39,6 +39,7 @@ _BLOCK_MAX_S = 5.0
 _LAST_ATTEMPT = 2**31 - 1
 _ATTEMPT_DIGITS_MAX = 9
 _KEYS_AT_ONCE = 100
+_REPAIRS_MAX = 5  # of damaged keys, in one call
 _WRITABLE_TTL_S = 60.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
@@ -452,12 +453,16 @@ class RequestQueue:
         return await self._call(lambda: self._scripts[script](keys=[self._prefix], args=args))
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """Calls Redis. After an error response, drops damaged keys and repeats the call once."""
-        try:
-            return await self._answer(call())
-        except exceptions.ResponseError as error:
-            damaged = await self._drop_damaged()
-            log.error("Redis answers: %s; dropped damaged keys: %s", error, damaged or "none")
+        """Calls Redis. After an error response, drops damaged keys and repeats the call. What
+        damages keys may go on meanwhile, so a repeated call may need another repair."""
+        for _ in range(_REPAIRS_MAX):
+            try:
+                return await self._answer(call())
+            except exceptions.ResponseError as error:
+                damaged = await self._drop_damaged()
+                log.error("Redis answers: %s; dropped damaged keys: %s", error, damaged or "none")
+            if not damaged:
+                break
         return await self._answer(call())
 
     async def _drop_damaged(self) -> list[str]:

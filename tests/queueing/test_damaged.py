@@ -145,8 +145,29 @@ async def test_kept_answers_of_no_known_form_hold_nobody_up(
     assert (await queue.claim("k", "f", "print", 30)) in (KEPT, None)
 
 
+async def test_a_key_may_be_damaged_during_a_repair(
+    queue: RequestQueue, redis_server: BundledRedis, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repair, damaged = queue._drop_damaged, iter(("load", "open", "placement"))
+    with Redis.from_url(redis_server.url) as client:
+
+        def damage(key: str) -> None:
+            client.delete(f"{namespace}:{key}")
+            client.rpush(f"{namespace}:{key}", "junk")
+
+        async def repair_beside_damage() -> list[str]:
+            dropped = await repair()
+            if key := next(damaged, ""):
+                damage(key)
+            return dropped
+
+        monkeypatch.setattr(queue, "_drop_damaged", repair_beside_damage)
+        damage("queue:unplaced")
+        assert await queue.enqueue(request("r")) == UNPLACED
+
+
 def test_junk_falls_on_junk(redis_server: BundledRedis, namespace: str) -> None:
-    """A key that nobody repairs takes every kind of junk after every other."""
+    """Writes every kind of junk after every other to a key that no process repairs."""
     with Redis.from_url(redis_server.url) as client:
         for seed, (first, second) in enumerate(product(JUNK, JUNK)):
             key = f"{namespace}:queue:{first}/{second}"
