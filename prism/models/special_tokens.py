@@ -16,8 +16,10 @@ def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tup
     include the former. Raises ConfigError for files that cannot be read."""
     model = read_json(directory / "config.json")
     generation = read_json(directory / "generation_config.json")
-    settings = read_json(directory / "tokenizer_config.json")
-    eos_ids = _ids(generation.get("eos_token_id", text_model(model).get("eos_token_id")))
+    places = (generation, text_model(model), model)
+    named = (place.get("eos_token_id") for place in places)
+    eos_ids = _ids(next((ids for ids in named if ids is not None), None))
+    settings = special_tokens(directory)
     turn_end = tokenizer.token_to_id(token_text(settings.get("eos_token")) or "")
     return eos_ids, tuple(dict.fromkeys((*eos_ids, *_ids(turn_end))))
 
@@ -25,6 +27,14 @@ def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tup
 def text_model(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the text model's part of a config.json."""
     return config.get("text_config") or config
+
+
+def special_tokens(directory: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json, with special tokens that only special_tokens_map.json has.
+    Raises ConfigError for a file that cannot be read."""
+    settings = read_json(directory / "tokenizer_config.json")
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {**read_json(directory / "special_tokens_map.json"), **given}
 
 
 def token_text(entry: Any) -> str | None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from prism.errors import ConfigError
 from prism.frontend.text.chat_template import ChatTemplate, load_chat_template
 from prism.messages.model_spec import ModelSpec
-from prism.models.special_tokens import end_ids, read_json, text_model
+from prism.models.special_tokens import end_ids, read_json, special_tokens, text_model
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
     tokenizer = _tokenizer(directory / "tokenizer.json", shared)
     eos_ids, chat_eos_ids = end_ids(directory, tokenizer)
     vocab_size = text_model(read_json(directory / "config.json")).get("vocab_size") or 0
-    settings = read_json(directory / "tokenizer_config.json")
+    settings = special_tokens(directory)
     generation = read_json(directory / "generation_config.json")
     added = tokenizer.get_added_tokens_decoder()
     template, template_error = None, ""
