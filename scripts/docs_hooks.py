@@ -23,6 +23,7 @@ API = {
     "handover": ("Moving KV between processes", ("handover.offer",)),
     "balloon": ("Giving memory back", ("balloon", "memory_requests")),
     "layouts": ("Layouts", ("layouts",)),
+    "models": ("Models", ("models",)),
     "weights": (
         "Weights",
         (

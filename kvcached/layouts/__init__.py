@@ -1,15 +1,14 @@
 """Layouts of a model's KV cache in memory: the parts of a token, their order, and how it grows.
 
 `base` has the arithmetic, `attention` the parts that models keep, `hybrid` groups of layers whose
-blocks are freed separately, `choice` the rule that picks an arrangement, `model_config` the reading
-of a config.json. Plain data: nothing here uses a device.
+blocks are freed separately, `choice` the rule that picks an arrangement. Plain data: nothing here
+uses a device.
 """
 
 from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout
 from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout, TensorPlacement
 from kvcached.layouts.choice import LayoutChoice, choose_layout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
-from kvcached.layouts.model_config import layout_of_config
 
 __all__ = [
     "ARRANGEMENTS",
@@ -26,5 +25,4 @@ __all__ = [
     "MixedLayout",
     "TensorPlacement",
     "choose_layout",
-    "layout_of_config",
 ]

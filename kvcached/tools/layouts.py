@@ -18,8 +18,8 @@ from kvcached.layouts import (
     LayerGroup,
     LayoutChoice,
     choose_layout,
-    layout_of_config,
 )
+from kvcached.models import layout_of_config
 from kvcached.tools.sizes import format_size
 from kvcached.tools.tables import new_table
 

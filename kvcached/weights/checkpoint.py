@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _DTYPES = {
 _LENGTH_BYTES = 8
 _HEADER_BYTES_MAX = 100_000_000  # as in the reference implementation
 _INDEX = "model.safetensors.index.json"
+# Files that model folders have besides: Mistral's own format, and an adapter in PEFT's.
+_NOT_WEIGHTS = re.compile(r"consolidated.*\.safetensors|adapter_model\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Checkpoint:
     ) -> Checkpoint:
         """Reads the headers of one file, or of a directory's files.
 
-        A directory's index lists the model's files; without an index all *.safetensors are used.
+        A directory's index lists the model's files. Without an index it is all *.safetensors, but
+        for copies in another format and LoRA adapters.
         Raises WeightFileError with the file if one is missing, cut short or damaged,
         WeightMismatchError if the tensors are not `expected`.
         """
@@ -104,7 +108,8 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     index = path / _INDEX
     if index.exists():
         return tuple(path / name for name in _indexed(index))
-    files = tuple(sorted(path.glob("*.safetensors")))
+    found = sorted(path.glob("*.safetensors"))
+    files = tuple(file for file in found if not _NOT_WEIGHTS.fullmatch(file.name))
     if not files:
         raise WeightFileError(
             f"{path} does not have *.safetensors; save the weights in that format"

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from prism_sim.costs.gpus import GPUS
 from prism_sim.costs.grid import Grid, write_grid
 from prism_sim.costs.model import PromptChunk
-from prism_sim.costs.shapes import MODELS, ModelShape, in_fp8
+from prism_sim.costs.shapes import CONFIGS, FP8, ModelShape, in_fp8, shape_named
 from prism_sim.costs.table import StepTable, TableCost
 
 Floats = NDArray[np.float64]
@@ -126,15 +126,17 @@ def combinations(gpus: list[str]) -> Iterator[tuple[str, ModelShape, int]]:
         for shape in export_shapes(gpu):
             for tp in TP_DEGREES:
                 fits = shape.weight_bytes(tp) < 0.9 * GPUS[gpu].memory_bytes
-                if shape.gated and shape.heads % tp == 0 and fits:
+                gated = shape.decoder.model_type != "opt"
+                if gated and shape.heads % tp == 0 and fits:
                     yield gpu, shape, tp
 
 
 def export_shapes(gpu: str) -> list[ModelShape]:
     """Returns the models of prism_sim.costs.shapes, large ones also in FP8 on GPUs with FP8."""
-    large = [shape for shape in MODELS.values() if shape.parameters > FP8_PARAMETERS_MIN]
+    models = [shape_named(name) for name in CONFIGS]
+    large = [shape for shape in models if shape.parameters > FP8_PARAMETERS_MIN]
     eight_bit = [in_fp8(shape) for shape in large] if gpu in FP8_GPUS else []
-    shapes = [*MODELS.values(), *eight_bit]
+    shapes = [*models, *eight_bit]
     return list({shape.geometry: shape for shape in reversed(shapes)}.values())[::-1]
 
 
@@ -173,7 +175,7 @@ def compile_engine(gpu: str, shape: ModelShape, tp: int) -> CompiledEngine:
 
     with tempfile.TemporaryDirectory() as folder:
         quantization = "fp8" if shape.weight_dtype_bytes == 1 else None
-        (Path(folder) / "config.json").write_text(json.dumps(hugging_face_config(shape)))
+        (Path(folder) / "config.json").write_text(json.dumps(llama_config(shape)))
         for backend in BACKENDS:
             try:
                 handle = EngineHandle.compile(
@@ -190,22 +192,11 @@ def compile_engine(gpu: str, shape: ModelShape, tp: int) -> CompiledEngine:
     raise AssertionError("BACKENDS is empty")
 
 
-def hugging_face_config(shape: ModelShape) -> dict[str, Any]:
+def llama_config(shape: ModelShape) -> dict[str, Any]:
     """Returns the config.json of a Llama with this shape."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied,
-        "max_position_embeddings": 131072,
-        "torch_dtype": "bfloat16",
-    }
+    config = CONFIGS[shape.name.removesuffix(FP8.upper())]
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    return {**config, **llama, "torch_dtype": "bfloat16"}
 
 
 def _operations(handle: Any) -> tuple[int, int]:

@@ -301,7 +301,8 @@ def _model(
     if data.context_length is not None and data.context_length > files.context_length:
         raise ConfigError(
             f"{key}.context_length: {data.context_length} is more than the {files.context_length}"
-            f" tokens that {path}/config.json has; lower it, or leave the key out"
+            f" tokens that {path}/config.json has, by its positions or its sliding window; lower"
+            " it, or leave the key out"
         )
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"

@@ -13,13 +13,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from prism.errors import ConfigError
-from prism.models.files import Lookup, ModelFiles, read_config, text_part, with_defaults
+from prism.models.files import ModelFiles, read_config
+from prism.models.special_tokens import text_model
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _TENSOR = re.compile(r"\.layers\.(\d+)\.[\w.]*?(\w+)\.lora_(A|B)\.weight$")
 # Groups of modules that engines fuse into one matrix.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Settings of adapters that engines do not support, with the values that disable them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -100,18 +100,15 @@ def module_of(
 
 def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
     config = read_config(model, key)
-    text = with_defaults(text_part(config, model, key))
-    lookup = Lookup(text, model, key)
-    experts = any(text.get(name) for name in _EXPERTS)
-    # Gemma 3n has a list with one size for each layer.
-    unknown = experts or isinstance(text.get("intermediate_size"), list)
-    heads = lookup.integer("num_attention_heads", "n_head")
+    text, layer = text_model(config), files.decoder.layers[0]
+    inner = text.get("intermediate_size") or text.get("n_inner")
+    has_experts = any(each.parameters > each.active_parameters for each in files.decoder.layers)
     return LoraBase(
         layers=files.num_layers,
-        hidden=lookup.integer("hidden_size", "n_embd"),
-        heads=heads * files.head_dim,
+        hidden=files.decoder.hidden_size,
+        heads=layer.heads * files.head_dim,
         kv_heads=files.num_kv_heads * files.head_dim,
-        inner=0 if unknown else lookup.integer("intermediate_size", "n_inner", default=0),
+        inner=0 if has_experts or not isinstance(inner, int) else inner,
     )
 
 

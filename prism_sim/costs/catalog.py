@@ -14,7 +14,7 @@ from prism_sim.costs.gpus import GpuSpec, gpu_spec
 from prism_sim.costs.grid import read_grid, shipped_grid
 from prism_sim.costs.model import CostModel
 from prism_sim.costs.roofline import roofline
-from prism_sim.costs.shapes import MODELS, ModelShape, known_shape, short_name
+from prism_sim.costs.shapes import CONFIGS, ModelShape, known_shape, short_name
 from prism_sim.costs.table import StepTable, TableCost, with_host
 
 HOST_S = 1e-3
@@ -96,7 +96,7 @@ def model_shape(name: str) -> ModelShape:
         return known
     if _is_path(name):
         return read_shape(Path(name))
-    raise ConfigError(f"model {name!r}: known models are {', '.join(MODELS)}")
+    raise ConfigError(f"model {name!r}: known models are {', '.join(CONFIGS)}")
 
 
 def _is_path(name: str) -> bool:

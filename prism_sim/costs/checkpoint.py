@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from prism.errors import ConfigError
-from prism.models.files import (
-    DTYPE_BYTES,
-    Lookup,
-    config_file,
-    named_dtype,
-    read_config,
-    text_part,
-    with_defaults,
-)
+from prism.models.files import DTYPE_BYTES, config_file, decoder_of, read_config
 from prism_sim.costs.shapes import ModelShape
-
-PLAIN_FFN = {"opt", "gpt2", "gpt_neox", "gptj", "phi", "falcon", "bloom"}
-"""Values of model_type for architectures without gated MLPs."""
-TIED = {"opt", "gpt2", "bloom", "falcon"}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def name_of(path: Path) -> str:
@@ -30,43 +19,37 @@ def name_of(path: Path) -> str:
 
 def read_shape(path: Path) -> ModelShape:
     """Reads the shape from a folder with a config.json, or from such a file with any name that ends
-    in .json.
+    in .json. Windows count as full attention, as engines without pools for windows keep them.
 
-    Raises ConfigError for a missing file, a missing key or invalid value, a quantization other than
-    fp8, and a mixture of experts, whose step times depend on more than the shape.
+    Raises ConfigError for a missing file, a missing key or invalid value, a family that is not
+    known, a quantization other than fp8, and models whose layers keep anything but the same KV of
+    each token.
     """
     key = f"model {path}"
     config = read_config(path, key)
-    text = with_defaults(text_part(config, path, key))
-    found = Lookup(text, path, key)
-    if any(text.get(name) for name in EXPERTS):
-        raise ConfigError(f"{key}: mixtures of experts do not have a roofline; calibrate the model")
-    quantized = config.get("quantization_config") or {"quant_method": None}
-    if not isinstance(quantized, dict):
-        raise Lookup(config, path, key).mistake("quantization_config", "an object")
-    method = quantized.get("quant_method")
+    decoder = decoder_of(config, path, key)
+    kept = {(layer.kv, layer.state, layer.index_bytes) for layer in decoder.layers}
+    if kept != {(decoder.layers[0].kv, None, 0)} or decoder.layers[0].kv is None:
+        raise ConfigError(
+            f"{key}: layers of {decoder.model_type} do not all keep the same KV and nothing else,"
+            " which the simulator does not model; give another model"
+        )
+    dtype_bytes = DTYPE_BYTES.get(decoder.dtype, 2)
+    eight_bit = _is_fp8(config, path, key)
+    return ModelShape(name_of(path), decoder, 1 if eight_bit else dtype_bytes, dtype_bytes)
+
+
+def _is_fp8(config: dict[str, Any], path: Path, key: str) -> bool:
+    """Returns whether the weights are in FP8. Raises ConfigError for other quantizations."""
+    given = config.get("quantization_config")
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError(
+            f"{key}: {config_file(path)} has quantization_config {json.dumps(given):.60}, which is"
+            " not an object; correct the file"
+        )
+    method = (given or {}).get("quant_method")
     if method not in (None, "fp8"):
         raise ConfigError(
             f"{key}: quantization_config: {method!r} does not have a roofline, only fp8 does"
         )
-    kind = str(text.get("model_type"))
-    hidden = found.integer("hidden_size", "n_embd")
-    heads = found.integer("num_attention_heads", "n_head")
-    dtype_bytes = DTYPE_BYTES[named_dtype(config, path, key) or "bfloat16"]
-    return ModelShape(
-        name=name_of(path),
-        layers=found.integer("num_hidden_layers", "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=found.integer("num_key_value_heads", default=heads),
-        head_dim=found.head_dim(),
-        ffn=found.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
-        vocab=found.integer("vocab_size"),
-        tied=bool(found.flag("tie_word_embeddings", kind in TIED)),
-        ffn_matrices=2 if kind in PLAIN_FFN else 3,
-        positions=found.integer("n_positions", "max_position_embeddings")
-        if kind in {"opt", "gpt2"}
-        else 0,
-        weight_dtype_bytes=1 if method == "fp8" else dtype_bytes,
-        kv_dtype_bytes=dtype_bytes,
-    )
+    return method == "fp8"

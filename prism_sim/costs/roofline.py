@@ -1,8 +1,9 @@
 """Roofline costs from a model's shape and a GPU's rates, for combinations without measurements.
 
-The dense part is bound by reading the weights once or by the multiplications. Decode attention is
-bound by reading KV, prefill attention by its multiplications. TP adds two all-reduces per layer.
-The embedding look-up is free; the output matrix is read in each step.
+The dense part is bound by reading the weights once or by the multiplications. Of experts it reads
+those that the tokens are expected to be routed to. Decode attention is bound by reading KV, prefill
+attention by its multiplications. TP adds two all-reduces per layer. The embedding look-up is free;
+the output matrix is read in each step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from prism_sim.costs.gpus import GpuSpec
 from prism_sim.costs.shapes import ModelShape
 from prism_sim.costs.table import FAR_TOKENS, StepTable, linear_decode
 
+# Numbers of tokens between which the reading of experts is nearly linear.
+_EXPERT_TOKENS = tuple(float(2**i) for i in range(13))
+
 
 def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
     """Returns the roofline's table, without host time. Raises ConfigError for an invalid tp."""
@@ -20,11 +24,18 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
     bandwidth_bytes_s = gpu.bandwidth_bytes_s * gpu.bandwidth_efficiency
     flops_s = gpu.flops_s * gpu.compute_efficiency
     dense_flops_s = flops_s * (2 if model.weight_dtype_bytes == 1 else 1)
-    weights_s = _read_bytes(model) / tp / bandwidth_bytes_s
-    token_s = 2 * model.layers * model.layer_parameters / tp / dense_flops_s
-    knee = max(2.0, weights_s / token_s)
-    tokens = (1.0, knee, FAR_TOKENS)
-    pair_s = 4 * model.layers * model.heads * model.head_dim / tp / flops_s
+    active = sum(layer.active_parameters for layer in model.decoder.layers)
+    token_s = 2 * active / tp / dense_flops_s
+
+    def dense_s(tokens: float) -> float:
+        read_s = _read_bytes(model, tokens) / tp / bandwidth_bytes_s
+        return max(read_s, tokens * token_s) + _allreduce_s(gpu, model, tp, tokens)
+
+    knee = max(2.0, _read_bytes(model, FAR_TOKENS) / tp / bandwidth_bytes_s / token_s)
+    tokens = tuple(
+        sorted({1.0, knee, FAR_TOKENS, *(_EXPERT_TOKENS if _has_experts(model) else ())})
+    )
+    pair_s = sum(layer.pair_flops for layer in model.decoder.layers) / tp / flops_s
     batches, contexts, decode_s = linear_decode(model.kv_token_bytes(tp) / bandwidth_bytes_s)
     return StepTable(
         gpu=gpu.name,
@@ -32,9 +43,7 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
         tp=tp,
         source="roofline",
         dense_tokens=tokens,
-        dense_s=tuple(
-            max(weights_s, n * token_s) + _allreduce_s(gpu, model, tp, n) for n in tokens
-        ),
+        dense_s=tuple(map(dense_s, tokens)),
         pair_s=pair_s,
         decode_batch=batches,
         decode_context=contexts,
@@ -42,16 +51,26 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
     )
 
 
-def _read_bytes(model: ModelShape) -> int:
-    """Returns the size of the weights that a step reads. Excludes the embedding's table unless it
-    is also the output matrix."""
-    unread = model.positions + (0 if model.tied else model.vocab)
-    return (model.parameters - unread * model.hidden) * model.weight_dtype_bytes
+def _has_experts(model: ModelShape) -> bool:
+    return any(layer.mlp.experts for layer in model.decoder.layers)
+
+
+def _read_bytes(model: ModelShape, tokens: float) -> float:
+    """Returns the size of the weights that a step of `tokens` reads. Excludes tables unless they
+    are also the output matrix, and experts that no token is expected to be routed to."""
+    decoder = model.decoder
+    tables = decoder.table_parameters - (decoder.head_parameters if decoder.tied else 0)
+    mixtures = [layer.mlp for layer in decoder.layers if layer.mlp.experts]
+    idle: float = sum(
+        mlp.experts * mlp.expert_parameters * (1 - mlp.experts_used / mlp.experts) ** tokens
+        for mlp in mixtures
+    )
+    return (decoder.parameters - tables - idle) * model.weight_dtype_bytes
 
 
 def _allreduce_s(gpu: GpuSpec, model: ModelShape, tp: int, tokens: float) -> float:
     """Returns the time of two ring all-reduces of the step's activations per layer."""
     if tp == 1:
         return 0.0
-    moved_bytes = 2 * (tp - 1) / tp * tokens * model.hidden * model.kv_dtype_bytes
+    moved_bytes = 2 * (tp - 1) / tp * tokens * model.decoder.hidden_size * model.kv_dtype_bytes
     return 2 * model.layers * (gpu.allreduce_s + moved_bytes / gpu.peer_bytes_s)

@@ -1,52 +1,67 @@
-"""Shapes of public models, from their config.json, and the sizes of weights and KV."""
+"""Shapes of public models, by their config.json, and the sizes of weights and KV."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcached.models import LayerShape
+    from kvcached.models import ModelShape as Decoder
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a dense decoder."""
+    """Shape of a model, and the types of its weights and KV."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    # True if the output matrix is the embedding.
-    tied: bool = False
-    # 3 for gated MLPs, 2 for plain ones.
-    ffn_matrices: int = 3
-    # Number of learned position embeddings.
-    positions: int = 0
+    decoder: Decoder
     # 1 for 8-bit checkpoints, whose KV has 16 bits.
     weight_dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
 
     @property
     def geometry(self) -> ModelShape:
-        """Shape without the name, which determines the costs."""
-        return replace(self, name="")
+        """Shape without names and the context's length, none of which changes costs."""
+        decoder = replace(self.decoder, model_type="", context_tokens=0, dtype="")
+        return replace(self, name="", decoder=decoder)
 
     @property
-    def gated(self) -> bool:
-        return self.ffn_matrices == 3
+    def layers(self) -> int:
+        return len(self.decoder.layers)
 
     @property
-    def layer_parameters(self) -> int:
-        """Number of parameters in the matrices of one layer, without norms and biases (under
-        0.1 %)."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + self.ffn_matrices * self.hidden * self.ffn
+    def _first(self) -> LayerShape:
+        return self.decoder.layers[0]
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads of a layer."""
+        return self._first.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of K and V heads of a layer: one with latent attention."""
+        from kvcached import Heads
+
+        return self._first.kv.num_kv_heads if isinstance(self._first.kv, Heads) else 1
+
+    @property
+    def buffers(self) -> int:
+        """Number of K and V buffers of all layers. Latent attention has one a layer."""
+        from kvcached import Heads
+
+        return self.layers * (2 if isinstance(self._first.kv, Heads) else 1)
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers of K, or of V, of one head. Half a latent."""
+        return self.decoder.kv_token_bytes(1) // (2 * self.layers * self.kv_heads)
 
     @property
     def parameters(self) -> int:
-        tables = self.vocab * (1 if self.tied else 2) + self.positions
-        return self.layers * self.layer_parameters + tables * self.hidden
+        return self.decoder.parameters
 
     def weight_bytes(self, tp: int = 1) -> int:
         """Returns the weights on one of `tp` GPUs, rounded up."""
@@ -54,46 +69,82 @@ class ModelShape:
 
     def kv_token_bytes(self, tp: int = 1) -> int:
         """Returns the KV of one token on one of `tp` GPUs. With more than kv_heads GPUs the heads
-        are replicated."""
-        heads = max(1, -(-self.kv_heads // tp))
-        return 2 * self.layers * heads * self.head_dim * self.kv_dtype_bytes
+        are replicated; a latent always is."""
+        one_head_bytes = self.decoder.kv_token_bytes(self.kv_dtype_bytes) // self.kv_heads
+        return max(1, -(-self.kv_heads // tp)) * one_head_bytes
 
 
-def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
-    return ModelShape(name, layers, hidden, heads, heads, hidden // heads, ffn, 32000)
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+def _config(*sizes: int) -> dict[str, Any]:
+    """Returns the config.json of a Llama of these `_SIZES`."""
+    named = dict(zip(_SIZES, sizes, strict=True))
+    common = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
+    return {"model_type": "llama", **named, **common}
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
+    return _config(layers, hidden, heads, heads, hidden // heads, ffn, 32000)
 
 
 FP8 = "-fp8"
-
-MODELS: dict[str, ModelShape] = {
-    model.name: model
-    for model in (
-        ModelShape("meta-llama/Llama-3.2-1B", 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
-        ModelShape("meta-llama/Llama-3.2-3B", 28, 3072, 24, 8, 128, 8192, 128256, tied=True),
-        ModelShape("meta-llama/Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256),
-        ModelShape("meta-llama/Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672, 128256),
-        ModelShape("meta-llama/Llama-3.3-70B-Instruct", 80, 8192, 64, 8, 128, 28672, 128256),
-        ModelShape("meta-llama/Llama-2-70B", 80, 8192, 64, 8, 128, 28672, 32000),
-        _llama("meta-llama/Llama-2-7B", 32, 4096, 32, 11008),
-        _llama("meta-llama/Llama-2-13B", 40, 5120, 40, 13824),
-        _llama("huggyllama/llama-7b", 32, 4096, 32, 11008),
-        _llama("huggyllama/llama-13b", 40, 5120, 40, 13824),
-        _llama("huggyllama/llama-30b", 60, 6656, 52, 17920),
-        _llama("huggyllama/llama-65b", 80, 8192, 64, 22016),
-        ModelShape("facebook/opt-6.7b", 32, 4096, 32, 32, 128, 16384, 50272, True, 2, 2050),
-        ModelShape("Qwen/Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
-        ModelShape("Qwen/Qwen3-1.7B", 28, 2048, 16, 8, 128, 6144, 151936, tied=True),
-        ModelShape("Qwen/Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
-        ModelShape("Qwen/Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936),
-        ModelShape("Qwen/Qwen3-14B", 40, 5120, 40, 8, 128, 17408, 151936),
-        ModelShape("Qwen/Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936),
-        ModelShape("Qwen/Qwen2.5-1.5B", 28, 1536, 12, 2, 128, 8960, 151936, tied=True),
-        ModelShape("Qwen/Qwen2.5-7B", 28, 3584, 28, 4, 128, 18944, 152064),
-        ModelShape("Qwen/Qwen2.5-14B", 48, 5120, 40, 8, 128, 13824, 152064),
-        ModelShape("Qwen/Qwen2.5-32B", 64, 5120, 40, 8, 128, 27648, 152064),
-        ModelShape("mistralai/Mistral-7B-v0.1", 32, 4096, 32, 8, 128, 14336, 32000),
-    )
+_QWEN2, _QWEN3 = {"model_type": "qwen2"}, {"model_type": "qwen3"}
+_TIED = {"tie_word_embeddings": True}
+_OPT_6_7B = {
+    "model_type": "opt",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "ffn_dim": 16384,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
 }
+_LLAMA_70B = _config(80, 8192, 64, 8, 128, 28672, 128256)
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B": _config(16, 2048, 32, 8, 64, 8192, 128256) | _TIED,
+    "meta-llama/Llama-3.2-3B": _config(28, 3072, 24, 8, 128, 8192, 128256) | _TIED,
+    "meta-llama/Llama-3.1-8B": _config(32, 4096, 32, 8, 128, 14336, 128256),
+    "meta-llama/Llama-3.1-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_70B,
+    "meta-llama/Llama-2-70B": _LLAMA_70B | {"vocab_size": 32000},
+    "meta-llama/Llama-2-7B": _llama(32, 4096, 32, 11008),
+    "meta-llama/Llama-2-13B": _llama(40, 5120, 40, 13824),
+    "huggyllama/llama-7b": _llama(32, 4096, 32, 11008),
+    "huggyllama/llama-13b": _llama(40, 5120, 40, 13824),
+    "huggyllama/llama-30b": _llama(60, 6656, 52, 17920),
+    "huggyllama/llama-65b": _llama(80, 8192, 64, 22016),
+    "facebook/opt-6.7b": _OPT_6_7B,
+    "Qwen/Qwen3-0.6B": _config(28, 1024, 16, 8, 128, 3072, 151936) | _QWEN3 | _TIED,
+    "Qwen/Qwen3-1.7B": _config(28, 2048, 16, 8, 128, 6144, 151936) | _QWEN3 | _TIED,
+    "Qwen/Qwen3-4B": _config(36, 2560, 32, 8, 128, 9728, 151936) | _QWEN3 | _TIED,
+    "Qwen/Qwen3-8B": _config(36, 4096, 32, 8, 128, 12288, 151936) | _QWEN3,
+    "Qwen/Qwen3-14B": _config(40, 5120, 40, 8, 128, 17408, 151936) | _QWEN3,
+    "Qwen/Qwen3-32B": _config(64, 5120, 64, 8, 128, 25600, 151936) | _QWEN3,
+    "Qwen/Qwen2.5-1.5B": _config(28, 1536, 12, 2, 128, 8960, 151936) | _QWEN2 | _TIED,
+    "Qwen/Qwen2.5-7B": _config(28, 3584, 28, 4, 128, 18944, 152064) | _QWEN2,
+    "Qwen/Qwen2.5-14B": _config(48, 5120, 40, 8, 128, 13824, 152064) | _QWEN2,
+    "Qwen/Qwen2.5-32B": _config(64, 5120, 40, 8, 128, 27648, 152064) | _QWEN2,
+    "mistralai/Mistral-7B-v0.1": _config(32, 4096, 32, 8, 128, 14336, 32000)
+    | {"model_type": "mistral"},
+}
+
+
+@cache
+def shape_named(name: str) -> ModelShape:
+    """Returns the shape of the model called `name` in CONFIGS."""
+    from kvcached.models import shape_of_config
+
+    return ModelShape(name, shape_of_config(CONFIGS[name]))
 
 
 def known_shape(name: str) -> ModelShape | None:
@@ -104,8 +155,10 @@ def known_shape(name: str) -> ModelShape | None:
     """
     short = short_name(name)
     stem = short.removesuffix(FP8)
-    found = next((shape for known, shape in MODELS.items() if short_name(known) == stem), None)
-    return in_fp8(found) if found is not None and short.endswith(FP8) else found
+    found = next((known for known in CONFIGS if short_name(known) == stem), None)
+    if found is None:
+        return None
+    return in_fp8(shape_named(found)) if short.endswith(FP8) else shape_named(found)
 
 
 def in_fp8(shape: ModelShape) -> ModelShape:

@@ -110,7 +110,7 @@ def model_parts(
             KvShape(
                 shape.layers,
                 max(1, -(-shape.kv_heads // d)),
-                shape.head_dim,
+                shape.kv_dim,
                 shape.kv_dtype_bytes,
                 context.engine.block_tokens,
             ),
@@ -126,7 +126,7 @@ def kv_quantum(shape: ModelShape, tp: int, context: ModelContext) -> tuple[int, 
     "token_interleaved" it is the pages that hold one block.
     """
     layout, block_tokens = context.engine.kv_layout, context.engine.block_tokens
-    page_bytes, buffers = context.page_bytes, 2 * shape.layers
+    page_bytes, buffers = context.page_bytes, shape.buffers
     block_bytes = shape.kv_token_bytes(tp) * block_tokens
     per_layer_pages = math.ceil(block_bytes / buffers / page_bytes)
     per_layer_bytes = per_layer_pages * page_bytes * buffers

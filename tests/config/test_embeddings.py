@@ -112,4 +112,9 @@ def test_mistakes_are_named(folder: Path, mistake: str) -> None:
 
 def test_only_engines_that_make_vectors_serve_such_models(tmp_path: Path) -> None:
     assert "make no embeddings of" in vllm.refuses(tmp_path, embeds=True)
-    assert vllm.refuses(tmp_path) == ""
+    assert vllm.refuses(make_model(tmp_path / "m")) == ""
+
+
+def test_vllm_engines_refuse_windows_beside_full_attention(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", model_type="gemma2", head_dim=8, sliding_window=16)
+    assert "has sliding windows in some layers" in vllm.refuses(folder)

@@ -203,7 +203,8 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("models", 0, "context_length", value=257),
-        "models[0].context_length: 257 is more than the 256 tokens that {folder}/a/config.json has;"
+        "models[0].context_length: 257 is more than the 256 tokens that {folder}/a/config.json has,"
+        " by its positions or its sliding window;"
         " lower it, or leave the key out",
     ),
     (

@@ -125,6 +125,13 @@ def _tensors(change: Callable[[str, Any], tuple[str, Any]]) -> Edit:
     return edit
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 PATH = r"models\[0\].lora\[0\].path: "
 WRONG: dict[str, tuple[Edit, str]] = {
     "no folder": (lambda d, _f: d["models"][0]["lora"][0].update(path="z"), PATH + "cannot read"),
@@ -157,7 +164,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         PATH + "it was made for another model: .*this model of 2 layers",
     ),
     "experts": (
-        lambda _d, f: make_model(f / "a", intermediate_size=INNER, num_experts=4),
+        lambda _d, f: make_model(f / "a", **EXPERTS),
         PATH + "it changes .*up_proj.*of a dense MLP alone",
     ),
     "a fake engine": (

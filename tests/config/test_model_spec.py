@@ -32,6 +32,7 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
@@ -39,7 +40,12 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 GEMMA = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
-    "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34},
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    },
 }
 QWEN = {
     **LLAMA,
@@ -47,6 +53,7 @@ QWEN = {
     "model_type": "qwen3",
     "num_key_value_heads": 2,
     "head_dim": 24,
+    "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 512,
 }
 GEOMETRIES = [
@@ -83,6 +90,7 @@ def test_buffers_are_not_weights(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "m")
     extra = {
         "h.0.attn.bias": np.zeros((1, 1, 128, 128), np.uint8),
+        "gpt_neox.layers.0.attention.masked_bias": np.zeros((1, 1), np.uint8),
         "h.0.attn.c_attn.bias": np.zeros(96, np.float32),
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32),
     }
@@ -96,6 +104,20 @@ def test_sharded_weights_are_read_through_their_index(tmp_path: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     assert inspect_model(directory, "key").parameters == BASE_PARAMETERS
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors"])
+def test_copies_and_adapters_are_not_weights(tmp_path: Path, name: str) -> None:
+    directory = make_model(tmp_path / "m")
+    save_file({"x": np.zeros(10, np.float32)}, str(directory / name))
+    assert inspect_model(directory, "key").parameters == BASE_PARAMETERS
+
+
+def test_a_window_in_every_layer_bounds_the_context(tmp_path: Path) -> None:
+    config = {"model_type": "mistral", "sliding_window": 40}
+    assert inspect_model(make_model(tmp_path / "m", **config), "key").context_length == 40
+    mixed = {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40}
+    assert inspect_model(make_model(tmp_path / "n", **mixed), "key").context_length == 256
 
 
 @pytest.mark.parametrize(
@@ -119,6 +141,23 @@ def test_a_config_may_leave_its_dtype_open(
     assert inspect_model(model(tmp_path / "n", **nested), "key").stored_dtype == dtype
 
 
+MLA = {
+    "model_type": "minicpm3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+LFM2 = {"model_type": "lfm2", "full_attn_idxs": [1]}
+DECI = {"model_type": "deci", "num_key_value_heads_per_layer": [2, 1]}
+SHARED = {
+    "model_type": "gemma3n_text",
+    "num_kv_shared_layers": 1,
+    "layer_types": ["full_attention"] * 2,
+}
+
+
 def remove(name: str) -> Any:
     return lambda directory: (directory / name).unlink()
 
@@ -136,11 +175,14 @@ BROKEN = [
     (remove("model.safetensors"), "does not have *.safetensors; save the weights in that format"),
     (write("config.json", "{"), "cannot read {directory}/config.json: Expecting"),
     (write("config.json", "[]"), "config.json is not a JSON object; repair the file"),
-    (write("model.safetensors", "x"), "cannot read {directory}/model.safetensors: "),
-    (write("model.safetensors.index.json", "{}"), "index.json: 'weight_map'; download it again"),
+    (write("model.safetensors", "x"), "{directory}/model.safetensors is damaged or not complete: "),
+    (
+        write("model.safetensors.index.json", "{}"),
+        "index.json is damaged ('weight_map'); download it again",
+    ),
     (configure(architectures=["BertModel"]), "'BertModel', which does not generate text"),
     (configure(architectures=None), "names architecture 'none', which does not generate text"),
-    (configure(num_hidden_layers=None), "config.json lacks a positive num_hidden_layers"),
+    (configure(num_hidden_layers=None), "config.json lacks num_hidden_layers; complete the file"),
     (configure(num_attention_heads=0), "config.json has num_attention_heads 0, which is not"),
     (configure(num_key_value_heads=-1), "config.json has num_key_value_heads -1, which is not"),
     (configure(head_dim="x"), 'config.json has head_dim "x", which is not a whole number'),
@@ -149,8 +191,21 @@ BROKEN = [
     (configure(hidden_size=1), "config.json has hidden_size 1 for "),
     (configure(architectures=5), "config.json has architectures 5, which is not a list"),
     (configure(text_config=[1]), "config.json has text_config [1], which is not an object"),
-    (configure(quantization_config={}), "holds quantized weights, which this version cannot"),
-    (configure(kv_lora_rank=512), "uses latent attention (MLA), which this version cannot serve"),
+    (configure(quantization_config={}), "holds quantized weights (quantization_config), which"),
+    (
+        configure(kv_lora_rank=512),
+        "has kv_lora_rank 512, which changes no llama model; remove the key, or",
+    ),
+    (configure(**MLA), "has latent attention (MLA), which this version cannot serve"),
+    (configure(**LFM2), "keeps a state per sequence (linear attention, Mamba or a convolution)"),
+    (configure(**DECI), "has layers with different numbers of K and V heads"),
+    (configure(**SHARED), "has layers that read the K and V of others"),
+    (
+        configure(model_type="bert"),
+        'config.json has model_type "bert", a family whose sizes are not known',
+    ),
+    (configure(text_config={"quantization_config": {"bits": 4}}), "(text_config.quantization"),
+    (write("hf_quant_config.json", "{}"), "holds quantized weights (hf_quant_config.json)"),
 ]
 
 

@@ -11,7 +11,7 @@ from prism.errors import ConfigError
 from prism_sim.costs.catalog import cost_model, cost_table, model_shape
 from prism_sim.costs.checkpoint import read_shape
 from prism_sim.costs.gpus import gpu_spec
-from prism_sim.costs.shapes import MODELS
+from prism_sim.costs.shapes import CONFIGS, shape_named
 
 PUBLISHED_BILLIONS = {
     "meta-llama/Llama-3.2-1B": 1.24,
@@ -42,7 +42,7 @@ PUBLISHED_BILLIONS = {
 
 
 def test_every_shape_has_its_makers_parameter_count() -> None:
-    assert {name: shape.parameters / 1e9 for name, shape in MODELS.items()} == pytest.approx(
+    assert {name: shape_named(name).parameters / 1e9 for name in CONFIGS} == pytest.approx(
         PUBLISHED_BILLIONS, rel=0.006
     )
 
@@ -56,8 +56,10 @@ def test_bytes_of_a_part() -> None:
 
 
 def test_names_are_found_with_and_without_their_maker() -> None:
-    assert model_shape("llama-3.1-8b-instruct") is MODELS["meta-llama/Llama-3.1-8B"]
-    assert model_shape("meta-llama/Llama-3.3-70B") is MODELS["meta-llama/Llama-3.3-70B-Instruct"]
+    assert model_shape("llama-3.1-8b-instruct") is shape_named("meta-llama/Llama-3.1-8B")
+    assert model_shape("meta-llama/Llama-3.3-70B") is shape_named(
+        "meta-llama/Llama-3.3-70B-Instruct"
+    )
 
 
 def test_8_bit_weights_are_half_as_large_and_kv_stays() -> None:
@@ -109,13 +111,17 @@ def test_what_is_null_or_left_open_has_its_default(tmp_path: Path) -> None:
     for dtype in ({"torch_dtype": "auto"}, {"torch_dtype": None}, {"dtype": "bfloat16"}):
         assert read_shape(config(tmp_path, **null, **dtype)) == whole
     assert read_shape(config(tmp_path, num_key_value_heads=None)).kv_heads == 32
-    assert read_shape(config(tmp_path, intermediate_size=None)).ffn == 4 * 4096
+
+
+LFM2 = {"model_type": "lfm2", "full_attn_idxs": [3], "max_position_embeddings": 99}
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"num_local_experts": 8}, "mixtures of experts"),
+        ({"num_local_experts": 8}, "has num_local_experts 8, which changes no llama model"),
+        ({"intermediate_size": None}, "lacks intermediate_size; complete the file"),
+        (LFM2, "layers of lfm2 do not all keep the same KV and nothing else"),
         ({"hidden_size": "large"}, "hidden_size"),
         ({"hidden_size": 3}, "config.json has hidden_size 3 for 32 heads"),
         ({"intermediate_size": "16384"}, r'config.json has intermediate_size "16384", which is'),

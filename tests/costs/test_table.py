@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from prism.errors import ConfigError
 from prism_sim.costs.catalog import cost_model, model_shape
+from prism_sim.costs.checkpoint import read_shape
 from prism_sim.costs.gpus import gpu_spec
 from prism_sim.costs.model import PromptChunk, prompt_s, slowdown
 from prism_sim.costs.roofline import roofline
@@ -92,11 +95,40 @@ def test_prefill_keeps_compute_busy_and_decode_bandwidth() -> None:
 
 def test_roofline_against_arithmetic_done_by_hand() -> None:
     cost = TableCost(roofline(gpu_spec("a100-80"), model_shape("meta-llama/Llama-2-7B")))
-    read_bytes = (32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096) * 2
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096  # with its norms
+    read_bytes = (32 * layer + 4096 + 32000 * 4096) * 2
     kv_bytes = 500 * 2 * 32 * 4096 * 2
     assert cost.decode_s(1, 500) == pytest.approx((read_bytes + kv_bytes) / (2.039e12 * 0.8))
-    flops = 1000 * 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4 * 32 * 4096 * 1000 * 1001 / 2
+    flops = 1000 * 2 * 32 * layer + 4 * 32 * 4096 * 1000 * 1001 / 2
     assert cost.prefill_s(1000) == pytest.approx(flops / (312e12 * 0.65))
+
+
+def test_a_step_reads_the_experts_that_its_tokens_need(tmp_path: Path) -> None:
+    """Compares Mixtral 8x7B: 12.9 of 46.7 billion parameters for one token, all for many."""
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    assert shape.parameters / 1e9 == pytest.approx(46.70, abs=0.01)
+    assert shape.decoder.active_parameters / 1e9 == pytest.approx(12.88, abs=0.01)
+    table = roofline(gpu_spec("h200"), shape)
+    seconds = dict(zip(table.dense_tokens, table.dense_s, strict=True))
+    one_expert = 3 * 4096 * 14336 * 32
+    tables = 32000 * 4096
+    expected = (46.703e9 - tables - 6 * one_expert) / (46.703e9 - tables - 8 * one_expert * 0.75**8)
+    assert seconds[1.0] / seconds[8.0] == pytest.approx(expected, rel=1e-3)
+    assert list(table.dense_s) == sorted(table.dense_s)
 
 
 @pytest.mark.parametrize("gpu", ["a100-40", "a100-80", "h100", "h200", "l40s", "host"])

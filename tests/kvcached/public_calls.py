@@ -29,7 +29,7 @@ from kvcached import (
     prometheus,
     testing,
 )
-from kvcached.layouts import layout_of_config
+from kvcached.models import layout_of_config
 from kvcached.monitoring import snapshot
 
 from .conftest import CAPACITY, PAGE, TINY

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcached import Client, HybridLayout, KVCacheGroup, LayerGroup, MLALayout, NoRoomError
+from kvcached import Client, Heads, HybridLayout, KVCacheGroup, LayerGroup, NoRoomError
 from kvcached.checks import checked, duration, instance_of, positive
 from kvcached.engines.transformers import contract
 from kvcached.errors import InvalidArgumentError
-from kvcached.layouts import layout_of_config
+from kvcached.models import layout_of_config, shape_of_config
 
 Ids = NDArray[np.int64]
 
@@ -370,14 +370,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 def _layout(config: PreTrainedConfig, dtype: str | None, block_tokens: int) -> HybridLayout:
     """Returns the groups of layers of a model's configuration, at least one."""
     model = config.get_text_config(decoder=True).to_dict()
+    for layer in shape_of_config(model).layers:
+        if layer.state is not None or not isinstance(layer.kv, Heads):
+            raise InvalidArgumentError(
+                f"{model.get('model_type')} has layers without separate K and V heads; use "
+                "transformers' DynamicCache"
+            )
     layout = layout_of_config(model, dtype, block_tokens)
     if isinstance(layout, HybridLayout):
         return layout
-    if isinstance(layout, MLALayout):
-        raise InvalidArgumentError(
-            f"{model.get('model_type')} has latent attention, which transformers caches as full "
-            "heads; use its DynamicCache"
-        )
     layers = tuple(range(layout.layer_count))
     return HybridLayout((LayerGroup("full", layers, layout),))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from prism.errors import ConfigError
 from prism.messages.model_spec import EmbeddingSpec
-from prism.models.files import Lookup, read_config, text_part, with_defaults
+from prism.models.files import decoder_of, read_config
 
 _MODULES = "modules.json"
 # Modules that engines compute: the network, the last token's state, normalization to length 1.
@@ -31,10 +31,9 @@ def embedding_of(path: Path, wanted: bool | None, key: str) -> EmbeddingSpec | N
     if described:
         _check_modules(path, key)
     config = read_config(path, key)
-    text = with_defaults(text_part(config, path, key))
     known = config.get("matryoshka_dimensions") or ()
     return EmbeddingSpec(
-        size=Lookup(text, path, key).integer("hidden_size", "n_embd"),
+        size=decoder_of(config, path, key).hidden_size,
         dimensions=tuple(known),
         any_dimensions=bool(config.get("is_matryoshka")),
     )

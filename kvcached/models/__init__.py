@@ -1,0 +1,10 @@
+"""Sizes of a model, from its config.json: parameters, and KV and state. Nothing uses a device.
+
+`families` has a reader for each `model_type`, made of `decoders`, `mixtures`, `classic` and
+`hybrids`, which count with `parts`. `reading` picks the reader, and makes a KV layout of a shape.
+"""
+
+from kvcached.models.reading import layout_of_config, shape_of_config
+from kvcached.models.shape import LayerShape, ModelShape, State
+
+__all__ = ["LayerShape", "ModelShape", "State", "layout_of_config", "shape_of_config"]

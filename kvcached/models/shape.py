@@ -1,0 +1,111 @@
+"""Shape of a model: what each layer keeps per token and per sequence, and its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcached.layouts.attention import Heads, Latent
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Numbers that a layer keeps per sequence, whatever the sequence's length."""
+
+    conv: int
+    """Last inputs of a short convolution (channels x (kernel - 1)), in the model's dtype."""
+    recurrent: int = 0
+    """State of a linear recurrence, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """An MLP, or a mixture of experts."""
+
+    parameters: int
+    experts: int = 0
+    experts_used: int = 0
+    """Experts that one token is routed to."""
+    expert_parameters: int = 0
+    """Parameters of one expert."""
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: without the experts that it is not routed to."""
+        return self.parameters - (self.experts - self.experts_used) * self.expert_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Shape of one layer."""
+
+    mixer_parameters: int
+    """Parameters of attention or a recurrence, and of norms."""
+    mlp: Mlp = Mlp(0)
+    heads: int = 0
+    """Number of query heads."""
+    pair_flops: int = 0
+    """Floating-point operations of attention for one query and one key in a prefill."""
+    kv: Heads | Latent | None = None
+    """Numbers that the layer keeps of each token (None: nothing)."""
+    window_tokens: int | None = None
+    """Tokens that a token attends to, with itself (None: all)."""
+    state: State | None = None
+    index_bytes: int = 0
+    """Bytes per token of an index of keys, whatever the dtype of the KV cache."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters in memory."""
+        return self.mixer_parameters + self.mlp.parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses."""
+        return self.mixer_parameters + self.mlp.active_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Shape of a decoder. A vision or audio encoder is not part of it."""
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    context_tokens: int
+    dtype: str
+    """Dtype of the weights in the config.json, or bfloat16."""
+    layers: tuple[LayerShape, ...]
+    table_parameters: int
+    """Tables that a step only looks up: embeddings of tokens and positions."""
+    head_parameters: int
+    """The output matrix: the embedding's own, if `tied`."""
+    other_parameters: int
+    """Norms and projections outside the layers."""
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters in memory."""
+        return self._total(sum(layer.parameters for layer in self.layers))
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses, with the tables."""
+        return self._total(sum(layer.active_parameters for layer in self.layers))
+
+    def _total(self, in_layers: int) -> int:
+        head = 0 if self.tied else self.head_parameters
+        return in_layers + self.table_parameters + head + self.other_parameters
+
+    def kv_token_bytes(self, dtype_bytes: int) -> int:
+        """Returns the bytes of one token's KV over all layers while it is in every window.
+        `dtype_bytes`: of a number of the KV cache's dtype."""
+        parts = (part for layer in self.layers if layer.kv for part in layer.kv.parts(0))
+        index = sum(layer.index_bytes for layer in self.layers)
+        return sum(part.heads * part.dim for part in parts) * dtype_bytes + index
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """Returns the bytes of one sequence's state over all layers. `dtype_bytes`: of a number of
+        the model's dtype."""
+        states = [layer.state for layer in self.layers if layer.state]
+        return sum(state.conv * dtype_bytes + state.recurrent * 4 for state in states)
