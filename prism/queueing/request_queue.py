@@ -453,8 +453,8 @@ class RequestQueue:
         return await self._call(lambda: self._scripts[script](keys=[self._prefix], args=args))
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """Calls Redis. After an error response, drops damaged keys and repeats the call. What
-        damages keys may go on meanwhile, so a repeated call may need another repair."""
+        """Calls Redis. After an error response, drops damaged keys and repeats the call, which may
+        need another repair if more keys are damaged meanwhile."""
         for _ in range(_REPAIRS_MAX):
             try:
                 return await self._answer(call())

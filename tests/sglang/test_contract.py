@@ -38,6 +38,18 @@ SEAMS: dict[str, str | None] = {
     "platforms.interface:SRTPlatform.get_paged_allocator_cls": "self",
     "platforms.interface:SRTPlatform.get_dispatch_key_name": "self",
     "platforms.interface:SRTPlatform.get_default_attention_backend": "self",
+    "layers.rotary_embedding.rope_variant:Phi3LongRoPEScaledRotaryEmbedding": None,
+    # kernels
+    "sglang.kernels.ops.activation.softcap:softcap_inplace_logits": (
+        "full_logits, final_logit_softcapping"
+    ),
+    "sglang.kernels.ops.elementwise.elementwise:fused_gate_sigmoid_mul": (
+        "hidden_states, gate_weight, shared_output"
+    ),
+    "sglang.kernels.ops.elementwise.elementwise:fused_gate_sigmoid_mul_add": (
+        "hidden_states, gate_weight, shared_output, final_hidden_states"
+    ),
+    "layers.logits_processor:fused_softcap": "full_logits, final_logit_softcapping",
     # weights
     "model_loader.loader:get_model_loader": "load_config, model_config",
     "model_loader.loader:DefaultModelLoader": "load_config",

@@ -38,7 +38,7 @@ from prism.engines.sglang import (  # noqa: E402
     server_args,
 )
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
-from prism.engines.sglang.platform import gpu, noise  # noqa: E402
+from prism.engines.sglang.platform import gpu, noise, rotary  # noqa: E402
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages.engine import ActivateEngine  # noqa: E402
 
@@ -67,6 +67,7 @@ def build(
     pins = nullcontext() if gpu.is_gpu(device) else lora_adapters.Unpinned()
     with _rendezvous(ranks), pins:
         scheduler = InProcessScheduler(arguments, server_args.ports())
+    rotary.fix_factors(scheduler.tp_worker.model_runner.model, order.model.context_length)
     scheduler.start()
     return scheduler
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -11,7 +13,7 @@ from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.model_memory import MemoryPlan
 from prism.engines.sglang import lora_adapters
 from prism.engines.sglang.loader import KvcachedLoader
-from prism.engines.sglang.platform import gpu
+from prism.engines.sglang.platform import gpu, supported_models
 from prism.messages.engine import ActivateEngine
 
 # SGLang rejects prompts of its context minus 6 tokens or more and ends requests one token early.
@@ -67,6 +69,7 @@ def settings(
     spec = order.model
     return {
         "model_path": spec.path,
+        "json_model_override_args": json.dumps(_overrides(spec.path)),
         "load_format": KvcachedLoader,
         "tp_size": ranks,
         "dtype": spec.dtype,
@@ -85,6 +88,10 @@ def settings(
         "log_level": "warning",
         "skip_server_warmup": True,
     }
+
+
+def _overrides(path: str) -> dict[str, Any]:
+    return supported_models.overrides(json.loads((Path(path) / "config.json").read_text()))
 
 
 def ports() -> PortArgs:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvcached import WeightKey
+from kvcached.models import shape_of_config
 from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
 from prism.config.schema.machines import is_gpu
 from prism.messages.model_spec import ModelSpec
@@ -57,7 +59,15 @@ def needs(device: str) -> GpuNeeds:
 def refuses(model: Path, embeds: bool = False) -> str:
     """Returns the reason why the checkpoint cannot be served, "" if none is known. The models that
     vLLM can load are known only in its own environment, so others fail at their activation."""
-    return f"vllm engines make no embeddings of {model}; use the adapter sglang" if embeds else ""
+    if embeds:
+        return f"vllm engines make no embeddings of {model}; use the adapter sglang"
+    shape = shape_of_config(json.loads((model / "config.json").read_text()))
+    if len({layer.window_tokens for layer in shape.layers}) > 1:
+        return (
+            f"{model}/config.json has sliding windows in some layers, whose KV vllm engines would"
+            " keep in another pool; use the adapter sglang, or give another model"
+        )
+    return ""
 
 
 def parser_names() -> dict[str, list[str]]:

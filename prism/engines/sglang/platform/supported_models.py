@@ -11,6 +11,96 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from kvcached import Heads
+from kvcached.models import LayerShape, shape_of_config
+
+# Families whose answers are those of transformers, which tests/sglang/test_families.py shows.
+SERVED = frozenset(
+    {
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "granitemoe",
+        "llama",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
+# Families of which SGLang computes windows next to full attention; it ignores those of others.
+_WINDOWS = frozenset({"cohere2", "gemma2", "gemma3_text"})
+# Families of which SGLang takes the query heads for the number of K and V heads.
+_MULTI_HEAD = frozenset({"olmo", "olmoe", "phi"})
+# Settings of a family that SGLang ignores.
+_IGNORED = {
+    "olmoe": ("clip_qkv",),
+    "phi": ("qk_layernorm",),
+    "stablelm": ("qk_layernorm", "use_parallel_residual"),
+}
+
+
+def overrides(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns keys of a config.json that SGLang must read otherwise than they are.
+
+    It needs `hidden_act` of Gemma 2, which transformers 5 no longer saves, and takes Cohere 2's
+    window as the tokens before a token, without itself.
+    """
+    kind = config.get("model_type")
+    if kind == "gemma2" and "hidden_act" not in config:
+        return {"hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh"}
+    if kind == "cohere2" and (window := config.get("sliding_window", 4096)):
+        return {"sliding_window": window - 1}
+    return {}
+
+
+def _answers_differ(config: dict[str, Any]) -> str:
+    """Returns what prevents answers from being those of transformers, "" if nothing is known to."""
+    shape = shape_of_config(config)
+    kind = shape.model_type
+    if "text_config" in config:
+        return "describes a model of text and images or audio, which SGLang engines do not serve"
+    if kind not in SERVED:
+        served = ", ".join(sorted(SERVED))
+        return f"has model_type {kind!r}, which SGLang engines do not serve; they serve {served}"
+    if len({layer.window_tokens for layer in shape.layers}) > 1 and kind not in _WINDOWS:
+        return f"has sliding windows in some layers, which SGLang does not compute for {kind}"
+    if kind in _MULTI_HEAD and any(_is_grouped(layer) for layer in shape.layers):
+        return f"has fewer K and V heads than query heads, which SGLang cannot load for {kind}"
+    if kind.startswith("qwen") and len({bool(layer.mlp.experts) for layer in shape.layers}) > 1:
+        return f"has experts in some layers only, which SGLang cannot load for {kind}"
+    ignored = [key for key in _IGNORED.get(kind, ()) if config.get(key)]
+    return f"has {ignored[0]}, which SGLang ignores for {kind}" if ignored else ""
+
+
+def _is_grouped(layer: LayerShape) -> bool:
+    return isinstance(layer.kv, Heads) and layer.kv.num_kv_heads != layer.heads
 
 
 def refuses(model: Path, embeds: bool = False) -> str:
@@ -32,6 +122,8 @@ def refuses(model: Path, embeds: bool = False) -> str:
             f"{model}/config.json names {architecture}, which the installed SGLang cannot serve;"
             " give another model or upgrade it"
         )
+    if why := _answers_differ(config):
+        return f"{model}/config.json {why}; give another model"
     if embeds and not _can_embed(architecture):
         return (
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"

@@ -1,0 +1,155 @@
+"""Each family of models that the SGLang adapter serves: its answers are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcached import Heads, Latent
+from kvcached.models import shape_of_config
+from prism.engines.sglang.platform.supported_models import SERVED, refuses
+from prism.errors import ConfigError
+from prism.messages.engine import Deactivate, Deactivated, Submit
+from prism.messages.model_spec import ModelSpec
+from prism.models import tiny
+from prism.models.files import inspect_model
+from prism.models.hugging_face import import_transformers
+from prism.models.store import default_directory, prepare
+from tests.engines.harness import DeviceUnderTest, request
+from tests.families import TINY, VOCAB_SIZE
+from tests.sglang.models import TIE, gap_of, network
+
+# torch deprecates a decorator that GPT-BigCode uses.
+pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
+
+TOKENS = 12
+# The last is longer than the tiny models' windows, and takes two chunks of prefill.
+PROMPT_TOKENS = (7, 40, 120)
+
+
+def path_of(kind: str) -> Path:
+    """Returns the folder of the tiny model of a family."""
+    model = tiny.TinyModel(f"family-{kind}", kind, "", context_length=512, settings=TINY[kind])
+    return prepare(model, default_directory(), lambda _text: None)
+
+
+def spec_of(kind: str, path: Path) -> ModelSpec:
+    shape = inspect_model(path, kind).shape("float32", None)
+    return ModelSpec(name=kind, path=str(path), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
+
+
+def prompts(spec: ModelSpec) -> dict[str, list[int]]:
+    """Returns prompts by request, as long as the model's context allows."""
+    rng = random.Random(spec.name)
+    lengths = [n for n in PROMPT_TOKENS if n + TOKENS <= spec.context_length]
+    return {f"{spec.name}{n}": rng.choices(range(16, VOCAB_SIZE), k=n) for n in lengths}
+
+
+@pytest.mark.parametrize("kind", sorted(SERVED))
+def test_answers_are_those_of_transformers(device: DeviceUnderTest, kind: str) -> None:
+    """Compares answers of prompts that run together. The engine compares the layout of its KV with
+    the one that config.json gives."""
+    path = path_of(kind)
+    assert refuses(path) == ""
+    spec, asked, reference = spec_of(kind, path), prompts(spec_of(kind, path)), network(path)
+    device.activate(spec)
+    device.send(Submit([request(name, kind, prompt, TOKENS) for name, prompt in asked.items()]))
+    streams = device.finish(*asked)
+    for stream, prompt in zip(streams, asked.values(), strict=True):
+        assert len(stream.token_ids) == TOKENS
+        assert gap_of(reference, prompt, stream.token_ids) < TIE
+    device.send(Deactivate())
+    device.wait_for(Deactivated)
+
+
+@pytest.mark.parametrize("kind", sorted(set(TINY) - SERVED))
+def test_the_others_are_refused_before_a_cluster_starts(tmp_path: Path, kind: str) -> None:
+    write_config(tmp_path, kind)
+    assert reason(tmp_path)
+
+
+CONDITIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "windows"),
+    ("olmo", {"num_key_value_heads": 3}, "fewer K and V heads than query heads"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "experts in some layers only"),
+    ("qwen2_moe", {"mlp_only_layers": [1]}, "experts in some layers only"),
+    ("stablelm", {"qk_layernorm": True}, "has qk_layernorm, which SGLang ignores"),
+    ("stablelm", {"use_parallel_residual": True}, "has use_parallel_residual, which SGLang"),
+    ("olmoe", {"clip_qkv": 8.0}, "has clip_qkv, which SGLang ignores"),
+    ("phi", {"qk_layernorm": True}, "has qk_layernorm, which SGLang ignores"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changed", "says"), CONDITIONS)
+def test_what_sglang_does_not_compute_is_refused(
+    tmp_path: Path, kind: str, changed: dict[str, Any], says: str
+) -> None:
+    write_config(tmp_path, kind, **changed)
+    assert says in reason(tmp_path)
+
+
+def test_models_that_take_images_are_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "llama")
+    text = json.loads((tmp_path / "config.json").read_text())
+    wrapped = {"model_type": "llava", "text_config": text}
+    wrapped["architectures"] = ["LlavaForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(wrapped))
+    assert "a model of text and images or audio" in refuses(tmp_path)
+
+
+def write_config(folder: Path, kind: str, **changed: Any) -> None:
+    """Writes the config.json of a family's tiny model, with some keys changed."""
+    transformers = import_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = transformers.AutoConfig.for_model(kind, **TINY[kind] | changed).to_dict()
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").touch()
+
+
+def reason(folder: Path) -> str:
+    """Returns why a model without weights is refused, "" if only they are missing."""
+    try:
+        inspect_model(folder, "path")
+    except ConfigError as error:
+        if "does not have *.safetensors" not in str(error):
+            return str(error)
+    return refuses(folder)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "supported-models.md"
+
+
+def row(folder: Path, kind: str) -> str:
+    """Returns a family's row of the page of supported models."""
+    write_config(folder, kind)
+    shape = shape_of_config(json.loads((folder / "config.json").read_text()))
+    kept = {layer.kv for layer in shape.layers}
+    names = []
+    if any(isinstance(kv, Heads) for kv in kept):
+        names.append("K and V heads")
+    if any(isinstance(kv, Latent) for kv in kept):
+        names.append("a latent (MLA)")
+    if any(layer.index_bytes for layer in shape.layers):
+        names.append("an index of keys")
+    if any(layer.window_tokens for layer in shape.layers):
+        every = all(layer.window_tokens for layer in shape.layers)
+        names.append(f"windows in {'all' if every else 'some'} layers")
+    if any(layer.state for layer in shape.layers):
+        names.append("a state per sequence")
+    elif None in kept:
+        names.append("KV shared by layers")
+    experts = "experts" if any(layer.mlp.experts for layer in shape.layers) else ""
+    served = "equal to transformers" if kind in SERVED else "refused"
+    return f"| `{kind}` | {', '.join(names)} | {experts} | {served} |"
+
+
+def test_the_page_of_supported_models_is_true(tmp_path: Path) -> None:
+    expected = [row(tmp_path, kind) for kind in sorted(TINY)]
+    found = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert found == expected, "\n".join(expected)
