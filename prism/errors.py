@@ -102,8 +102,15 @@ class ModelSourceError(PrismError):
 
 
 class ActionError(PrismError):
-    """An agent refused or failed an action, did not answer, or has ended; the message says
-    which."""
+    """An agent refused or failed an action, did not answer, or has ended; the message says which.
+
+    Args:
+        lasting: The same action would fail again, as that of a model that cannot be loaded.
+    """
+
+    def __init__(self, message: str, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class QueueUnavailableError(PrismError):

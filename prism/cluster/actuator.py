@@ -116,7 +116,7 @@ class Actuator:
             self._succeeded(move)
         except (ActionError, QueueUnavailableError) as error:
             problem = str(error)
-            self._failed(move, problem)
+            self._failed(move, problem, lasting=getattr(error, "lasting", False))
         finally:
             self._state.actions.end(number, move, problem)
             del self._tasks[move.model]
@@ -129,11 +129,12 @@ class Actuator:
         if move.kind == "activate":
             self._state.activations.ended(move.model, self._state.now_s())
 
-    def _failed(self, move: Move, problem: str) -> None:
+    def _failed(self, move: Move, problem: str, *, lasting: bool) -> None:
         log.warning("%s of %s on %s failed: %s", move.kind, move.model, move.device, problem)
         self._state.actions.totals[f"{move.kind}_failed"] += 1
         if move.brings_up:
-            self._state.activations.failed(move.model, move.device, problem, self._state.now_s())
+            failed = self._state.activations.failed
+            failed(move.model, move.device, problem, self._state.now_s(), lasting=lasting)
 
     def _evictions_on(self, devices: Collection[str]) -> list[tuple[str, asyncio.Task[str]]]:
         evictions = (m for m in self._state.actions.moves.values() if m.kind == "evict")

@@ -144,5 +144,6 @@ async def wait_for_result(
     except TimeoutError:
         raise ActionError(f"{device} did not answer within {timeout_s:g} s") from None
     if not outcome.ok:
-        raise ActionError(outcome.message or f"{device} failed without a message")
+        message = outcome.message or f"{device} failed without a message"
+        raise ActionError(message, outcome.lasting)
     return outcome

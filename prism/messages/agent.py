@@ -73,6 +73,7 @@ class ActionResult(Wire, frozen=True):
     action_id: int
     ok: bool
     message: str = ""
+    lasting: bool = False  # the model cannot be loaded, and not for lack of memory
     seconds: float = 0.0
     stages_s: dict[str, float] = {}  # of an operator's "activate": stages of the activation
     link_bytes: dict[str, int] = {}  # of an operator's "activate": bytes over each link

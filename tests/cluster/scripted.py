@@ -47,7 +47,8 @@ class Resident:
 @dataclass
 class ScriptedAgent:
     """Obeys orders after `delay_s`, serves every waiting request of its active models at once,
-    reports every 50 ms and on changes. `failing`: model -> message of its activations.
+    reports every 50 ms and on changes. `failing`: model -> message of its activations, which would
+    always fail if `lasting`.
     `broken_rules`: orders that a correct scheduler never sends."""
 
     config: ClusterConfig
@@ -55,6 +56,7 @@ class ScriptedAgent:
     delay_s: float = 0.05
     engines_starting: int = 0
     failing: dict[str, str] = field(default_factory=dict)
+    lasting: bool = False
     stuck: set[str] = field(default_factory=set)
     unreadable: set[str] = field(default_factory=set)
     orders: list[tuple[str, str]] = field(default_factory=list)
@@ -193,7 +195,8 @@ class ScriptedAgent:
         if name in self.failing:
             del self.residents[name]
             await self.report()
-            await self._send(ActionResult(order.action_id, False, self.failing[name]))
+            answer = ActionResult(order.action_id, False, self.failing[name], self.lasting)
+            await self._send(answer)
             return
         self.residents[name].state = "active"
         await self._send(ActionResult(order.action_id, True, seconds=self.delay_s))

@@ -48,6 +48,31 @@ async def test_a_failed_activation_is_retried_with_a_pause(cluster: Cluster) -> 
     await eventually(cleared)
 
 
+async def test_a_cluster_whose_only_model_cannot_be_loaded_is_not_ready(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), rooms=(1.0,))
+    cluster.start_scheduler()
+    agent = await cluster.start_agent("host:0", failing={"a": "no such tensor"}, lasting=True)
+    await eventually(lambda: agent.orders.count(("activate", "a")) >= 2)
+    assert not (await cluster.status()).ready
+    agent.failing.clear()
+
+    async def ready() -> bool:
+        return (await cluster.status()).ready
+
+    await eventually(ready)
+
+
+async def test_a_model_that_cannot_be_loaded_keeps_no_other_from_serving(cluster: Cluster) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(2.0,))
+    cluster.start_scheduler()
+    await cluster.start_agent("host:0", failing={"a": "no such tensor"}, lasting=True)
+
+    async def ready() -> bool:
+        return (await cluster.status()).ready
+
+    await eventually(ready)
+
+
 async def test_a_failed_activation_is_tried_on_the_other_device(cluster: Cluster) -> None:
     cluster.configure(spec("a"), rooms=(2.0, 1.5))
     cluster.start_scheduler()

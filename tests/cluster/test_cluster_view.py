@@ -363,6 +363,24 @@ def test_pauses_double_up_to_a_bound_and_start_over_after_a_quiet_time() -> None
     assert not backoff.barred("a", now_s + 101)
 
 
+def test_pauses_of_a_model_that_cannot_be_loaded_become_longer() -> None:
+    timing = SchedulerTiming(retry_s=1.0, retry_max_s=5.0, retry_lasting_max_s=40.0, forget_s=10.0)
+    backoff = Activations(timing, 0.0)
+    ends, now_s = [], 0.0
+    for _ in range(8):
+        backoff.failed("a", "g", "no such tensor", now_s, lasting=True)
+        pause_s = next(float(p) for p in range(1, 99) if not backoff.barred("a", now_s + p))
+        ends.append(pause_s)
+        now_s += pause_s
+    assert ends == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 40.0]
+    assert backoff.cannot_load("a")
+    backoff.failed("a", "h", "no room", now_s)
+    assert not backoff.cannot_load("a")
+    assert not backoff.cannot_load("b")
+    backoff.loaded("a", 1.0, now_s)
+    assert backoff.barred("a", now_s) == ("h",)
+
+
 def test_a_lost_model_may_come_back_at_once_the_first_time() -> None:
     backoff = Activations(SchedulerTiming(retry_s=1.0), 0.0)
     backoff.died("a", "g", "killed", 0.0)

@@ -171,4 +171,5 @@ class Activations:
         actions, hosted.actions = hosted.actions, []
         seconds = self._now_s() - hosted.since_s
         for action_id in actions:
-            self._effects.answer(ActionResult(action_id, not problem, problem, seconds))
+            lasting = bool(problem) and hosted.broken
+            self._effects.answer(ActionResult(action_id, not problem, problem, lasting, seconds))

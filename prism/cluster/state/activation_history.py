@@ -14,6 +14,7 @@ class Failures:
     last_s: float
     until_s: float
     message: str
+    lasting: bool
 
 
 class Activations:
@@ -33,7 +34,9 @@ class Activations:
         self.refusals: dict[str, str] = {}  # model -> why the last plan placed it nowhere
 
     def loaded(self, model: str, load_s: float, now_s: float) -> None:
-        """Records that the model has become active, after `load_s`."""
+        """Records that the model has become active, after `load_s`. It can be loaded, then."""
+        there = self._failures.get(model, {})
+        self._failures[model] = {name: f for name, f in there.items() if not f.lasting}
         self.load_s[model] = load_s
         self.restarted(model, load_s, now_s)
 
@@ -45,23 +48,30 @@ class Activations:
         """Records the end of an activation. A model without requests is idle from then on."""
         self._ended_s[model] = now_s
 
-    def failed(self, model: str, device: str, message: str, now_s: float) -> None:
-        """Records a failed activation. Starts a pause, which doubles with each failure."""
-        self._note(model, device, message, now_s, free_tries=0)
+    def failed(
+        self, model: str, device: str, message: str, now_s: float, *, lasting: bool = False
+    ) -> None:
+        """Records a failed activation. Starts a pause, which doubles with each failure.
+
+        The pauses of `lasting` ones, which would fail again, become longer than those of others.
+        """
+        self._note(model, device, message, now_s, free_tries=0, lasting=lasting)
 
     def died(self, model: str, device: str, message: str, now_s: float) -> None:
         """Records the loss of an active model. The first one causes no pause."""
-        self._note(model, device, message, now_s, free_tries=1)
+        self._note(model, device, message, now_s, free_tries=1, lasting=False)
 
-    def _note(self, model: str, device: str, message: str, now_s: float, free_tries: int) -> None:
+    def _note(
+        self, model: str, device: str, message: str, now_s: float, *, free_tries: int, lasting: bool
+    ) -> None:
         there = self._failures.setdefault(model, {})
         last = there.get(device)
-        recent = last is not None and now_s - last.last_s < self._timing.forget_s
+        recent = last is not None and now_s - last.until_s < self._timing.forget_s
         count = last.count + 1 if last is not None and recent else 1
         doublings = count - 1 - free_tries
-        longest_s = self._timing.retry_max_s
+        longest_s = self._timing.retry_lasting_max_s if lasting else self._timing.retry_max_s
         pause_s = min(self._timing.retry_s * 2.0**doublings, longest_s) if doublings >= 0 else 0.0
-        there[device] = Failures(count, now_s, now_s + pause_s, message)
+        there[device] = Failures(count, now_s, now_s + pause_s, message, lasting)
 
     def clear(self, model: str) -> None:
         """Ends all pauses and the refusal of the model (an operator activates it)."""
@@ -90,6 +100,11 @@ class Activations:
     def failures(self, model: str) -> int:
         """Returns the number of recent failures of the model on all devices."""
         return sum(failures.count for failures in self._failures.get(model, {}).values())
+
+    def cannot_load(self, model: str) -> bool:
+        """Returns whether the model failed for a lasting reason wherever it was tried."""
+        there = self._failures.get(model, {}).values()
+        return bool(there) and all(failures.lasting for failures in there)
 
     def idle_s(self, model: str, now_s: float) -> float:
         """Returns the time since the last activation, or since the scheduler's start."""

@@ -32,13 +32,16 @@ class Startup:
         """Returns True if the start is complete and a device has started engines. Sets `complete`.
 
         The start is complete once every device's engines have been up and each model of the initial
-        placement was activated, refused, or failed at least once. It stays complete, also after a
-        restart of the scheduler.
+        placement was activated, refused, or failed at least once, unless no model can be loaded. It
+        stays complete, also after a restart of the scheduler.
         """
         if not self.complete and self.planned_once and self.book.all_started(now_s):
-            absent = {m.name for m in models if m.state in ("absent", "activating")}
+            names = {m.name: m.state for m in models}
+            absent = {name for name, state in names.items() if state in ("absent", "activating")}
             pending = self.wanted & absent - self.activations.refusals.keys()
-            self.complete = not any(self.activations.failures(name) == 0 for name in pending)
+            tried = not any(self.activations.failures(name) == 0 for name in pending)
+            hopeless = set(filter(self.activations.cannot_load, absent))
+            self.complete = tried and (not names or hopeless != names.keys())
         return self.complete and self.book.any_started()
 
 

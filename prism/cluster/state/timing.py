@@ -21,7 +21,8 @@ class SchedulerTiming:
     settle_s: float = 5.0  # longest delay of an agent's report after an action's result
     retry_s: float = 1.0  # pause after a failed activation; it doubles with each failure
     retry_max_s: float = 10.0  # longest pause
-    forget_s: float = 60.0  # time without a failure that resets the pause
+    retry_lasting_max_s: float = 600.0  # longest pause of a model that cannot be loaded
+    forget_s: float = 60.0  # time after a pause without a failure that resets the pause
     queue_retry_s: float = 0.5
 
 
