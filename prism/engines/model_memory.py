@@ -6,6 +6,7 @@ engine; KV pages above that are elastic.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,10 @@ from prism.engines.weights.model_weights import ModelWeights
 from prism.errors import ActivationError
 from prism.messages.engine import ActivateEngine
 
+log = logging.getLogger(__name__)
+
 _PADDING_BLOCKS = 1
+_DIFFERENCE_MAX = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class ModelMemory:
         self._client = client
         self._device = device
         self._name = order.model.name
+        self._computed_bytes = order.model.weight_bytes
         self._lease: kvcached.StaticLease | None = None
         self._kv: kvcached.KVCache | None = None
         try:
@@ -127,6 +132,7 @@ class ModelMemory:
     def lay_out_weights(self, parameters: Mapping[str, torch.Tensor], *, back: bool) -> None:
         """Lays out the weights at their real size, known once the model is built. With `back`, all
         pages are mapped at once."""
+        self._compare(parameters)
         try:
             self.weights.lay_out(parameters)
             if back:
@@ -160,6 +166,22 @@ class ModelMemory:
             self._lease = None
         self._client.set_min(0)
         self._client.set_limit(None)
+
+    def _compare(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Logs a warning if the weights differ by over 1 % from what the scheduler reckons with.
+
+        KV needs no comparison: engines lay it out as the scheduler says, or fail.
+        """
+        if self.ranks.size > 1:
+            return  # ranks also have copies of what cannot be divided
+        measured = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+        if abs(measured - self._computed_bytes) > _DIFFERENCE_MAX * self._computed_bytes:
+            log.warning(
+                "model %s: its weights take %s in the engine, and %s by its files",
+                self._name,
+                format_size(measured),
+                format_size(self._computed_bytes),
+            )
 
     def _agree(self, order: ActivateEngine) -> None:
         """Waits until all ranks have reserved their memory, since ranks that build the model wait

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcached import Heads, Latent
@@ -64,6 +65,22 @@ def test_answers_are_those_of_transformers(device: DeviceUnderTest, kind: str) -
         assert gap_of(reference, prompt, stream.token_ids) < TIE
     device.send(Deactivate())
     device.wait_for(Deactivated)
+    assert f"model {kind}: its weights take" not in logs(device)
+
+
+def test_weights_of_another_size_are_a_warning(device: DeviceUnderTest) -> None:
+    spec = spec_of("llama", path_of("llama"))
+    wrong = msgspec.structs.replace(spec, name="w", weight_bytes=int(spec.weight_bytes * 1.02))
+    device.activate(wrong)
+    device.send(Deactivate())
+    device.wait_for(Deactivated)
+    assert "model w: its weights take" in logs(device)
+
+
+def logs(device: DeviceUnderTest) -> str:
+    """Returns what the engines and their fork server have logged."""
+    paths = [device.fork_server.log_path, *Path(device.config.run_dir).glob("logs/*")]
+    return "\n".join(path.read_text() for path in paths if path.exists())
 
 
 @pytest.mark.parametrize("kind", sorted(set(TINY) - SERVED))
