@@ -38,6 +38,15 @@ _DEEPSEEK: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+_YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    }
+}
 _DELTA_NET: dict[str, Any] = {
     **_HEAD,
     "linear_num_key_heads": 2,
@@ -146,8 +155,15 @@ TINY: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "attention_chunk_size": WINDOW,
     },
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK | {"q_lora_rank": None},
+    "deepseek_v2": _DEEPSEEK | _YARN | {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v3": _DEEPSEEK
+    | _YARN
+    | {
+        "q_lora_rank": None,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
     "deepseek_v32": _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 128, "index_topk": 16},
     "glm4_moe_lite": _DEEPSEEK,
     "minicpm3": _LATENT,

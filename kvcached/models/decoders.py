@@ -8,7 +8,15 @@ from typing import Literal
 
 from kvcached.layouts.attention import Heads, Latent
 from kvcached.models.config_keys import ConfigKeys
-from kvcached.models.parts import attention, heads_of, latent_attention, linear, mlp, pair_flops
+from kvcached.models.parts import (
+    absorbed_numbers,
+    attention,
+    heads_of,
+    latent_attention,
+    linear,
+    mlp,
+    pair_flops,
+)
 from kvcached.models.shape import LayerShape, Mlp, ModelShape
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -168,7 +176,16 @@ class Decoder:
         mixer = weights + index + (1 if parallel else self.norms) * norm
         parts = zip(self.windows(keys, layers), self.mlps(keys, layers), strict=True)
         made = [
-            LayerShape(mixer, one, heads, flops, kv, window, index_bytes=index_bytes)
+            LayerShape(
+                mixer,
+                one,
+                heads,
+                flops,
+                kv,
+                window,
+                index_bytes=index_bytes,
+                absorbed=absorbed_numbers(keys) if self.latent else 0,
+            )
             for window, one in parts
         ]
         return model_shape(keys, made, other=norm, head_bias=self._flag(keys, self.head_bias))

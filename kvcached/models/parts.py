@@ -85,6 +85,14 @@ def _v_dim(kv: Heads) -> int:
     return kv.v_head_dim or kv.head_dim
 
 
+def absorbed_numbers(keys: ConfigKeys) -> int:
+    """Returns the numbers of the up-projections of K and V in latent attention."""
+    heads, nope = keys.integer("num_attention_heads"), keys.integer("qk_nope_head_dim")
+    of_null = keys.if_null("v_head_dim", split(keys.integer("hidden_size"), heads))
+    v_dim = keys.integer("v_head_dim", default=of_null)
+    return linear(keys.integer("kv_lora_rank"), heads * (nope + v_dim))
+
+
 def latent_attention(keys: ConfigKeys) -> tuple[int, Latent, int]:
     """Returns multi-head latent attention (DeepSeek-V2, §2.1): its parameters, what it keeps, and
     the operations for a query and a key in a prefill, which computes with whole heads."""
@@ -99,8 +107,7 @@ def latent_attention(keys: ConfigKeys) -> tuple[int, Latent, int]:
     else:
         queries = linear(hidden, q_rank, bias) + q_rank + linear(q_rank, q)
     down = linear(hidden, rank + rope, bias) + rank
-    up = linear(rank, heads * (nope + v_dim))
-    total = queries + down + up + linear(heads * v_dim, hidden, bias)
+    total = queries + down + absorbed_numbers(keys) + linear(heads * v_dim, hidden, bias)
     return total, Latent(rank, rope), 2 * heads * (nope + rope + v_dim)
 
 

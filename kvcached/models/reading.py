@@ -29,6 +29,7 @@ _SHAPING = (
     "attn_layer_indices",
     "cross_attention_layers",
     "index_topk",
+    "moe_layer_freq",
 )
 _SPECIAL = {"sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba"}
 

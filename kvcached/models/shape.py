@@ -52,6 +52,8 @@ class LayerShape:
     state: State | None = None
     index_bytes: int = 0
     """Bytes per token of an index of keys, whatever the dtype of the KV cache."""
+    absorbed: int = 0
+    """Numbers of a second copy of the up-projections, with which engines attend to latents."""
 
     @property
     def parameters(self) -> int:

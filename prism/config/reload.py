@@ -52,6 +52,8 @@ FIXED = {
     "num_layers": "path",
     "num_kv_heads": "path",
     "head_dim": "path",
+    "latent_rope_dim": "path",
+    "derived_bytes": "path",
     "weight_bytes": "path",
 }
 # Fields that follow from these and from the number of models.

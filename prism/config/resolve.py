@@ -179,6 +179,10 @@ def _check_spread(model: ModelSpec, key: str) -> None:
         raise ConfigError(f"{key}.tp: an embedding model must be on one device; use tp 1")
     if model.pinned_device is not None:
         raise ConfigError(f"{key}.device: cannot be combined with tp {model.tp}; remove the key")
+    if model.latent_rope_dim is not None:
+        raise ConfigError(
+            f"{key}.tp: a model with latent attention must be on one device; use tp 1"
+        )
     if model.num_kv_heads % model.tp:
         raise ConfigError(
             f"{key}.tp: {model.num_kv_heads} KV heads cannot be shared by {model.tp} devices;"

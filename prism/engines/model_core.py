@@ -167,7 +167,7 @@ class ModelCore(ABC, Generic[M, A, R]):
             order,
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
-            static_bytes=self._share.model_bytes(order.model.lora.size_bytes),
+            static_bytes=self._share.model_bytes(order.model.besides_weights_bytes),
         )
         weights = ModelWeights(self._client, self._access, order.model)
         try:

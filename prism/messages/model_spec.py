@@ -56,8 +56,8 @@ class ModelSpec(Wire, frozen=True):
     kv_dtype: str
     context_length: int
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # 1 with latent attention
+    head_dim: int  # with latent attention, the numbers of a latent
     weight_bytes: int  # resident, in `dtype`
     # KV of one token: all layers, K and V, in `kv_dtype`, with the arrangement's padding.
     token_bytes: int
@@ -69,6 +69,10 @@ class ModelSpec(Wire, frozen=True):
     pinned_device: str | None = None
     static_share: float | None = None  # fraction of the KV memory, static policy
     kv_arrangement: str = "per_layer"  # a `kvcached.layouts.Arrangement`
+    # Numbers of a latent that are K's rotary part. None: the model has K and V heads.
+    latent_rope_dim: int | None = None
+    # Memory of tensors that engines make of weights, and keep besides them.
+    derived_bytes: int = 0
     tp: int = 1  # number of devices (tensor parallel)
     # Parsers of answers: a name of the engine, "auto" or "none".
     tool_parser: str = "auto"
@@ -80,6 +84,11 @@ class ModelSpec(Wire, frozen=True):
     aliases: tuple[str, ...] = ()
     lora: LoraSpec = LoraSpec()
     embedding: EmbeddingSpec | None = None  # None: the model generates text
+
+    @property
+    def besides_weights_bytes(self) -> int:
+        """Memory of an engine that only this model needs, in addition to weights and KV."""
+        return self.lora.size_bytes + self.derived_bytes
 
     @property
     def own_names(self) -> tuple[str, ...]:

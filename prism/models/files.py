@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prism.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcached import Heads
+    from kvcached import Heads, Latent
     from kvcached.models import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,6 +41,8 @@ class ModelFiles:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    # As in ModelSpec.
+    latent_rope_dim: int | None
     parameters: int
     decoder: ModelShape
 
@@ -55,12 +57,18 @@ class ModelFiles:
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
+            "latent_rope_dim": self.latent_rope_dim,
             "weight_bytes": self.weight_bytes(dtype),
+            "derived_bytes": self.derived_bytes(dtype),
             "token_bytes": self.token_bytes(dtype),
         }
 
     def weight_bytes(self, dtype: str) -> int:
         return self.parameters * DTYPE_BYTES[dtype]
+
+    def derived_bytes(self, dtype: str) -> int:
+        """Returns the bytes of copies of weights that engines make to attend to latents."""
+        return sum(layer.absorbed for layer in self.decoder.layers) * DTYPE_BYTES[dtype]
 
     def token_bytes(self, dtype: str) -> int:
         """Returns the bytes of one token's KV over all layers."""
@@ -80,7 +88,8 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
             f"{key}: {path} does not have tokenizer.json; save the fast tokenizer there"
         )
     decoder = decoder_of(config, path, key)
-    heads = _heads(decoder, f"{key}: {path}/config.json: {architecture}")
+    kept = _kept(decoder, f"{key}: {path}/config.json: {architecture}")
+    [first, *_] = kept.parts(0)
     windows = {layer.window_tokens for layer in decoder.layers} - {None}
     everywhere = all(layer.window_tokens for layer in decoder.layers)
     bounds = [window for window in windows if window is not None and everywhere]
@@ -89,8 +98,9 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
         stored_dtype=named_dtype(config, path, key) or "float32",
         context_length=min([decoder.context_tokens, *bounds]),
         num_layers=len(decoder.layers),
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
+        num_kv_heads=first.heads,
+        head_dim=first.dim,
+        latent_rope_dim=getattr(kept, "rope_dim", None),
         parameters=_count_parameters(path, decoder.tied, key),
         decoder=decoder,
     )
@@ -133,25 +143,24 @@ def decoder_of(config: dict[str, Any], path: Path, key: str) -> ModelShape:
         raise ConfigError(f"{key}: {shown}") from error
 
 
-def _heads(decoder: ModelShape, model: str) -> Heads:
-    """Returns the K and V heads that all layers have. Raises ConfigError for other layers."""
-    from kvcached import Heads
-
+def _kept(decoder: ModelShape, model: str) -> Heads | Latent:
+    """Returns what every layer keeps of a token. Raises ConfigError if layers differ or keep
+    more."""
     kept = {layer.kv for layer in decoder.layers}
+    [first, *_] = kept
     problem = ""
     if any(layer.state for layer in decoder.layers):
         problem = "keeps a state per sequence (linear attention, Mamba or a convolution)"
-    elif None in kept:
+    elif first is None or None in kept:
         problem = "has layers that read the K and V of others"
     elif len(kept) > 1:
         problem = "has layers with different numbers of K and V heads"
-    [first, *_] = kept
-    if not problem and not isinstance(first, Heads):
-        problem = "has latent attention (MLA)"
-    if problem or not isinstance(first, Heads):
+    elif any(layer.index_bytes for layer in decoder.layers):
+        problem = "keeps an index of keys (sparse attention)"
+    if problem or first is None:
         raise ConfigError(
             f"{model} {problem}, which this version cannot serve; give a model whose layers all"
-            " have the same K and V heads"
+            " keep the same KV"
         )
     return first
 

@@ -99,6 +99,11 @@ def module_of(
 
 
 def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
+    if files.latent_rope_dim is not None:
+        raise ConfigError(
+            f"{key}: adapters of models with latent attention are not served; merge the adapter"
+            " into its model, and serve that"
+        )
     config = read_config(model, key)
     text, layer = text_model(config), files.decoder.layers[0]
     inner = text.get("intermediate_size") or text.get("n_inner")

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvcached import MLALayout
+from prism.config.checks.memory_needs import layout_of
 from prism.errors import ConfigError
+from prism.messages.model_spec import ModelSpec
 from prism.models.files import ModelFiles, inspect_model
 from tests.frontend.tiny_model import VOCAB_SIZE, make_model
 
@@ -55,6 +58,14 @@ QWEN = {
     "head_dim": 24,
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 512,
+}
+MLA = {
+    "model_type": "minicpm3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
 }
 GEOMETRIES = [
     (LLAMA, (3, 4, 16, 2048)),
@@ -113,6 +124,16 @@ def test_copies_and_adapters_are_not_weights(tmp_path: Path, name: str) -> None:
     assert inspect_model(directory, "key").parameters == BASE_PARAMETERS
 
 
+def test_a_latent_is_one_head_for_all(tmp_path: Path) -> None:
+    """Counts the copies of up-projections that engines keep: 4 heads of 8 + 8 by a rank of 16."""
+    files = inspect_model(make_model(tmp_path / "m", **MLA), "key")
+    assert (files.num_kv_heads, files.head_dim, files.latent_rope_dim) == (1, 16 + 8, 8)
+    assert files.token_bytes("bfloat16") == 2 * (16 + 8) * 2
+    assert files.derived_bytes("bfloat16") == 2 * 16 * 4 * (8 + 8) * 2
+    spec = ModelSpec(name="m", path="", slo_ttft_s=1, slo_tpot_s=1, **files.shape("bfloat16", None))
+    assert layout_of(spec) == MLALayout(2, 16, 8)
+
+
 def test_a_window_in_every_layer_bounds_the_context(tmp_path: Path) -> None:
     config = {"model_type": "mistral", "sliding_window": 40}
     assert inspect_model(make_model(tmp_path / "m", **config), "key").context_length == 40
@@ -141,14 +162,6 @@ def test_a_config_may_leave_its_dtype_open(
     assert inspect_model(model(tmp_path / "n", **nested), "key").stored_dtype == dtype
 
 
-MLA = {
-    "model_type": "minicpm3",
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
 LFM2 = {"model_type": "lfm2", "full_attn_idxs": [1]}
 DECI = {"model_type": "deci", "num_key_value_heads_per_layer": [2, 1]}
 SHARED = {
@@ -196,7 +209,6 @@ BROKEN = [
         configure(kv_lora_rank=512),
         "has kv_lora_rank 512, which changes no llama model; remove the key, or",
     ),
-    (configure(**MLA), "has latent attention (MLA), which this version cannot serve"),
     (configure(**LFM2), "keeps a state per sequence (linear attention, Mamba or a convolution)"),
     (configure(**DECI), "has layers with different numbers of K and V heads"),
     (configure(**SHARED), "has layers that read the K and V of others"),

@@ -109,21 +109,8 @@ def path_of(name: str) -> Path:
 
 def spec_of(name: str, context_length: int | None = None) -> ModelSpec:
     files = inspect_model(path_of(name), name)
-    return ModelSpec(
-        name=name,
-        path=str(path_of(name)),
-        architecture=files.architecture,
-        dtype="float32",
-        kv_dtype="float32",
-        context_length=context_length or files.context_length,
-        num_layers=files.num_layers,
-        num_kv_heads=files.num_kv_heads,
-        head_dim=files.head_dim,
-        weight_bytes=files.weight_bytes("float32"),
-        token_bytes=files.token_bytes("float32"),
-        slo_ttft_s=2.0,
-        slo_tpot_s=0.2,
-    )
+    shape = files.shape("float32", context_length)
+    return ModelSpec(name=name, path=str(path_of(name)), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 
 
 def prompts(name: str, count: int, lengths: tuple[int, int], seed: int = 1) -> list[list[int]]:

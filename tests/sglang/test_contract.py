@@ -67,6 +67,10 @@ SEAMS: dict[str, str | None] = {
     # KV pool and allocator
     "mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": "self",
     "mem_cache.memory_pool:MLATokenToKVPool._create_buffers": "self",
+    "models.deepseek_common.attention_backend_handler:AttentionBackendRegistry.register": (
+        "backend_name, handler_func"
+    ),
+    "models.deepseek_common.attention_forward_methods.forward_methods:AttnForwardMethod.MLA": None,
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.clear": "self",
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc": "self, need_size",
     "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_extend": (

@@ -118,6 +118,17 @@ def flushed(pair: Pair) -> bool:
     return pair.of(LLAMA).committed_bytes == 128 * token_bytes(LLAMA)
 
 
+def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path) -> None:
+    pair = Pair({MLA.name: SGLangServer}, tmp_path, 64 << 20)
+    try:
+        asked = prompts(MLA.name, 6, (7, 200), seed=5)
+        right(MLA.name, asked, pair.servers[MLA.name].answers(asked, 16))
+        assert pair.of(MLA.name).committed_bytes % spec_of(MLA.name).token_bytes == 0
+        pair.flush()
+    finally:
+        pair.close()
+
+
 @pytest.mark.long  # each server imports SGLang for itself
 @pytest.mark.parametrize(
     ("model", "arguments", "said", "message"),
@@ -138,9 +149,8 @@ def flushed(pair: Pair) -> bool:
             {},
             "speculative_algorithm 'NGRAM' is not supported on kvcached: leave it out",
         ),
-        (MLA.name, (), {"STATIC": "64KiB"}, "latent attention .MLA. is not supported on kvcached"),
     ],
-    ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses", "latent"],
+    ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses"],
 )
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
     pair: Pair,

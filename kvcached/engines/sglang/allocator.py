@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils import get_num_new_pages
 
 from kvcached.engines.sglang.budget import KvcachedBudget
-from kvcached.engines.sglang.kv_pool import KvcachedPool
+from kvcached.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
 from kvcached.engines.sglang.memory import Ids, active_memory
 
 _NO_BLOCKS: Ids = np.empty(0, dtype=np.int64)
@@ -47,10 +47,10 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         kvcache: Any,
         need_sort: bool,
     ) -> None:
-        if not isinstance(kvcache, KvcachedPool) or kvcache.kv is None:
+        if not isinstance(kvcache, KvcachedPool | KvcachedLatentPool) or kvcache.kv is None:
             raise NotImplementedError(
                 f"its KV layout ({type(kvcache).__name__}) is not supported by this version: serve "
-                "a model whose layers all have full-attention K and V (MHA, GQA or MQA)"
+                "a model whose layers all have full attention (MHA, GQA, MQA or MLA)"
             )
         self._kv = kvcache.kv
         self._memory = active_memory()

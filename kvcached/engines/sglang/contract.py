@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcached.engines.contract import Contract
 
 _PAGED = "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"
+_ATTENTION = "sglang.srt.models.deepseek_common"
 _BUDGET = "sglang.srt.mem_cache.prefill_budget:PrefillBudget"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
@@ -25,6 +26,11 @@ CONTRACT = Contract(
             "revision",
         ),
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal": ("self",),
+        "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers": ("self",),
+        f"{_ATTENTION}.attention_backend_handler:AttentionBackendRegistry.register": (
+            "backend_name",
+            "handler_func",
+        ),
         "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes": (
             "pre_model_load_memory",
         ),
@@ -46,6 +52,7 @@ CONTRACT = Contract(
         "sglang.srt.utils:get_num_new_pages": ("seq_lens", "page_size", "prefix_lens", "decode"),
     },
     attributes=(
+        f"{_ATTENTION}.attention_forward_methods.forward_methods:AttnForwardMethod.MLA",
         "sglang.srt.platforms.cpu:CpuSRTPlatform",
         "sglang.srt.platforms.cuda:CudaSRTPlatform",
         "sglang.srt.platforms.device_mixin:PlatformEnum.OOT",

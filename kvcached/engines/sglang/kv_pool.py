@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+    AttnForwardMethod,
+)
 
-from kvcached import KVCache, Layout
+from kvcached import KVCache, Layout, MLALayout
 from kvcached.engines.sglang.memory import active_memory
 
 
@@ -44,14 +48,36 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
         )
 
 
-def pool_bytes(self: Any, pre_model_load_memory: int) -> int:
-    """Replaces KVCacheConfigurator._profile_available_bytes.
-
-    Raises NotImplementedError before SGLang allocates memory for latent attention.
+class KvcachedLatentPool(MLATokenToKVPool):  # type: ignore[misc]
+    """SGLang's pool of latent attention (MLA). The latents of each layer are a view of kvcached:
+    (tokens, 1, kv_lora_rank + rope_dim).
     """
-    if self.use_mla_backend:
-        raise NotImplementedError(
-            "latent attention (MLA) is not supported on kvcached by this version: serve a model "
-            "whose layers have K and V (MHA, GQA or MQA)"
+
+    kv: KVCache | None = None
+    size: int
+
+    def _create_buffers(self) -> None:
+        layout = MLALayout(
+            num_layers=self.layer_num,
+            kv_lora_rank=self.kv_lora_rank,
+            rope_dim=self.qk_rope_head_dim,
+            dtype=str(self.store_dtype).removeprefix("torch."),
+            block_tokens=self.page_size,
         )
+        self.kv = kv = active_memory().kv_cache(layout, self.size + self.page_size)
+        self.size = kv.num_tokens - self.page_size
+        layers = range(self.layer_num)
+        self.kv_buffer = [torch.from_dlpack(kv.buffer(i, "latent")) for i in layers]
+        if torch.device(self.device).type == "cpu":
+            AttentionBackendRegistry.register("torch_native", _attend_to_latents)
+
+
+def _attend_to_latents(attention: Any, forward_batch: Any) -> AttnForwardMethod:
+    """Returns attention on latents (DeepSeek-V2, §2.1.3), for prefills as well. SGLang's attention
+    on whole heads reads the cache by a Triton kernel, which a CPU lacks."""
+    return AttnForwardMethod.MLA
+
+
+def pool_bytes(self: Any, pre_model_load_memory: int) -> int:
+    """Replaces KVCacheConfigurator._profile_available_bytes."""
     return active_memory().pool_bytes(int(self.model_config.context_len))

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcached import KVCache, Layout, RankKV
+from kvcached import KVCache, KVLayout, RankKV
 
 Ids = NDArray[np.int64]
 
@@ -22,7 +22,7 @@ class PoolMemory(Protocol):
         free when it started.
         """
 
-    def kv_cache(self, layout: Layout, num_tokens: int) -> KVCache:
+    def kv_cache(self, layout: KVLayout, num_tokens: int) -> KVCache:
         """Returns the space for a pool of this geometry, which SGLang views by layer.
 
         Raises NoRoomError, and RuntimeError or NotImplementedError for an unsupported geometry.

@@ -20,9 +20,9 @@ class KvcachedPlatform:
         """Returns the pool's class. None selects SGLang's own pool, which KvcachedAllocator
         refuses.
         """
-        from kvcached.engines.sglang.kv_pool import KvcachedPool
+        from kvcached.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
 
-        return KvcachedPool if kind == "mha" else None
+        return {"mha": KvcachedPool, "mla": KvcachedLatentPool}.get(kind)
 
     def get_paged_allocator_cls(self) -> type[Any]:
         from kvcached.engines.sglang.allocator import KvcachedAllocator

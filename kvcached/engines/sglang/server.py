@@ -17,7 +17,7 @@ import zmq
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
 
-from kvcached import KVCache, Layout, RankKV
+from kvcached import KVCache, KVLayout, RankKV
 from kvcached.engines.device_share import DeviceShare, weights_bytes
 from kvcached.engines.settings import Settings
 from kvcached.engines.sglang import gpu
@@ -71,7 +71,7 @@ class ServerMemory:
         self._context_tokens = context_tokens
         return self.share.device.capacity_bytes
 
-    def kv_cache(self, layout: Layout, num_tokens: int) -> KVCache:
+    def kv_cache(self, layout: KVLayout, num_tokens: int) -> KVCache:
         if self._kv is not None:
             raise NotImplementedError("a model with several KV pools is not supported on kvcached")
         request_tokens = min(self._context_tokens, num_tokens)

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
-from kvcached import Layout, choose_layout
+from kvcached import KVLayout, Layout, MLALayout, choose_layout
 from kvcached.layouts import Arrangement
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.units import format_size, whole_mib
@@ -91,36 +91,43 @@ class MemoryNeed:
         return self.weight_bytes + self.static_bytes + self.kv_bytes
 
 
-def layout_of(model: ModelSpec) -> Layout:
+def layout_of(model: ModelSpec) -> KVLayout:
     """Returns the layout of the KV of `model`."""
-    layout = Layout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=model.kv_dtype,
-        block_tokens=model.block_tokens,
-        arrangement=cast("Arrangement", model.kv_arrangement),
-    )
+    layout = _layout(model, model.latent_rope_dim)
     if model.kv_arrangement == "per_layer" or model.token_bytes == layout.token_bytes:
         return layout
     return replace(layout, padded_token_bytes=model.token_bytes)
 
 
+def _layout(model: ModelSpec, rope_dim: int | None) -> KVLayout:
+    common: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "dtype": model.kv_dtype,
+        "block_tokens": model.block_tokens,
+        "arrangement": cast("Arrangement", model.kv_arrangement),
+    }
+    if rope_dim is None:
+        return Layout(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, **common)
+    return MLALayout(kv_lora_rank=model.head_dim - rope_dim, rope_dim=rope_dim, **common)
+
+
 def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
     """Returns the part of `model` on one of `ranks` tensor-parallel ranks: its part of the KV
-    heads, per layer, and about its part of the weights.
+    heads, per layer, and about its part of the weights. Every rank keeps whole latents.
 
     Raises ActivationError if the heads cannot be divided.
     """
-    if model.num_kv_heads % ranks:
+    is_latent = model.latent_rope_dim is not None
+    if not is_latent and model.num_kv_heads % ranks:
         raise ActivationError(
             f"model {model.name}: its {model.num_kv_heads} KV heads cannot be shared by {ranks} "
             "ranks; give it another tp"
         )
     shard = msgspec.structs.replace(
         model,
-        num_kv_heads=model.num_kv_heads // ranks,
+        num_kv_heads=1 if is_latent else model.num_kv_heads // ranks,
         weight_bytes=ceil(model.weight_bytes / ranks),
+        derived_bytes=ceil(model.derived_bytes / ranks),
         kv_arrangement="per_layer",
         tp=1,
     )
@@ -168,13 +175,13 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
     slabs = ceil((model.context_length + model.block_tokens) / slab_tokens)
     return MemoryNeed(
         weight_bytes=whole_pages(model.weight_bytes, page_bytes),
-        static_bytes=whole_pages(share_bytes + model.lora.size_bytes, page_bytes),
+        static_bytes=whole_pages(share_bytes + model.besides_weights_bytes, page_bytes),
         kv_bytes=slabs * slab_bytes,
     )
 
 
 @lru_cache(maxsize=1 << 12)
-def _slab(layout: Layout, page_bytes: int) -> tuple[int, int]:
+def _slab(layout: KVLayout, page_bytes: int) -> tuple[int, int]:
     """Returns tokens and bytes of a slab. Cached, since it is called for each model on each
     device."""
     return layout.slab_tokens(page_bytes), layout.quantum_bytes(page_bytes)

@@ -41,14 +41,14 @@ class CorruptKVError(EngineError):
     """KV of a live token was overwritten, so a page had two owners."""
 
 
-def layout_of(model: ModelSpec) -> kvcached.Layout:
+def layout_of(model: ModelSpec) -> kvcached.KVLayout:
     """Returns the KV layout of a model. Raises ActivationError for a dtype that numpy lacks."""
     if model.kv_dtype not in STORED_AS:
         raise ActivationError(f"the fake engine does not support KV of type {model.kv_dtype}")
     return replace(arranged_layout_of(model), dtype=STORED_AS[model.kv_dtype])
 
 
-def reserve_bytes(layout: kvcached.Layout, page_bytes: int, context_tokens: int) -> int:
+def reserve_bytes(layout: kvcached.KVLayout, page_bytes: int, context_tokens: int) -> int:
     """Returns the maximum KV of one request of full context. With all others retracted, its blocks
     and the reserved one fill every mapped slab but the last."""
     tokens = context_tokens + (1 + RESERVED_BLOCKS) * BLOCK_TOKENS
@@ -100,7 +100,7 @@ class FakeMemory:
             layout.quantum_bytes(usage.page_bytes),
             layout.slab_tokens(usage.page_bytes),
         )
-        self._buffers = self._open_buffers(layout.num_layers)
+        self._buffers = self._open_buffers()
         self.cache = BlockCache(BLOCK_TOKENS)
         self._published_s = float("-inf")
 
@@ -135,10 +135,9 @@ class FakeMemory:
         text = f"{model.name} needs {need}, {missing} more than are free"
         return ActivationError(text, missing_bytes)
 
-    def _open_buffers(self, num_layers: int) -> list[NDArray[Any]]:
-        layers = range(num_layers)
-        buffers = [b for i in layers for b in (self.kv.k_buffer(i), self.kv.v_buffer(i))]
-        return [as_array(b) for b in buffers]
+    def _open_buffers(self) -> list[NDArray[Any]]:
+        parts = self.kv.layout.parts
+        return [as_array(self.kv.buffer(part.layer, part.name)) for part in parts]
 
     def describe(self, order: ActivateEngine, max_running: int) -> Activated:
         return Activated(

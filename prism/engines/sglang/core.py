@@ -50,7 +50,7 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
 
     def _start(self, order: ActivateEngine, memory: EngineMemory) -> ActiveModel:
         engine, device, ranks = self._context.config.engine, self._context.device, memory.ranks
-        torch_bytes = self._share.torch_cap_bytes + order.model.lora.size_bytes
+        torch_bytes = self._share.torch_cap_bytes + order.model.besides_weights_bytes
         gpu.adopt(self._client, device, torch_bytes)
         scheduler = host.build(order, memory, engine, device)
         try:

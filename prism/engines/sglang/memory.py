@@ -17,7 +17,7 @@ class EngineMemory(ModelMemory):
         """Returns more than the plan's tokens need, so that only the token limit applies."""
         return _OVERSIZE * self.plan.virtual_tokens * self.plan.layout.token_bytes
 
-    def kv_cache(self, layout: kvcached.Layout, num_tokens: int) -> kvcached.KVCache:
+    def kv_cache(self, layout: kvcached.KVLayout, num_tokens: int) -> kvcached.KVCache:
         """Returns the KV space. Raises RuntimeError if SGLang's layout differs from the model's
         specification, since block ids above SGLang's own number would be out of range."""
         planned = replace(self.plan.layout, arrangement="per_layer", padded_token_bytes=None)

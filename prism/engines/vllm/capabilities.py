@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvcached import WeightKey
+from kvcached import Heads, WeightKey
 from kvcached.models import shape_of_config
 from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
 from prism.config.schema.machines import is_gpu
@@ -62,6 +62,11 @@ def refuses(model: Path, embeds: bool = False) -> str:
     if embeds:
         return f"vllm engines make no embeddings of {model}; use the adapter sglang"
     shape = shape_of_config(json.loads((model / "config.json").read_text()))
+    if not all(isinstance(layer.kv, Heads) for layer in shape.layers):
+        return (
+            f"{model}/config.json has latent attention (MLA), which vllm engines do not serve; use"
+            " the adapter sglang"
+        )
     if len({layer.window_tokens for layer in shape.layers}) > 1:
         return (
             f"{model}/config.json has sliding windows in some layers, whose KV vllm engines would"
