@@ -316,7 +316,7 @@ def test_models_that_keep_no_heads_are_refused(client: Client) -> None:
     with pytest.raises(InvalidArgumentError, match="latent attention"):
         ElasticCache(client, latent, 64)
     linear = transformers.AutoConfig.for_model("qwen3_next")
-    with pytest.raises(InvalidArgumentError, match="layer_types"):
+    with pytest.raises(InvalidArgumentError, match="layers without K and V"):
         ElasticCache(client, linear, 64)
 
 

@@ -118,7 +118,8 @@ def test_a_model_that_sglang_does_not_know(folder: Path, short_dir: Path, comman
     change(folder, "adapter: fake", "adapter: sglang")
     config = json.loads((folder / "a" / "config.json").read_text())
     for changes, message in (
-        ({"model_type": "foo"}, "model_type 'foo', which the installed SGLang and transformers"),
+        ({"model_type": "foo"}, 'model_type "foo", a family whose sizes are not known'),
+        ({"model_type": "falcon"}, "model_type 'falcon', which SGLang engines do not serve"),
         ({"architectures": ["FooForCausalLM"]}, "names FooForCausalLM, which the installed SGLang"),
     ):
         (folder / "a" / "config.json").write_text(json.dumps(config | changes))

@@ -49,8 +49,13 @@ MISTAKES = (
     ("gpus.yaml", "my-gpu", "other", r"gpus\.type: gpu 'my-gpu': known types are .*, other"),
     ("cluster.yaml", "gpus.yaml", "no.yaml", r"no\.yaml: cannot be read: No such file"),
     ("cluster.yaml", "my-model.json", "no.json", r"chat\.shape: .*no\.json does not exist"),
-    ("my-model.json", '"hidden_size"', '"hidden"', r"my-model\.json lacks a positive hidden_size"),
-    ("my-model.json", "{", '{"num_experts": 8, ', r"my-model\.json: mixtures of experts"),
+    ("my-model.json", '"hidden_size"', '"hidden"', r"my-model\.json lacks hidden_size"),
+    (
+        "my-model.json",
+        "{",
+        '{"num_experts": 8, ',
+        r"my-model\.json has num_experts 8, which changes no",
+    ),
     ("my-model.json", "{", "", r"cannot read .*my-model\.json"),
     (
         "my-model.json",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcached import Client, Heads, HybridLayout, KVCacheGroup, LayerGroup, NoRoomError
+from kvcached import Client, Heads, HybridLayout, KVCacheGroup, Latent, LayerGroup, NoRoomError
 from kvcached.checks import checked, duration, instance_of, positive
 from kvcached.engines.transformers import contract
 from kvcached.errors import InvalidArgumentError
@@ -372,8 +372,9 @@ def _layout(config: PreTrainedConfig, dtype: str | None, block_tokens: int) -> H
     model = config.get_text_config(decoder=True).to_dict()
     for layer in shape_of_config(model).layers:
         if layer.state is not None or not isinstance(layer.kv, Heads):
+            kept = "latent attention" if isinstance(layer.kv, Latent) else "layers without K and V"
             raise InvalidArgumentError(
-                f"{model.get('model_type')} has layers without separate K and V heads; use "
+                f"{model.get('model_type')} has {kept}, which an ElasticCache does not keep; use "
                 "transformers' DynamicCache"
             )
     layout = layout_of_config(model, dtype, block_tokens)
