@@ -38,7 +38,7 @@ _DEEPSEEK: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-_YARN: dict[str, Any] = {
+YARN: dict[str, Any] = {
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -155,9 +155,9 @@ TINY: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
         "attention_chunk_size": WINDOW,
     },
-    "deepseek_v2": _DEEPSEEK | _YARN | {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v2": _DEEPSEEK | YARN | {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": _DEEPSEEK
-    | _YARN
+    | YARN
     | {
         "q_lora_rank": None,
         "moe_layer_freq": 1,

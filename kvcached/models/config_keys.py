@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from kvcached.errors import InvalidArgumentError
@@ -27,6 +27,14 @@ def wrong(name: str, value: object, expected: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"config.json has {name} {shown(value)}, which is not {expected}; correct the file"
     )
+
+
+def check_length(name: str, listed: Sized, layers: int) -> None:
+    """Raises InvalidArgumentError unless the key lists one value for each layer."""
+    if len(listed) != layers:
+        raise InvalidArgumentError(
+            f"config.json has {len(listed)} {name} for {layers} layers; correct one of them"
+        )
 
 
 class ConfigKeys:
@@ -131,10 +139,7 @@ class ConfigKeys:
                 f"config.json has {name} {', '.join(unknown)}; correct the file to some of"
                 f" {', '.join(sorted(known))}, or give a model without such layers"
             )
-        if len(kinds) != layers:
-            raise InvalidArgumentError(
-                f"config.json has {len(kinds)} {name} for {layers} layers; correct one of them"
-            )
+        check_length(name, kinds, layers)
         return kinds
 
     def _list(self, name: str, kind: type, expected: str) -> Any:

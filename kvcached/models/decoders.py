@@ -174,17 +174,11 @@ class Decoder:
         index, index_bytes = self._index(keys)
         parallel = self.parallel_key and keys.flag(self.parallel_key)
         mixer = weights + index + (1 if parallel else self.norms) * norm
+        absorbed = absorbed_numbers(keys) if self.latent else 0
         parts = zip(self.windows(keys, layers), self.mlps(keys, layers), strict=True)
         made = [
             LayerShape(
-                mixer,
-                one,
-                heads,
-                flops,
-                kv,
-                window,
-                index_bytes=index_bytes,
-                absorbed=absorbed_numbers(keys) if self.latent else 0,
+                mixer, one, heads, flops, kv, window, index_bytes=index_bytes, absorbed=absorbed
             )
             for window, one in parts
         ]

@@ -40,7 +40,6 @@ def _decoder(decoder: Decoder, **defaults: Any) -> Family:
 
 
 _QWEN: dict[str, Any] = {"use_sliding_window": False, "max_window_layers": 28}
-_NO_BIAS = Decoder(qkv_bias=False, out_bias=False)
 
 DENSE: dict[str, Family] = {
     "llama": _decoder(Decoder(), max_position_embeddings=2048, vocab_size=32000, **_MHA),
@@ -50,7 +49,7 @@ DENSE: dict[str, Family] = {
     "ministral": _decoder(
         Decoder(qkv_bias=False, out_bias=False, windows=window_except_every(None))
     ),
-    "ministral3": _decoder(_NO_BIAS, head_dim=128),
+    "ministral3": _decoder(Decoder(qkv_bias=False, out_bias=False), head_dim=128),
     "qwen2": _decoder(Decoder(qkv_bias=True, out_bias=False, windows=window_by_switch), **_QWEN),
     "qwen3": _decoder(
         Decoder(qk_norm="head", windows=window_by_switch),

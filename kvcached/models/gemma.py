@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.attention import Heads
-from kvcached.models.config_keys import ConfigKeys
+from kvcached.models.config_keys import ConfigKeys, check_length
 from kvcached.models.decoders import FULL, SLIDING, all_but_each, model_shape
 from kvcached.models.parts import experts, heads_of, linear, mlp, pair_flops
 from kvcached.models.shape import LayerShape, Mlp, ModelShape
@@ -79,10 +79,7 @@ def _by_layer(keys: ConfigKeys, name: str, layers: int) -> Sequence[int]:
     listed = keys.integers(name) if isinstance(keys.get(name), list) else None
     if listed is None:
         return [keys.integer(name)] * layers
-    if len(listed) != layers:
-        raise InvalidArgumentError(
-            f"config.json has {len(listed)} {name} for {layers} layers; correct one of them"
-        )
+    check_length(name, listed, layers)
     return listed
 
 

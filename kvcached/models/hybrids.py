@@ -8,7 +8,7 @@ from typing import Any
 from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.attention import Heads
 from kvcached.models import mixtures
-from kvcached.models.config_keys import ConfigKeys
+from kvcached.models.config_keys import ConfigKeys, check_length
 from kvcached.models.decoders import FULL, GATED, model_shape
 from kvcached.models.parts import (
     DeltaNet,
@@ -233,11 +233,7 @@ def nemotron_nas(keys: ConfigKeys) -> ModelShape:
     blocks = keys.objects("block_configs")
     if not blocks:
         raise InvalidArgumentError("config.json lacks block_configs; complete the file")
-    if len(blocks) != keys.layers("num_hidden_layers"):
-        raise InvalidArgumentError(
-            f"config.json has {len(blocks)} block_configs for"
-            f" {keys.layers('num_hidden_layers')} layers; correct one of them"
-        )
+    check_length("block_configs", blocks, keys.layers("num_hidden_layers"))
     made = [_nas_layer(hidden, heads, block) for block in blocks]
     return model_shape(keys, made, other=hidden)
 
@@ -247,11 +243,7 @@ def deci(keys: ConfigKeys) -> ModelShape:
     hidden, layers = keys.integer("hidden_size"), keys.layers("num_hidden_layers")
     heads = keys.integer("num_attention_heads")
     listed = keys.integers("num_key_value_heads_per_layer") or ()
-    if len(listed) != layers:
-        raise InvalidArgumentError(
-            f"config.json has {len(listed)} num_key_value_heads_per_layer for {layers} layers;"
-            " correct one of them"
-        )
+    check_length("num_key_value_heads_per_layer", listed, layers)
     each = [Heads(kv_heads, split(hidden, heads)) for kv_heads in listed]
     made = [
         _layer(attention(hidden, heads, kv), dense, norms=2 * hidden, heads=heads, kv=kv)

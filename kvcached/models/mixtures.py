@@ -32,7 +32,7 @@ def qwen(keys: ConfigKeys, layers: int) -> Sequence[Mlp]:
 
 
 def qwen_without_shared(keys: ConfigKeys, layers: int) -> Sequence[Mlp]:
-    """Returns the experts of Qwen3, which has no shared one."""
+    """Returns the experts of Qwen3, without a shared expert."""
     return _qwen(keys, layers, 0)
 
 

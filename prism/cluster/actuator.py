@@ -116,7 +116,7 @@ class Actuator:
             self._succeeded(move)
         except (ActionError, QueueUnavailableError) as error:
             problem = str(error)
-            self._failed(move, problem, lasting=getattr(error, "lasting", False))
+            self._failed(move, problem, lasting=isinstance(error, ActionError) and error.lasting)
         finally:
             self._state.actions.end(number, move, problem)
             del self._tasks[move.model]

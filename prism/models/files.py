@@ -90,13 +90,12 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
     decoder = decoder_of(config, path, key)
     kept = _kept(decoder, f"{key}: {path}/config.json: {architecture}")
     [first, *_] = kept.parts(0)
-    windows = {layer.window_tokens for layer in decoder.layers} - {None}
-    everywhere = all(layer.window_tokens for layer in decoder.layers)
-    bounds = [window for window in windows if window is not None and everywhere]
+    windows = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
+    everywhere = len(windows) == len(decoder.layers)
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
-        context_length=min([decoder.context_tokens, *bounds]),
+        context_length=min([decoder.context_tokens, *(windows if everywhere else ())]),
         num_layers=len(decoder.layers),
         num_kv_heads=first.heads,
         head_dim=first.dim,

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcached.models import LayerShape
+    from kvcached.layouts.base import TokenPart
     from kvcached.models import ModelShape as Decoder
 
 
@@ -32,27 +32,25 @@ class ModelShape:
         return len(self.decoder.layers)
 
     @property
-    def _first(self) -> LayerShape:
-        return self.decoder.layers[0]
+    def _kv_parts(self) -> tuple[TokenPart, ...]:
+        """Numbers of a token in a layer: K and V, or a latent."""
+        kept = self.decoder.layers[0].kv
+        return kept.parts(0) if kept else ()
 
     @property
     def heads(self) -> int:
         """Number of query heads of a layer."""
-        return self._first.heads
+        return self.decoder.layers[0].heads
 
     @property
     def kv_heads(self) -> int:
         """Number of K and V heads of a layer: one with latent attention."""
-        from kvcached import Heads
-
-        return self._first.kv.num_kv_heads if isinstance(self._first.kv, Heads) else 1
+        return self._kv_parts[0].heads
 
     @property
     def buffers(self) -> int:
         """Number of K and V buffers of all layers. Latent attention has one a layer."""
-        from kvcached import Heads
-
-        return self.layers * (2 if isinstance(self._first.kv, Heads) else 1)
+        return self.layers * len(self._kv_parts)
 
     @property
     def kv_dim(self) -> int:

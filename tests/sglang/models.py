@@ -15,6 +15,7 @@ from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers
 from prism.models.smollm2 import SmolLM2
 from prism.models.store import Recipe, default_directory, prepare
+from tests.families import YARN
 
 # Mixture of experts, which SGLang's loaders fuse.
 MOE = tiny.TinyModel(
@@ -82,13 +83,7 @@ MLA = tiny.TinyModel(
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.7,
-        },
+        **YARN,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     },

@@ -36,12 +36,14 @@ class Startup:
         stays complete, also after a restart of the scheduler.
         """
         if not self.complete and self.planned_once and self.book.all_started(now_s):
-            names = {m.name: m.state for m in models}
-            absent = {name for name, state in names.items() if state in ("absent", "activating")}
+            states = {m.name: m.state for m in models}
+            absent = {name for name, state in states.items() if state in ("absent", "activating")}
             pending = self.wanted & absent - self.activations.refusals.keys()
             tried = not any(self.activations.failures(name) == 0 for name in pending)
-            hopeless = set(filter(self.activations.cannot_load, absent))
-            self.complete = tried and (not names or hopeless != names.keys())
+            hopeless = states and all(
+                name in absent and self.activations.cannot_load(name) for name in states
+            )
+            self.complete = tried and not hopeless
         return self.complete and self.book.any_started()
 
 
