@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from tests.test_tidy import ROOT, name
 
@@ -117,6 +119,16 @@ def test_commit_hooks_have_the_locked_versions() -> None:
     }
     assert revisions["ruff-pre-commit"] == locked("ruff")
     assert revisions["mirrors-clang-format"] == locked("clang-format")
+
+
+def test_locked_packages_admit_every_python_3_11() -> None:
+    # Debian 12 has 3.11.2, which pymdown-extensions 13 refused.
+    refusing = [
+        f"{each.name} {each.version}: {each.metadata['Requires-Python']}"
+        for each in distributions()
+        if not SpecifierSet(each.metadata["Requires-Python"] or "").contains("3.11.0")
+    ]
+    assert not refusing
 
 
 def test_the_citation_is_of_this_version() -> None:
