@@ -34,6 +34,7 @@ class DeviceShare:
         self.device = settings.open_device()
         self.client = self.device.client(settings.name or name, limit_bytes=settings.limit_bytes)
         self._lease: StaticLease | None = None
+        self._min_bytes = 0  # of one request, in the pools so far
         self._ask_at_s = self._wait_at_s = 0.0
 
     def lease_static(self, measured_bytes: int) -> None:
@@ -52,13 +53,15 @@ class DeviceShare:
 
     def alloc_kvcache(self, layout: KVLayout, num_tokens: int, request_tokens: int) -> KVCache:
         """Reserves KV space and guarantees the settings' minimum, or one request of
-        `request_tokens`.
+        `request_tokens`. A model with several pools calls it for each.
 
         Raises NoRoomError.
         """
-        need_bytes = layout.need_bytes(request_tokens, self.device.page_bytes)
+        need_bytes = self._min_bytes + layout.need_bytes(request_tokens, self.device.page_bytes)
         # With large pages one request fills only part of a slab.
-        wasteful = need_bytes > 2 * (request_tokens + layout.block_tokens) * layout.token_bytes
+        least_bytes = (request_tokens + layout.block_tokens) * layout.token_bytes
+        wasteful = need_bytes - self._min_bytes > 2 * least_bytes
+        self._min_bytes = need_bytes
         self._guarantee(self.settings.min_bytes or need_bytes, request_tokens, wasteful)
         kv = self.client.alloc_kvcache(layout, num_tokens)
         # Keeps one slab between steps. Otherwise a block at its edge maps and unmaps it each time.
@@ -119,7 +122,7 @@ class DeviceShare:
             )
         try:
             # The lease keeps memory that others give for this client.
-            self._reserve(size_bytes, what).release()
+            self._reserve(size_bytes - self.client.usage().min_bytes, what).release()
             self.client.set_min(size_bytes)
         except NoRoomError as error:
             raise NoRoomError(

@@ -1,37 +1,15 @@
-"""KV caches that are one tensor of blocks, in which the engine itself arranges the layers."""
+"""Tensors of blocks in which the engine itself arranges the layers (`PackedLayout`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvcached.errors import InvalidArgumentError
 from kvcached.kvcache import KVCache
-from kvcached.layouts import KVLayout
-from kvcached.layouts.base import TokenPart
-
-if TYPE_CHECKING:
-    from typing import Self
-
-
-@dataclass(frozen=True)
-class PackedLayout(KVLayout):
-    """Block in the engine's own format, all layers together. kvcached needs only its size."""
-
-    packed_token_bytes: int = 1
-
-    @property
-    def parts(self) -> tuple[TokenPart, ...]:
-        """One part, of bytes."""
-        return (TokenPart(0, "packed", 1, self.packed_token_bytes),)
-
-    def _of_layers(self, layers: object) -> Self:
-        raise InvalidArgumentError("a packed block cannot be split into layers")
 
 
 class ServedZeros(TorchFunctionMode):  # type: ignore[misc]

@@ -1,13 +1,14 @@
 """Layouts of a model's KV cache in memory: the parts of a token, their order, and how it grows.
 
 `base` has the arithmetic, `attention` the parts that models keep, `hybrid` groups of layers whose
-blocks are freed separately, `choice` the rule that picks an arrangement. Plain data: nothing here
-uses a device.
+blocks are freed separately, `engine_blocks` blocks that engines arrange, `choice` the rule that
+picks an arrangement. Plain data: nothing here uses a device.
 """
 
 from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout
 from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout, TensorPlacement
 from kvcached.layouts.choice import LayoutChoice, choose_layout
+from kvcached.layouts.engine_blocks import PackedLayout, state_layout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "LayoutChoice",
     "MLALayout",
     "MixedLayout",
+    "PackedLayout",
     "TensorPlacement",
     "choose_layout",
+    "state_layout",
 ]

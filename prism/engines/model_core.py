@@ -149,9 +149,7 @@ class ModelCore(ABC, Generic[M, A, R]):
         planned = memory.plan
         return Activated(
             model=order.model.name,
-            quantum_bytes=planned.quantum_bytes,
-            quantum_tokens=planned.slab_tokens,
-            floor_bytes=memory.kv.floor_bytes(),
+            floor_bytes=memory.floor_bytes,
             reserve_bytes=planned.reserve_bytes,
             static_bytes=memory.static_bytes,
             block_tokens=planned.layout.block_tokens,
@@ -159,6 +157,7 @@ class ModelCore(ABC, Generic[M, A, R]):
             stages_s=timeline.finish(),
             fingerprint=fingerprint,
             link_bytes=memory.weights.link_bytes,
+            **planned.kv_need(),
         )
 
     def _reserve(self, order: ActivateEngine, timeline: Timeline) -> M:
@@ -168,6 +167,7 @@ class ModelCore(ABC, Generic[M, A, R]):
             capacity_bytes=place.capacity_bytes,
             page_bytes=place.page_bytes,
             static_bytes=self._share.model_bytes(order.model.besides_weights_bytes),
+            chunk_tokens=self._context.config.engine.prefill_chunk_tokens,
         )
         weights = ModelWeights(self._client, self._access, order.model)
         try:

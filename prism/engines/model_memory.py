@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 import kvcached
-from prism.config.checks.memory_needs import layout_of, whole_pages
+from prism.config.checks.memory_needs import pools_of, whole_pages
 from prism.config.schema.units import format_size
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room
@@ -29,22 +30,48 @@ _DIFFERENCE_MAX = 0.01
 
 
 @dataclass(frozen=True, slots=True)
+class SidePool:
+    """Pool of KV in addition to the main one: of layers with windows, or of states."""
+
+    layout: kvcached.KVLayout
+    virtual_tokens: int
+    request_tokens: int  # of one request of the full context
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory that a model needs on a device with a given page size."""
+    """Memory that a model needs on a device with a given page size. KV without further words is
+    that of the main pool."""
 
     layout: kvcached.KVLayout
     quantum_bytes: int
     slab_tokens: int
     slab_pages: int
+    # KV of one request of the full context, in all pools.
     reserve_bytes: int
     weight_bytes: int
     share_bytes: int
     virtual_tokens: int
+    side: Mapping[str, SidePool] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
         """Bytes that must be free on the device to activate the model."""
         return self.weight_bytes + self.share_bytes + self.reserve_bytes
+
+    def kv_need(self) -> dict[str, Any]:
+        """Returns fields of Activated: the granularity in which schedulers count KV, and what a
+        request takes in side pools. The granularity is a slab, or a block where several pools grow
+        by different slabs."""
+        tokens = self.layout.block_tokens if self.side else self.slab_tokens
+        quantum_bytes = self.quantum_bytes * tokens // self.slab_tokens
+        need: dict[str, Any] = {"quantum_bytes": quantum_bytes, "quantum_tokens": tokens}
+        if window := self.side.get("window"):
+            need["window_tokens"] = window.request_tokens
+            need["window_share"] = window.layout.token_bytes / self.layout.token_bytes
+        if state := self.side.get("state"):
+            need["state_tokens"] = -(-state.layout.token_bytes // self.layout.token_bytes)
+        return need
 
     @property
     def pool_tokens(self) -> int:
@@ -53,26 +80,39 @@ class MemoryPlan:
 
 
 def plan(
-    order: ActivateEngine, *, capacity_bytes: int, page_bytes: int, static_bytes: int
+    order: ActivateEngine,
+    *,
+    capacity_bytes: int,
+    page_bytes: int,
+    static_bytes: int,
+    chunk_tokens: int,
 ) -> MemoryPlan:
     """Returns the plan of `order.model` on a device; pure arithmetic. `static_bytes` is the
-    engine's static share."""
+    engine's static share, `chunk_tokens` the size of a prefill step."""
     spec = order.model
-    layout = layout_of(spec)
+    main, *others = pools_of(spec, chunk_tokens)
+    layout = main.layout
     slab_tokens = layout.slab_tokens(page_bytes)
     quantum = layout.quantum_bytes(page_bytes)
-    blocks = -(-spec.context_length // layout.block_tokens) + _PADDING_BLOCKS
-    reserve_slabs = -(-blocks * layout.block_tokens // slab_tokens)
+    virtual_tokens = max(capacity_bytes // quantum, main.slabs(page_bytes)) * slab_tokens
+    side_tokens = {"window": virtual_tokens, "state": order.max_running + _PADDING_BLOCKS}
     return MemoryPlan(
         layout=layout,
         quantum_bytes=quantum,
         slab_tokens=slab_tokens,
         slab_pages=quantum // page_bytes,
-        reserve_bytes=reserve_slabs * quantum,
+        reserve_bytes=sum(pool.need_bytes(page_bytes) for pool in (main, *others)),
         weight_bytes=whole_pages(spec.weight_bytes, page_bytes),
         share_bytes=whole_pages(static_bytes, page_bytes),
-        virtual_tokens=max(capacity_bytes // quantum, reserve_slabs) * slab_tokens,
+        virtual_tokens=virtual_tokens,
+        side={
+            pool.name: SidePool(pool.layout, side_tokens[pool.name], pool.tokens) for pool in others
+        },
     )
+
+
+def _free_bytes(kv: kvcached.KVCache) -> int:
+    return kv.free_mapped_blocks() * kv.layout.block_tokens * kv.layout.token_bytes
 
 
 class ModelMemory:
@@ -103,6 +143,7 @@ class ModelMemory:
         self._computed_bytes = order.model.weight_bytes
         self._lease: kvcached.StaticLease | None = None
         self._kv: kvcached.KVCache | None = None
+        self.side: dict[str, kvcached.KVCache] = {}  # of the pools that the engine laid out
         try:
             self._check_limit(order)
             self._make_room()
@@ -115,7 +156,8 @@ class ModelMemory:
 
     @property
     def kv(self) -> kvcached.KVCache:
-        """KV space, whose virtual range is laid out at the first use. May raise NoRoomError."""
+        """KV space of the main pool, whose virtual range is laid out at the first use. May raise
+        NoRoomError."""
         if self._kv is None:
             self._kv = self._client.alloc_kvcache(
                 self.plan.layout, self.plan.virtual_tokens, reserved_blocks=_PADDING_BLOCKS
@@ -123,6 +165,36 @@ class ModelMemory:
             # One spare slab, or a block at a slab's edge would map and unmap it at every step.
             self._kv.set_spare_pages(0, self.plan.slab_pages)
         return self._kv
+
+    def side_kv(self, name: str) -> kvcached.KVCache:
+        """Returns the KV space of a side pool, laid out at the first use. May raise NoRoomError."""
+        if name not in self.side:
+            pool = self.plan.side[name]
+            kv = self._client.alloc_kvcache(
+                pool.layout, pool.virtual_tokens, reserved_blocks=_PADDING_BLOCKS
+            )
+            kv.set_spare_pages(0, sum(pool.layout.slab_pages(self._device.page_bytes)))
+            self.side[name] = kv
+        return self.side[name]
+
+    def idle_tokens(self) -> int:
+        """Returns the tokens of the main pool that fit into mapped memory without a live block, of
+        all pools."""
+        spare_bytes = sum(_free_bytes(kv) for kv in self.side.values())
+        return (
+            self.kv.free_mapped_blocks() * self.plan.layout.block_tokens
+            + spare_bytes // self.plan.layout.token_bytes
+        )
+
+    @property
+    def floor_bytes(self) -> int:
+        """Bytes of KV that stay mapped without requests."""
+        return self.kv.floor_bytes() + sum(kv.floor_bytes() for kv in self.side.values())
+
+    def trim(self) -> None:
+        """Returns pages without a live block."""
+        for kv in (self.kv, *self.side.values()):
+            kv.trim()
 
     @property
     def static_bytes(self) -> int:
@@ -157,9 +229,10 @@ class ModelMemory:
     def release(self) -> None:
         """Returns all memory. REQUIRES: no tensor over the KV space is used any more."""
         self._client.publish_evictable(0)
-        if self._kv is not None:
-            self._client.free_kvcache(self._kv)
-            self._kv = None
+        for kv in (self._kv, *self.side.values()):
+            if kv is not None:
+                self._client.free_kvcache(kv)
+        self._kv, self.side = None, {}
         self.weights.release()
         if self._lease is not None:
             self._lease.release()

@@ -58,9 +58,13 @@ def load(memory: ModelMemory, steps: EngineLoader) -> nn.Module:
 def _load(memory: ModelMemory, steps: EngineLoader, *, from_store: bool) -> nn.Module:
     memory.timeline.enter("layout")
     model = _build(steps)
-    parameters = dict(model.named_parameters())
+    parameters, views = dict(model.named_parameters()), list(parameter_views(model))
+    for view in views:
+        setattr(view.module, view.name, None)  # no other tensor may refer to the parameter
     memory.lay_out_weights(parameters, back=not from_store)
     place(parameters, memory.weights, keep_content=not from_store)
+    for view in views:
+        view.attach()
     memory.timeline.enter("weights")
     if from_store:
         memory.load_weights()
@@ -88,11 +92,38 @@ def _build(steps: EngineLoader) -> nn.Module:
     into their pages."""
     with EmptyOnMeta():
         model = steps.build()
-    lost = sorted(name for name, tensor in other_tensors(model) if tensor.is_meta)
+    views = {id(vars(view.module)[view.name]) for view in parameter_views(model)}
+    others = other_tensors(model)
+    lost = sorted(name for name, each in others if each.is_meta and id(each) not in views)
     if lost:
         log.warning("cannot build %s on the meta device", ", ".join(lost))
         return steps.build()
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterView:
+    """Attribute of a module that is a view of a parameter."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    geometry: tuple[torch.Size, tuple[int, ...], int]
+
+    def attach(self) -> None:
+        """Makes the attribute a view of the parameter's present memory."""
+        setattr(self.module, self.name, self.parameter.data.as_strided(*self.geometry))
+
+
+def parameter_views(model: nn.Module) -> Iterator[ParameterView]:
+    """Yields the plain attributes that are views of parameters, such as reshaped weights of a
+    convolution."""
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and id(value._base) in parameters:
+                geometry = (value.shape, value.stride(), value.storage_offset())
+                yield ParameterView(module, name, parameters[id(value._base)], geometry)
 
 
 class EmptyOnMeta(TorchFunctionMode):  # type: ignore[misc]

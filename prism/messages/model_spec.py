@@ -59,7 +59,8 @@ class ModelSpec(Wire, frozen=True):
     num_kv_heads: int  # 1 with latent attention
     head_dim: int  # with latent attention, the numbers of a latent
     weight_bytes: int  # resident, in `dtype`
-    # KV of one token: all layers, K and V, in `kv_dtype`, with the arrangement's padding.
+    # KV of one token in `kv_dtype`, with the arrangement's padding: K and V of all layers in the
+    # main pool.
     token_bytes: int
     slo_ttft_s: float
     slo_tpot_s: float
@@ -71,6 +72,12 @@ class ModelSpec(Wire, frozen=True):
     kv_arrangement: str = "per_layer"  # a `kvcached.layouts.Arrangement`
     # Numbers of a latent that are K's rotary part. None: the model has K and V heads.
     latent_rope_dim: int | None = None
+    kv_layers: int = 0  # layers in the main pool; 0: all
+    window_layers: int = 0  # with a sliding window, whose KV has a separate pool
+    window_tokens: int = 0  # that a token attends to there, with itself
+    window_kv_heads: int = 0
+    window_head_dim: int = 0
+    state_bytes: int = 0  # of a sequence, whatever its length (Mamba, linear attention)
     # Memory of tensors that engines make of weights, and keep besides them.
     derived_bytes: int = 0
     tp: int = 1  # number of devices (tensor parallel)
@@ -84,11 +91,17 @@ class ModelSpec(Wire, frozen=True):
     aliases: tuple[str, ...] = ()
     lora: LoraSpec = LoraSpec()
     embedding: EmbeddingSpec | None = None  # None: the model generates text
+    hub_name: str = ""  # name in a hub, if `path` is a snapshot of it
 
     @property
     def besides_weights_bytes(self) -> int:
         """Memory of an engine that only this model needs, in addition to weights and KV."""
         return self.lora.size_bytes + self.derived_bytes
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all layers keep K and V heads or a latent of all tokens."""
+        return not (self.window_layers or self.state_bytes)
 
     @property
     def own_names(self) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prism.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvcached import Heads, Latent
-    from kvcached.models import ModelShape
+    from kvcached.models import LayerShape, ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Valid dtypes in a config.json that do not determine the dtype in an engine.
@@ -30,6 +29,21 @@ _MODELOPT = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Pools:
+    """Layers of a model by the pool of their KV."""
+
+    # As in ModelSpec.
+    kv_layers: int
+    num_kv_heads: int
+    head_dim: int
+    latent_rope_dim: int | None
+    window_layers: int = 0
+    window_tokens: int = 0
+    window_kv_heads: int = 0
+    window_head_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFiles:
     """Geometry and parameter count of a checkpoint."""
 
@@ -39,10 +53,7 @@ class ModelFiles:
     # At most the window, if every layer has one: engines compute full attention.
     context_length: int
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    # As in ModelSpec.
-    latent_rope_dim: int | None
+    pools: Pools
     parameters: int
     decoder: ModelShape
 
@@ -55,9 +66,8 @@ class ModelFiles:
             "kv_dtype": dtype,
             "context_length": min(context_length or self.context_length, self.context_length),
             "num_layers": self.num_layers,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "latent_rope_dim": self.latent_rope_dim,
+            **asdict(self.pools),
+            "state_bytes": self.decoder.state_bytes(DTYPE_BYTES[dtype]),
             "weight_bytes": self.weight_bytes(dtype),
             "derived_bytes": self.derived_bytes(dtype),
             "token_bytes": self.token_bytes(dtype),
@@ -66,18 +76,20 @@ class ModelFiles:
     def weight_bytes(self, dtype: str) -> int:
         return self.parameters * DTYPE_BYTES[dtype]
 
+    def token_bytes(self, dtype: str) -> int:
+        """Returns the bytes of one token's KV in the main pool."""
+        pools, parts = self.pools, 1 if self.pools.latent_rope_dim else 2
+        numbers = pools.kv_layers * parts * pools.num_kv_heads * pools.head_dim
+        return numbers * DTYPE_BYTES[dtype]
+
     def derived_bytes(self, dtype: str) -> int:
         """Returns the bytes of copies of weights that engines make to attend to latents."""
         return sum(layer.absorbed for layer in self.decoder.layers) * DTYPE_BYTES[dtype]
 
-    def token_bytes(self, dtype: str) -> int:
-        """Returns the bytes of one token's KV over all layers."""
-        return self.decoder.kv_token_bytes(DTYPE_BYTES[dtype])
 
-
-def inspect_model(path: Path, key: str) -> ModelFiles:
-    """Reads the checkpoint in directory `path`. Raises ConfigError that names `key` (the YAML key
-    of the path), the file, and what to change."""
+def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> ModelFiles:
+    """Reads the checkpoint in directory `path`. `window_pools`: see EngineTraits. Raises
+    ConfigError that names `key` (the YAML key of the path), the file, and what to change."""
     if not path.is_dir():
         raise ConfigError(f"{key}: {path} is not a directory; correct the path")
     config = read_config(path, key)
@@ -88,18 +100,16 @@ def inspect_model(path: Path, key: str) -> ModelFiles:
             f"{key}: {path} does not have tokenizer.json; save the fast tokenizer there"
         )
     decoder = decoder_of(config, path, key)
-    kept = _kept(decoder, f"{key}: {path}/config.json: {architecture}")
-    [first, *_] = kept.parts(0)
     windows = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
     everywhere = len(windows) == len(decoder.layers)
+    split = decoder.model_type in window_pools and not everywhere
+    pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
         context_length=min([decoder.context_tokens, *(windows if everywhere else ())]),
         num_layers=len(decoder.layers),
-        num_kv_heads=first.heads,
-        head_dim=first.dim,
-        latent_rope_dim=getattr(kept, "rope_dim", None),
+        pools=pools,
         parameters=_count_parameters(path, decoder.tied, key),
         decoder=decoder,
     )
@@ -142,26 +152,53 @@ def decoder_of(config: dict[str, Any], path: Path, key: str) -> ModelShape:
         raise ConfigError(f"{key}: {shown}") from error
 
 
-def _kept(decoder: ModelShape, model: str) -> Heads | Latent:
-    """Returns what every layer keeps of a token. Raises ConfigError if layers differ or keep
-    more."""
-    kept = {layer.kv for layer in decoder.layers}
-    [first, *_] = kept
+def _pools(decoder: ModelShape, model: str, *, split: bool) -> Pools:
+    """Returns the layers by pool; with `split`, those with a sliding window have a separate one.
+    Raises ConfigError if layers of a pool differ or keep more."""
+    layers = [layer for layer in decoder.layers if layer.kv or (layer.heads and not layer.state)]
+    windows = [layer for layer in layers if split and layer.window_tokens]
+    full = [layer for layer in layers if not (split and layer.window_tokens)]
+    kept = {layer.kv for layer in full}
+    window = {(layer.kv, layer.window_tokens) for layer in windows}
     problem = ""
-    if any(layer.state for layer in decoder.layers):
-        problem = "keeps a state per sequence (linear attention, Mamba or a convolution)"
-    elif first is None or None in kept:
+    if any(layer.kv is None for layer in layers):
         problem = "has layers that read the K and V of others"
-    elif len(kept) > 1:
+    elif not kept:
+        problem = "has a sliding window or a state in every layer"
+    elif len(kept) > 1 or len(window) > 1:
         problem = "has layers with different numbers of K and V heads"
-    elif any(layer.index_bytes for layer in decoder.layers):
+    elif any(layer.index_bytes for layer in layers):
         problem = "keeps an index of keys (sparse attention)"
-    if problem or first is None:
+    if problem:
         raise ConfigError(
             f"{model} {problem}, which this version cannot serve; give a model whose layers all"
             " keep the same KV"
         )
-    return first
+    [kv] = kept
+    parts = kv.parts(0) if kv else ()
+    return Pools(
+        kv_layers=len(full),
+        num_kv_heads=parts[0].heads,
+        head_dim=parts[0].dim,
+        latent_rope_dim=getattr(kv, "rope_dim", None),
+        **_window(windows),
+    )
+
+
+def _window(layers: Sequence[LayerShape]) -> dict[str, int]:
+    """Returns the fields of Pools for layers that all keep the same of a window."""
+    if not layers:
+        return {}
+    kv, tokens = layers[0].kv, layers[0].window_tokens
+    assert kv is not None
+    assert tokens is not None
+    [k, *_] = kv.parts(0)
+    return {
+        "window_layers": len(layers),
+        "window_tokens": tokens,
+        "window_kv_heads": k.heads,
+        "window_head_dim": k.dim,
+    }
 
 
 def _architecture(config: dict[str, Any], path: Path, key: str) -> str:

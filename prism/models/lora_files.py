@@ -99,10 +99,15 @@ def module_of(
 
 
 def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
-    if files.latent_rope_dim is not None:
+    if files.pools.latent_rope_dim is not None:
         raise ConfigError(
             f"{key}: adapters of models with latent attention are not served; merge the adapter"
             " into its model, and serve that"
+        )
+    if any(each.state for each in files.decoder.layers):
+        raise ConfigError(
+            f"{key}: adapters of models that keep a state per sequence are not served; merge the"
+            " adapter into its model, and serve that"
         )
     config = read_config(model, key)
     text, layer = text_model(config), files.decoder.layers[0]
@@ -111,8 +116,8 @@ def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
     return LoraBase(
         layers=files.num_layers,
         hidden=files.decoder.hidden_size,
-        heads=layer.heads * files.head_dim,
-        kv_heads=files.num_kv_heads * files.head_dim,
+        heads=layer.heads * files.pools.head_dim,
+        kv_heads=files.pools.num_kv_heads * files.pools.head_dim,
         inner=0 if has_experts or not isinstance(inner, int) else inner,
     )
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
 
 import msgspec
 
@@ -31,6 +33,27 @@ class Waiting(msgspec.Struct, frozen=True):
     priority: int = 0  # requests of a higher priority start first
 
 
+class SideNeed(Protocol):
+    """KV that requests take outside of a model's main pool, in tokens of that pool."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens that a request keeps in layers with a sliding window."""
+
+    @property
+    def window_share(self) -> float:
+        """Size of a token in these layers."""
+
+    @property
+    def state_tokens(self) -> int:
+        """Size of a request's state."""
+
+
+def side_tokens(need: SideNeed, num_tokens: int) -> int:
+    """Returns the KV that a request of this size takes outside of the main pool."""
+    return ceil(min(num_tokens, need.window_tokens) * need.window_share) + need.state_tokens
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """Engine that serves or activates a model on this device, as admission sees it.
 
@@ -53,6 +76,10 @@ class EngineView(msgspec.Struct, frozen=True):
     guaranteed_tokens: int = 0
     limit_tokens: int | None = None  # shared tokens that its own limit allows; None: unlimited
     on_trial: bool = False  # a suspect runs there (see `Waiting`): nothing else may start
+    # See SideNeed.
+    window_tokens: int = 0
+    window_share: float = 0.0
+    state_tokens: int = 0
 
     @property
     def own_tokens(self) -> int:

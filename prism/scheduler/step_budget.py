@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from prism.policies.data import EngineView
+from prism.policies.data import EngineView, side_tokens
 
 
 class StartResult(Enum):
@@ -45,7 +45,8 @@ class _EngineBudget:
     def need_tokens(self, prompt_tokens: int, headroom_tokens: int) -> int:
         block = self.view.block_tokens
         blocks = -(-(prompt_tokens + headroom_tokens) // block)
-        return (blocks + self.view.running + self.taken) * block
+        own_tokens = (blocks + self.view.running + self.taken) * block
+        return own_tokens + side_tokens(self.view, blocks * block)
 
     def start_result(
         self, need_tokens: int, shared_tokens: int, horizon_s: float, chunk_tokens: int
@@ -140,6 +141,7 @@ class StepBudget:
         engine = self._engines[model]
         block = engine.view.block_tokens
         tokens = -(-(prompt_tokens + headroom_tokens) // block) * block
+        tokens += side_tokens(engine.view, tokens)
         from_own = min(tokens, max(0, engine.own_tokens))
         engine.own_tokens -= from_own
         engine.guaranteed_tokens -= tokens

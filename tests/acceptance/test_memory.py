@@ -145,8 +145,8 @@ def floor_bytes(model: str, page_bytes: int) -> int:
     files = inspect_model(MODELS / model, "path")
     layout = kvcached.Layout(
         num_layers=files.num_layers,
-        num_kv_heads=files.num_kv_heads,
-        head_dim=files.head_dim,
+        num_kv_heads=files.pools.num_kv_heads,
+        head_dim=files.pools.head_dim,
         dtype="float32",
         block_tokens=16,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcached import MLALayout
-from prism.config.checks.memory_needs import layout_of
+from prism.config.checks.memory_needs import layout_of, pools_of
 from prism.errors import ConfigError
 from prism.messages.model_spec import ModelSpec
 from prism.models.files import ModelFiles, inspect_model
@@ -20,8 +21,12 @@ from tests.frontend.tiny_model import VOCAB_SIZE, make_model
 BASE_PARAMETERS = VOCAB_SIZE * 32 + 32
 
 
+LFM2 = {"model_type": "lfm2", "full_attn_idxs": [1]}
+TYPES = ["sliding_attention", "full_attention"]
+
+
 def geometry(files: ModelFiles) -> tuple[int, int, int, int]:
-    return files.num_layers, files.num_kv_heads, files.head_dim, files.context_length
+    return files.num_layers, files.pools.num_kv_heads, files.pools.head_dim, files.context_length
 
 
 def model(directory: Path, **config: Any) -> Path:
@@ -127,7 +132,8 @@ def test_copies_and_adapters_are_not_weights(tmp_path: Path, name: str) -> None:
 def test_a_latent_is_one_head_for_all(tmp_path: Path) -> None:
     """Counts the copies of up-projections that engines keep: 4 heads of 8 + 8 by a rank of 16."""
     files = inspect_model(make_model(tmp_path / "m", **MLA), "key")
-    assert (files.num_kv_heads, files.head_dim, files.latent_rope_dim) == (1, 16 + 8, 8)
+    pools = files.pools
+    assert (pools.num_kv_heads, pools.head_dim, pools.latent_rope_dim) == (1, 16 + 8, 8)
     assert files.token_bytes("bfloat16") == 2 * (16 + 8) * 2
     assert files.derived_bytes("bfloat16") == 2 * 16 * 4 * (8 + 8) * 2
     spec = ModelSpec(name="m", path="", slo_ttft_s=1, slo_tpot_s=1, **files.shape("bfloat16", None))
@@ -139,6 +145,38 @@ def test_a_window_in_every_layer_bounds_the_context(tmp_path: Path) -> None:
     assert inspect_model(make_model(tmp_path / "m", **config), "key").context_length == 40
     mixed = {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40}
     assert inspect_model(make_model(tmp_path / "n", **mixed), "key").context_length == 256
+
+
+def spec_of(directory: Path, window_pools: Container[str] = ()) -> ModelSpec:
+    shape = inspect_model(directory, "key", window_pools).shape("float32", None)
+    return ModelSpec(name="m", path="", slo_ttft_s=1, slo_tpot_s=1, **shape)
+
+
+def test_windows_have_a_pool_where_engines_split_them(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 40,
+        "layer_types": TYPES,
+    }
+    directory = make_model(tmp_path / "m", **config)
+    whole, split = spec_of(directory), spec_of(directory, {"gemma3_text"})
+    assert (whole.is_plain, split.is_plain) == (True, False)
+    assert whole.token_bytes == 2 * split.token_bytes
+    full, window = pools_of(split, chunk_tokens=32)
+    assert (full.tokens, window.tokens) == (256, 40 + 32 + 2 * split.block_tokens)
+    assert full.layout == window.layout
+    assert [pool.name for pool in pools_of(whole, 32)] == ["full"]
+
+
+def test_a_state_is_counted_per_sequence(tmp_path: Path) -> None:
+    """Counts a convolution of three inputs, of which two are kept."""
+    spec = spec_of(make_model(tmp_path / "m", **LFM2))
+    assert (spec.kv_layers, spec.num_layers) == (1, 2)
+    full, state = pools_of(spec, chunk_tokens=32)
+    assert (state.name, state.tokens, state.layout.block_tokens) == ("state", 1, 1)
+    assert spec.state_bytes == 2 * 32 * 4 <= state.layout.token_bytes
+    assert full.layout == layout_of(spec)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +200,6 @@ def test_a_config_may_leave_its_dtype_open(
     assert inspect_model(model(tmp_path / "n", **nested), "key").stored_dtype == dtype
 
 
-LFM2 = {"model_type": "lfm2", "full_attn_idxs": [1]}
 DECI = {"model_type": "deci", "num_key_value_heads_per_layer": [2, 1]}
 SHARED = {
     "model_type": "gemma3n_text",
@@ -209,7 +246,6 @@ BROKEN = [
         configure(kv_lora_rank=512),
         "has kv_lora_rank 512, which changes no llama model; remove the key, or",
     ),
-    (configure(**LFM2), "keeps a state per sequence (linear attention, Mamba or a convolution)"),
     (configure(**DECI), "has layers with different numbers of K and V heads"),
     (configure(**SHARED), "has layers that read the K and V of others"),
     (

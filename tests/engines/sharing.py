@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,7 @@ class Pair:
 
     def __init__(
         self,
-        classes: dict[str, type[Server]],
+        classes: Mapping[str, Callable[..., Server]],
         folder: Path,
         capacity_bytes: int,
         name: str = "host:0",

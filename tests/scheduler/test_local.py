@@ -293,6 +293,16 @@ def test_memory_kept_for_one_does_not_stop_others_within_their_guarantee() -> No
     )  # 4 + 2 + a block for each running one: 8 of 12
 
 
+def test_windows_and_states_count_with_a_request() -> None:
+    """Takes 12 tokens, a window of 4 tokens at half the size, and a state as large as 3 tokens."""
+    need = {"window_tokens": 4, "window_share": 0.5, "state_tokens": 3}
+    for available, starts in ((16, ()), (17, ("r",))):
+        scheduler = LocalScheduler(Limits(headroom_tokens=2))
+        scheduler.add(Waiting("r", "m", 10, 2, 0.0, 100.0))
+        view = EngineView("m", available, 0, 9, 2, 100.0, **need)
+        assert scheduler.step(1.0, [view]).ids == starts
+
+
 def test_an_engine_at_its_own_limit_takes_nothing_from_others() -> None:
     """Asks for no memory and keeps none, because other models' memory would not help it."""
     views = [

@@ -9,13 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from prism.engines.sglang.platform.supported_models import WINDOW_POOLS
 from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers
 from prism.models.smollm2 import SmolLM2
 from prism.models.store import Recipe, default_directory, prepare
-from tests.families import YARN
+from tests.families import TINY, YARN
 
 # Mixture of experts, which SGLang's loaders fuse.
 MOE = tiny.TinyModel(
@@ -88,10 +89,14 @@ MLA = tiny.TinyModel(
         "tie_word_embeddings": False,
     },
 )
+FAMILIES = [
+    tiny.TinyModel(f"family-{kind}", kind, "", context_length=512, settings=settings)
+    for kind, settings in TINY.items()
+]
 # One that answers in sentences, and the same again under another name.
 SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
 RECIPES: dict[str, Recipe] = {
-    model.name: model for model in (*tiny.TINY_MODELS, MOE, GEMMA3, MLA, SMOLLM2, AGAIN)
+    model.name: model for model in (*tiny.TINY_MODELS, *FAMILIES, MOE, GEMMA3, MLA, SMOLLM2, AGAIN)
 }
 TIE = 1e-3  # of `largest_gap`: less is rounding
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
@@ -103,7 +108,7 @@ def path_of(name: str) -> Path:
 
 
 def spec_of(name: str, context_length: int | None = None) -> ModelSpec:
-    files = inspect_model(path_of(name), name)
+    files = inspect_model(path_of(name), name, WINDOW_POOLS)
     shape = files.shape("float32", context_length)
     return ModelSpec(name=name, path=str(path_of(name)), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcached import Heads, Latent
 from kvcached.models import shape_of_config
-from prism.engines.sglang.platform.supported_models import SERVED, refuses
+from prism.engines.sglang.platform.supported_models import SERVED, WINDOW_POOLS, refuses
 from prism.errors import ConfigError
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
@@ -39,7 +39,7 @@ def path_of(kind: str) -> Path:
 
 
 def spec_of(kind: str, path: Path) -> ModelSpec:
-    shape = inspect_model(path, kind).shape("float32", None)
+    shape = inspect_model(path, kind, WINDOW_POOLS).shape("float32", None)
     return ModelSpec(name=kind, path=str(path), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 
 

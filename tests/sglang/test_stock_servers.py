@@ -129,6 +129,34 @@ def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path)
         pair.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("gpt_oss", ("--attention-backend", "triton")),
+        ("lfm2", ()),
+        ("qwen3_next", ("--json-model-override-args", '{"full_attention_interval": 4}')),
+    ],
+)
+def test_a_server_of_windows_or_states_answers_as_transformers_do(
+    tmp_path: Path, kind: str, arguments: tuple[str, ...]
+) -> None:
+    """Asks twice: the second time for prefixes that are in its cache."""
+    model = f"family-{kind}"
+
+    def started(model: str, folder: Path, **said: str) -> SGLangServer:
+        return SGLangServer(model, folder, *arguments, **said)
+
+    pair = Pair({model: started}, tmp_path, 64 << 20)
+    try:
+        asked = prompts(model, 6, (7, 200), seed=5)
+        for _ in range(2):
+            right(model, asked, pair.servers[model].answers(asked, 16))
+        pair.flush()
+        assert pair.of(model).committed_bytes < 4 << 20
+    finally:
+        pair.close()
+
+
 @pytest.mark.long  # each server imports SGLang for itself
 @pytest.mark.parametrize(
     ("model", "arguments", "said", "message"),

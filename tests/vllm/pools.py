@@ -18,10 +18,10 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from kvcached import Device
 from kvcached.engines.device_share import DeviceShare
-from kvcached.engines.packed import PackedLayout
 from kvcached.engines.settings import Settings
 from kvcached.engines.vllm import memory
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
+from kvcached.layouts import PackedLayout
 
 PAGE, BLOCK_TOKENS = 64 << 10, 16
 LAYOUT = PackedLayout(

@@ -12,6 +12,7 @@ back from a GPU would wait for all of its running work. Only blocks that SGLang 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from sglang.srt.utils import get_num_new_pages
 from kvcached.engines.sglang.budget import KvcachedBudget
 from kvcached.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
 from kvcached.engines.sglang.memory import Ids, active_memory
+
+Evict = Callable[[Any, int | None], int]
 
 _NO_BLOCKS: Ids = np.empty(0, dtype=np.int64)
 
@@ -47,17 +50,19 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         kvcache: Any,
         need_sort: bool,
     ) -> None:
-        if not isinstance(kvcache, KvcachedPool | KvcachedLatentPool) or kvcache.kv is None:
+        pool = getattr(kvcache, "full_kv_pool", kvcache)  # of a model with states
+        if not isinstance(pool, KvcachedPool | KvcachedLatentPool) or pool.kv is None:
             raise NotImplementedError(
-                f"its KV layout ({type(kvcache).__name__}) is not supported by this version: serve "
-                "a model whose layers all have full attention (MHA, GQA, MQA or MLA)"
+                f"its KV layout ({type(pool).__name__}) is not supported by this version: serve "
+                "a model with MHA, GQA, MQA or MLA"
             )
-        self._kv = kvcache.kv
+        self.kv = pool.kv
+        self.tree_cache: Any = None  # that of the last reservation
+        self._states = getattr(getattr(kvcache, "mamba_pool", None), "slots", None)
         self._memory = active_memory()
-        self._rank_kv = self._memory.rank_kv()
+        self._rank_kv = self._memory.rank_kv(pool.kv)
         self._live = torch.zeros(0, dtype=torch.bool)
         self._held = _NO_BLOCKS  # the ids in `free_pages`
-        self._tree_cache: Any = None
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
     # --- available memory ------------------------------------------------------------------
@@ -68,21 +73,31 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def attainable_tokens(self) -> int:
         """Returns the tokens that fit now without evicting: held, mapped, and the ledger's room."""
         held = len(self.free_pages)
-        room = min(self._kv.available_blocks(), self.num_pages - self._live_pages - held)
+        room = min(self.kv.available_blocks(), self.num_pages - self._live_pages - held)
         return (held + room) * self.page_size
 
     def agreed_tokens(self) -> int:
         """Returns the smallest `attainable_tokens` of all ranks: a collective."""
         return self._memory.least(self.attainable_tokens())
 
-    def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
-        """Holds `pages` blocks, evicting own prefix cache when the device is full."""
-        self._tree_cache = tree_cache
+    def reserve_blocks(self, pages: int, tree_cache: Any, evict: Evict | None = None) -> bool:
+        """Holds `pages` blocks, evicting own prefix cache when the device is full. `evict` replaces
+        `evict_cache`."""
+        self.tree_cache = tree_cache
+        evict = evict or self.evict_cache
         while not self._hold(pages):
             short = pages * self.page_size - self.agreed_tokens()
-            if tree_cache is None or not self.evict_cache(tree_cache, max(short, self.page_size)):
-                return self._hold(pages, self._memory.find_room)
+            if tree_cache is None or not evict(tree_cache, max(short, self.page_size)):
+                return self._hold(pages, partial(self._memory.find_room, self.kv))
         return True
+
+    def window_tokens(self, num_tokens: int, tree_cache: Any) -> int:
+        """Returns 0: all layers keep all tokens."""
+        return 0
+
+    def reserve_states(self, requests: int) -> bool:
+        """Holds states for `requests` new requests, if the model has any."""
+        return self._states is None or self._states.hold(requests)
 
     def report_shortage(self, tokens: int) -> None:
         """Reports that a request waits for memory of `tokens` more tokens."""
@@ -91,8 +106,10 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def return_held_blocks(self) -> None:
         """Frees the blocks that the last step did not use."""
         if len(self._held):
-            self._kv.free_kv(self._held)
+            self.kv.free_kv(self._held)
             self._held, self.free_pages = _NO_BLOCKS, self._no_pages()
+        if self._states is not None:
+            self._states.return_held()
 
     def _hold(self, pages: int, find: Callable[[int], Ids | None] | None = None) -> bool:
         """Takes the missing ones of `pages` blocks from kvcached. Returns False if they do not fit.
@@ -143,7 +160,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     # --- allocation: stock code, once enough blocks are held -------------------------------
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        if not self.reserve_blocks(need_size // self.page_size, self._tree_cache):
+        if not self.reserve_blocks(need_size // self.page_size, self.tree_cache):
             return None
         return self._counted(super().alloc(need_size))
 
@@ -160,7 +177,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         pages = get_num_new_pages(
             seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
         )
-        if not self.reserve_blocks(pages, self._tree_cache):
+        if not self.reserve_blocks(pages, self.tree_cache):
             return None
         slots = super().alloc_extend(
             prefix_lens,
@@ -177,7 +194,7 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         pages = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
-        if not self.reserve_blocks(pages, self._tree_cache):
+        if not self.reserve_blocks(pages, self.tree_cache):
             return None
         return self._counted(super().alloc_decode(seq_lens, seq_lens_cpu, last_loc))
 
@@ -193,21 +210,21 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         pages = torch.cat(page_ids).to(torch.int64).cpu()
-        self._kv.free_kv(pages.numpy())
+        self.kv.free_kv(pages.numpy())
         self._live[pages] = False
         self._live_pages -= len(pages)
 
     def clear(self) -> None:
         held = torch.nonzero(self._live).flatten()
         if len(held):
-            self._kv.free_kv(held.numpy())
+            self.kv.free_kv(held.numpy())
         self.return_held_blocks()
         self.free_pages = self._no_pages()
         self.free_group = None
         self.free_page_ids_group: list[torch.Tensor] = []
         self.staged_pages: list[torch.Tensor] = []
         self.num_staged_pages = 0
-        self._live = torch.zeros(self._kv.num_blocks, dtype=torch.bool)
+        self._live = torch.zeros(self.kv.num_blocks, dtype=torch.bool)
         self._live_pages = 0
 
     def get_all_free_pages(self) -> None:

@@ -16,6 +16,13 @@ class BlockReserver(Protocol):
     def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
         """Returns True if the allocator now holds `pages` blocks."""
 
+    def window_tokens(self, num_tokens: int, tree_cache: Any) -> int:
+        """Returns the tokens by which a request of `num_tokens` takes more memory than its layers
+        without a window."""
+
+    def reserve_states(self, requests: int) -> bool:
+        """Returns True if the allocator now holds states for `requests` new requests."""
+
     def report_shortage(self, tokens: int) -> None:
         """Reports that a request waits because `tokens` tokens are missing."""
 
@@ -28,6 +35,7 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
     def __init__(self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0):
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self._granted_pages = 0
+        self._granted_requests = 0
 
     def _available_and_evictable(self) -> int:
         return self.allocator.agreed_tokens() + int(self.tree_cache.evictable_size())
@@ -46,11 +54,13 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
         # Without the extra block per request that SGLang adds. Prefixes and chunks end on a block's
         # edge here, and the extra block would exceed the room guaranteed for a full context.
         needed = self.ceil_paged_tokens(total_tokens - self.page_size)
+        needed += self.allocator.window_tokens(needed, self.tree_cache)
         if needed > self.remaining_total:
             self.allocator.report_shortage(needed - int(self.remaining_total))
             return False, None
         now = extend_input_len if chunk_limit is None else min(extend_input_len, chunk_limit)
-        return (True, chunk_limit) if self._reserve_blocks(now) else (False, None)
+        has_state = self.allocator.reserve_states(self._granted_requests + 1)
+        return (True, chunk_limit) if has_state and self._reserve_blocks(now) else (False, None)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int:
         return chunk_limit
@@ -63,7 +73,10 @@ class KvcachedBudget(PrefillBudget):  # type: ignore[misc]
 
     def reserve(self, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> None:
         super().reserve(extend_input_len, max_new_tokens, **kwargs)
+        tokens = extend_input_len + max_new_tokens
+        self.total_offset += self.allocator.window_tokens(tokens, self.tree_cache)
         self._granted_pages += self._pages(extend_input_len)
+        self._granted_requests += 1
 
     def _reserve_blocks(self, tokens: int) -> bool:
         return self.allocator.reserve_blocks(

@@ -14,9 +14,12 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import Attentio
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod,
 )
+from sglang.srt.runtime_context import get_schedule
 
 from kvcached import KVCache, Layout, MLALayout
-from kvcached.engines.sglang.memory import active_memory
+from kvcached.engines.sglang.memory import Pool, active_memory
+
+_WINDOW_LABEL = "SWA"  # SGLang's name of the pool of layers with a window
 
 
 class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
@@ -31,7 +34,8 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
                 f"kvcached supports SGLang's KV layout nhd, not {self.kv_cache_layout}; unset the "
                 "option that chose it"
             )
-        self.kv = kv = active_memory().kv_cache(self._layout(), self.size + self.page_size)
+        pool: Pool = "window" if self.allocation_label == _WINDOW_LABEL else "full"
+        self.kv = kv = active_memory().kv_cache(self._layout(), self.size + self.page_size, pool)
         self.size = kv.num_tokens - self.page_size  # whole slabs: any of their blocks may be used
         layers = range(self.layer_num)
         self.k_buffer = [torch.from_dlpack(kv.k_buffer(i)) for i in layers]
@@ -80,4 +84,7 @@ def _attend_to_latents(attention: Any, forward_batch: Any) -> AttnForwardMethod:
 
 def pool_bytes(self: Any, pre_model_load_memory: int) -> int:
     """Replaces KVCacheConfigurator._profile_available_bytes."""
-    return active_memory().pool_bytes(int(self.model_config.context_len))
+    context_tokens = int(self.model_config.context_len)
+    window_tokens = int(self.sliding_window_size or 0) + self.page_size
+    chunk_tokens = int(get_schedule().chunked_prefill_size or context_tokens)
+    return active_memory().pool_bytes(context_tokens, window_tokens + chunk_tokens)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvcached import KVCache
 from kvcached.engines.sglang.allocator import KvcachedAllocator
+from kvcached.engines.sglang.hybrid.windows import KvcachedWindowAllocator
 
 _NO_BLOCKS = np.empty(0, dtype=np.int64)
 
@@ -22,7 +23,7 @@ _NO_BLOCKS = np.empty(0, dtype=np.int64)
 class RadixPages:
     """View of one tree, for one answer."""
 
-    def __init__(self, tree: Any, allocator: KvcachedAllocator) -> None:
+    def __init__(self, tree: Any, allocator: KvcachedAllocator | KvcachedWindowAllocator) -> None:
         self._tree = tree
         self._allocator = allocator
 
@@ -50,4 +51,12 @@ class RadixPages:
         """
         bound_bytes = kv.mapped_bytes() - kv.floor_bytes()
         tokens = int(self._tree.evictable_size())
+        return max(0, min(tokens * kv.layout.token_bytes, bound_bytes)) + self._window_bytes_max()
+
+    def _window_bytes_max(self) -> int:
+        if not isinstance(self._allocator, KvcachedWindowAllocator):
+            return 0
+        kv = self._allocator.swa_attn_allocator.kv
+        tokens = int(self._tree.swa_evictable_size())
+        bound_bytes = kv.mapped_bytes() - kv.floor_bytes()
         return max(0, min(tokens * kv.layout.token_bytes, bound_bytes))

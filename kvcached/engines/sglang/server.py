@@ -22,8 +22,10 @@ from kvcached.engines.device_share import DeviceShare, weights_bytes
 from kvcached.engines.settings import Settings
 from kvcached.engines.sglang import gpu
 from kvcached.engines.sglang.allocator import KvcachedAllocator
+from kvcached.engines.sglang.hybrid import install
+from kvcached.engines.sglang.hybrid.windows import KvcachedWindowAllocator
 from kvcached.engines.sglang.kv_pool import pool_bytes
-from kvcached.engines.sglang.memory import Ids, active_memory
+from kvcached.engines.sglang.memory import Ids, Pool, active_memory
 from kvcached.engines.sglang.radix_pages import RadixPages
 from kvcached.engines.sglang.retraction import retract_chunked_request
 
@@ -49,6 +51,7 @@ def start(memory: ServerMemory | None, model: torch.nn.Module) -> ServerMemory:
         f"{scheduler}.update_running_batch": (retract_chunked_request, HookType.BEFORE),
     }
     install_hooks(hooks)
+    install.install()
     return memory
 
 
@@ -61,25 +64,28 @@ class ServerMemory:
         model = Path(arguments.served_model_name or arguments.model_path).name
         settings = Settings.from_environment(os.environ)
         self.share = DeviceShare(settings, f"{model}:{arguments.port}")
-        self._kv: KVCache | None = None
-        self._context_tokens = 0
+        self._pools: dict[Pool, KVCache] = {}
+        self._request_tokens: dict[Pool, int] = {"full": 0, "window": 0, "state": 1}
         self._attached = False
 
     # --- PoolMemory ------------------------------------------------------------------------
 
-    def pool_bytes(self, context_tokens: int) -> int:
-        self._context_tokens = context_tokens
+    def pool_bytes(self, context_tokens: int, window_tokens: int) -> int:
+        self._request_tokens["full"] = context_tokens
+        self._request_tokens["window"] = min(context_tokens, window_tokens)
         return self.share.device.capacity_bytes
 
-    def kv_cache(self, layout: KVLayout, num_tokens: int) -> KVCache:
-        if self._kv is not None:
-            raise NotImplementedError("a model with several KV pools is not supported on kvcached")
-        request_tokens = min(self._context_tokens, num_tokens)
-        self._kv = self.share.alloc_kvcache(layout, num_tokens, request_tokens)
-        return self._kv
+    def kv_cache(self, layout: KVLayout, num_tokens: int, pool: Pool = "full") -> KVCache:
+        if pool in self._pools:
+            raise NotImplementedError(
+                f"a model with two KV pools for {pool} layers is not supported on kvcached"
+            )
+        request_tokens = min(self._request_tokens[pool], num_tokens)
+        kv = self._pools[pool] = self.share.alloc_kvcache(layout, num_tokens, request_tokens)
+        return kv
 
-    def rank_kv(self) -> RankKV:
-        return RankKV(self.kv, bool)
+    def rank_kv(self, kv: KVCache) -> RankKV:
+        return RankKV(kv, bool)
 
     def least(self, value: int) -> int:
         return value
@@ -87,15 +93,16 @@ class ServerMemory:
     def report_shortage(self, num_tokens: int) -> None:
         self.share.ask_for(num_tokens * self.kv.layout.token_bytes)
 
-    def find_room(self, num_blocks: int) -> Ids | None:
-        return self.share.find_room(self.kv, num_blocks)
+    def find_room(self, kv: KVCache, num_blocks: int) -> Ids | None:
+        return self.share.find_room(kv, num_blocks)
 
     @property
     def kv(self) -> KVCache:
-        """KV cache of the pool. Raises RuntimeError before SGLang has laid out its pool."""
-        if self._kv is None:
+        """KV of the layers without a window. Raises RuntimeError before SGLang has laid out its
+        pool."""
+        if "full" not in self._pools:
             raise RuntimeError("SGLang has not laid out its pool yet")
-        return self._kv
+        return self._pools["full"]
 
     # --- between two steps -----------------------------------------------------------------
 
@@ -104,7 +111,7 @@ class ServerMemory:
         if self._attached:
             return
         allocator = scheduler.token_to_kv_pool_allocator
-        if not isinstance(allocator, KvcachedAllocator):
+        if not isinstance(allocator, KvcachedAllocator | KvcachedWindowAllocator):
             raise NotImplementedError(
                 f"SGLang chose {type(allocator).__name__} for this model, which does not use "
                 "kvcached"
@@ -129,7 +136,8 @@ class ServerMemory:
         the CPU to the engines that free memory.
         """
         if scheduler.is_fully_idle():
-            self.kv.trim()
+            for kv in self._pools.values():
+                kv.trim()
         elif not scheduler.last_batch:
             time.sleep(_IDLE_SLEEP_S)
 

@@ -16,6 +16,7 @@ from kvcached.engines.sglang.contract import CONTRACT
 from kvcached.engines.sglang.platform import KvcachedPlatform, NativeCpuPlatform
 
 BLOCK_TOKENS = 16
+STATES_MAX = 256
 
 # Required values of arguments that otherwise lead to KV pools, caches or ranks outside of kvcached.
 _ONLY = {
@@ -56,12 +57,32 @@ class ServerPlatform:
             server_args.page_size = BLOCK_TOKENS
         if server_args.page_size == 1:
             raise ValueError("page_size 1 is not supported on kvcached: leave it out")
+        if _keeps_states(server_args):
+            _complete_for_states(server_args)
 
     def post_load_model(self, model: Any) -> None:
         """Starts the adapter; called once, in the scheduler's process."""
         from kvcached.engines.sglang import server
 
         self.memory = server.start(self.memory, model)
+
+
+def _complete_for_states(server_args: Any) -> None:
+    """Completes the arguments of a model with states. SGLang caches prefixes with their states only
+    for blocks of one token."""
+    server_args.disable_radix_cache = True
+    if server_args.max_mamba_cache_size is None:  # addresses: states get memory when they are used
+        server_args.max_mamba_cache_size = server_args.max_running_requests or STATES_MAX
+    if server_args.dtype != "auto":
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", server_args.dtype)
+
+
+def _keeps_states(server_args: Any) -> bool:
+    """Returns whether the model keeps a state per sequence (Mamba, linear attention)."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config_of(server_args)) is not None
 
 
 class HostServer(ServerPlatform, NativeCpuPlatform):

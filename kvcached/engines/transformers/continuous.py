@@ -21,10 +21,11 @@ from transformers.generation.continuous_batching import continuous_api
 
 from kvcached import Client, KVCache, NoRoomError
 from kvcached.checks import checked, duration, instance_of, positive
-from kvcached.engines.packed import PackedLayout, replaced
+from kvcached.engines.packed import replaced
 from kvcached.engines.transformers import contract
 from kvcached.engines.transformers.sectors import CachedPrefixes, ElasticPool
 from kvcached.errors import ClosedError, DeviceGoneError, InvalidArgumentError
+from kvcached.layouts import PackedLayout
 
 _TRASH_SECTORS = 2  # transformers reads and writes padding in them
 

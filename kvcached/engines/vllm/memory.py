@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from kvcached.client import Client
 from kvcached.device import Device
 from kvcached.engines.device_share import DeviceShare
-from kvcached.engines.packed import PackedLayout
 from kvcached.engines.settings import Settings
 from kvcached.kvcache import KVCache
-from kvcached.layouts import KVLayout, choose_layout
+from kvcached.layouts import KVLayout, PackedLayout, choose_layout
 
 # Number of engines that a device is laid out for. More engines need smaller slabs.
 SHARED_BY = 4

@@ -112,6 +112,9 @@ class EngineViews:
             guaranteed_tokens=claim.guaranteed_tokens,
             limit_tokens=limit_tokens,
             on_trial=load.on_trial,
+            window_tokens=activated.window_tokens,
+            window_share=activated.window_share,
+            state_tokens=activated.state_tokens,
         )
 
     def _coming_view(self, hosted: HostedModel) -> EngineView:

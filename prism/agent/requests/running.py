@@ -13,6 +13,7 @@ from prism.agent.state.device_state import DeviceState
 from prism.agent.state.request_table import RequestState, TrackedRequest, Update
 from prism.messages.engine import Export, Submit
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Started
+from prism.policies.data import side_tokens
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,12 @@ class RunningRequests:
 
     def _start(self, tracked: TrackedRequest, engine_id: str) -> None:
         request, engine = tracked.request, self._state.pool.get(engine_id)
-        block = engine.activated.block_tokens if engine and engine.activated else 1
+        activated = engine.activated if engine else None
+        block = activated.block_tokens if activated else 1
         headroom = min(request.sampling.max_tokens, self._headroom_tokens)
         need_tokens = -(-(request.known_tokens + headroom) // block) * block
+        if activated:
+            need_tokens += side_tokens(activated, need_tokens)
         self._requests.start(tracked, engine_id, need_tokens)
         totals = self._state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)

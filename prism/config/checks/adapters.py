@@ -136,7 +136,7 @@ def check_parsers(config: ClusterConfig) -> None:
 def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> ModelSpec:
     """Returns the model with its KV layout. Ranks keep their part of the heads per layer, and
     kernels expect latents per layer, whatever `kv_layout` says."""
-    is_plain = model.tp > 1 or model.latent_rope_dim is not None
+    is_plain = model.tp > 1 or model.latent_rope_dim is not None or not model.is_plain
     of_engines = adapter_named(config.adapter_of(model)).traits().arrangements
     asked = KV_LAYOUTS["per_layer" if is_plain else kv_layout]
     return arranged(model, config, of_engines or asked)

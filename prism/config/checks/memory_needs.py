@@ -7,12 +7,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
 from kvcached import KVLayout, Layout, MLALayout, choose_layout
-from kvcached.layouts import Arrangement
+from kvcached.layouts import Arrangement, state_layout
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.units import format_size, whole_mib
 from prism.errors import ActivationError, ConfigError
@@ -74,6 +74,8 @@ class EngineTraits:
     spreads: bool = True
     # True if LoRA adapters are supported.
     lora: bool = False
+    # Families (`model_type`) whose layers with sliding windows have a separate pool.
+    window_pools: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,45 @@ class MemoryNeed:
         return self.weight_bytes + self.static_bytes + self.kv_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PoolNeed:
+    """Memory pool of a model, and what one request of the full context holds there."""
+
+    name: Literal["full", "window", "state"]
+    layout: KVLayout
+    tokens: int
+
+    def slabs(self, page_bytes: int) -> int:
+        """Returns the slabs of that request and of a padding block."""
+        blocks = ceil(self.tokens / self.layout.block_tokens) + 1
+        return ceil(blocks * self.layout.block_tokens / _slab(self.layout, page_bytes)[0])
+
+    def need_bytes(self, page_bytes: int) -> int:
+        """Returns the bytes of these slabs."""
+        return self.slabs(page_bytes) * _slab(self.layout, page_bytes)[1]
+
+
+def pools_of(model: ModelSpec, chunk_tokens: int) -> tuple[PoolNeed, ...]:
+    """Returns the pools of `model`, the main one first. `chunk_tokens`: of a prefill step."""
+    pools = [PoolNeed("full", layout_of(model), model.context_length)]
+    if model.window_layers:
+        layout = Layout(
+            num_layers=model.window_layers,
+            num_kv_heads=model.window_kv_heads,
+            head_dim=model.window_head_dim,
+            dtype=model.kv_dtype,
+            block_tokens=model.block_tokens,
+        )
+        # Engines free whole blocks, and keep one beyond the window for their prefix cache.
+        kept = model.window_tokens + chunk_tokens + 2 * model.block_tokens
+        pools.append(PoolNeed("window", layout, min(model.context_length, kept)))
+    if model.state_bytes:
+        pools.append(PoolNeed("state", state_layout(model.state_bytes), 1))
+    return tuple(pools)
+
+
 def layout_of(model: ModelSpec) -> KVLayout:
-    """Returns the layout of the KV of `model`."""
+    """Returns the layout of the KV of `model`, in its main pool."""
     layout = _layout(model, model.latent_rope_dim)
     if model.kv_arrangement == "per_layer" or model.token_bytes == layout.token_bytes:
         return layout
@@ -101,7 +140,7 @@ def layout_of(model: ModelSpec) -> KVLayout:
 
 def _layout(model: ModelSpec, rope_dim: int | None) -> KVLayout:
     common: dict[str, Any] = {
-        "num_layers": model.num_layers,
+        "num_layers": model.kv_layers or model.num_layers,
         "dtype": model.kv_dtype,
         "block_tokens": model.block_tokens,
         "arrangement": cast("Arrangement", model.kv_arrangement),
@@ -122,6 +161,11 @@ def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
         raise ActivationError(
             f"model {model.name}: its {model.num_kv_heads} KV heads cannot be shared by {ranks} "
             "ranks; give it another tp"
+        )
+    if not model.is_plain:
+        raise ActivationError(
+            f"model {model.name}: its windows or states cannot be shared by {ranks} ranks in this"
+            " version; leave its tp out"
         )
     shard = msgspec.structs.replace(
         model,
@@ -171,12 +215,11 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
     share_bytes = max(0, engine.static_on(device.name) - held_bytes)
     model = shard_of(model, model.tp) if model.tp > 1 else model
     page_bytes = device.page_bytes
-    slab_tokens, slab_bytes = _slab(layout_of(model), page_bytes)
-    slabs = ceil((model.context_length + model.block_tokens) / slab_tokens)
+    pools = pools_of(model, engine.prefill_chunk_tokens)
     return MemoryNeed(
         weight_bytes=whole_pages(model.weight_bytes, page_bytes),
         static_bytes=whole_pages(share_bytes + model.besides_weights_bytes, page_bytes),
-        kv_bytes=slabs * slab_bytes,
+        kv_bytes=sum(pool.need_bytes(page_bytes) for pool in pools),
     )
 
 

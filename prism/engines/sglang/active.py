@@ -11,7 +11,6 @@ import msgspec
 
 import kvcached
 from kvcached.engines.sglang.radix_pages import RadixPages
-from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.engines.kv_moves.moves import KVMoves
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.lora_adapters import Adapters
@@ -53,8 +52,10 @@ class ActiveModel:
         return moving.resume_request(self.scheduler, self.moves, req, request.resume)
 
     def export(self, rid: str, request: Request, targets: Sequence[str] | None) -> Request:
-        """Stops `rid`, and returns its request with its progress."""
+        """Stops `rid`, and returns its request with its progress. KV moves along only where one
+        pool has all of it."""
         req = self.scheduler.find(rid)
+        targets = targets if self.order.model.is_plain else None
         if req is not None:
             resume = moving.export_request(self.scheduler, self.moves, req, targets)
             request = msgspec.structs.replace(request, resume=resume)
@@ -66,7 +67,11 @@ class ActiveModel:
         several ranks the least recently used tokens."""
         tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
         if self.memory.ranks.size > 1:
-            return self.memory.rank_kv().shrink(size_bytes, partial(allocator.evict_cache, tree))
+            return self.memory.rank_kv(self.memory.kv).shrink(
+                size_bytes, partial(allocator.evict_cache, tree)
+            )
+        for kv in self.memory.side.values():
+            kv.trim()
         return self.memory.kv.shrink(size_bytes, self._prefixes())
 
     def evictable_bytes(self) -> int:
@@ -78,7 +83,7 @@ class ActiveModel:
 
     def figures(self) -> dict[str, Any]:
         """Returns the model's part of EngineStatus."""
-        scheduler, kv = self.scheduler, self.memory.kv
+        scheduler = self.scheduler
         evictable = int(scheduler.tree_cache.evictable_size())
         waiting = [*scheduler.waiting_reqs(), *scheduler.compiling_reqs()]
         attainable = scheduler.token_to_kv_pool_allocator.attainable_tokens()
@@ -86,7 +91,7 @@ class ActiveModel:
             "model": self.order.model.name,
             "waiting": len(waiting),
             "available_tokens": attainable + evictable,
-            "free_mapped_tokens": kv.free_mapped_blocks() * BLOCK_TOKENS,
+            "free_mapped_tokens": self.memory.idle_tokens(),
             "evictable_tokens": evictable,
             "pending_prefill_tokens": sum(scheduler.prefill_left(req) for req in waiting),
             "static_bytes": self.memory.static_bytes,

@@ -9,7 +9,7 @@ import warnings
 
 from prism.config.checks.memory_needs import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
-from prism.engines.sglang.platform import gpu
+from prism.engines.sglang.platform import gpu, supported_models
 
 # With more threads, OpenMP's barriers spin against the other engines of the machine, and a
 # process with a started thread pool must not be forked.
@@ -39,8 +39,8 @@ def preload(device: str = "host:0") -> None:
 
 
 def traits() -> EngineTraits:
-    """Returns the traits: as configured, with LoRA adapters."""
-    return EngineTraits(lora=True)
+    """Returns the traits: as configured, with LoRA adapters, and pools for windows."""
+    return EngineTraits(lora=True, window_pools=supported_models.WINDOW_POOLS)
 
 
 def create(context: EngineContext) -> EngineCore:

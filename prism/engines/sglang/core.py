@@ -51,8 +51,9 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
     def _start(self, order: ActivateEngine, memory: EngineMemory) -> ActiveModel:
         engine, device, ranks = self._context.config.engine, self._context.device, memory.ranks
         torch_bytes = self._share.torch_cap_bytes + order.model.besides_weights_bytes
-        gpu.adopt(self._client, device, torch_bytes)
+        gpu.adopt(self._client, device, torch_bytes + order.model.derived_bytes)  # while it loads
         scheduler = host.build(order, memory, engine, device)
+        gpu.adopt(self._client, device, torch_bytes)
         try:
             scheduler.grammar_manager.serve_from(self._grammars)
             gpu.name_streams(self._client, device, scheduler)
@@ -120,7 +121,7 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
             self._deliver(emission, output)
         is_idle = active.scheduler.is_fully_idle()
         if is_idle and not gpu.is_gpu(self._context.device):
-            active.memory.kv.trim()  # on a GPU, kvcached's thread returns unused pages later
+            active.memory.trim()  # on a GPU, kvcached's thread returns unused pages later
         return self._broken is not None or not is_idle or active.graphs.pending
 
     def _computing_step(self, active: ActiveModel, output: StepOutput) -> None:

@@ -29,6 +29,7 @@ from sglang.srt.model_executor import input_buffers  # noqa: E402
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
 
+from kvcached.engines.sglang.hybrid import install as hybrid_pools  # noqa: E402
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
 from prism.config.schema.cluster_config import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
@@ -45,8 +46,10 @@ from prism.messages.engine import ActivateEngine  # noqa: E402
 stubs.install_after_import()
 noise.install()
 KVCacheConfigurator._profile_available_bytes = pool_bytes
+hybrid_pools.install()
 _libc = ctypes.CDLL(None)
 _RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_CONV_DTYPE_VARIABLE = "SGLANG_MAMBA_CONV_DTYPE"  # of short convolutions' states
 _closed_with_groups = ExitStack()
 
 
@@ -58,6 +61,7 @@ def build(
     Raises any error of SGLang for bad files; the caller must then call `tear_down(None)`.
     """
     platforms.current_platform.memory = memory
+    os.environ[_CONV_DTYPE_VARIABLE] = order.model.dtype
     ranks = memory.ranks
     arguments = server_args.build(order, memory.plan, engine, ranks=ranks.size, device=device)
     index = gpu.index_of(device) if gpu.is_gpu(device) else ranks.rank

@@ -33,7 +33,10 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
 
         def build() -> nn.Module:
             with device:
-                return stock._initialize_model(model_config, self.load_config, quantization)
+                model = stock._initialize_model(model_config, self.load_config, quantization)
+            if model_config.hf_text_config.tie_word_embeddings:
+                _tie(model)
+            return model
 
         def read(model: nn.Module) -> None:
             tensors = self._tensors(model_config, model, memory.weights)
@@ -57,3 +60,14 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         ahead = weights.prefetched() if is_plain else None
         own: Iterator[tuple[str, torch.Tensor]] = self._get_all_weights(model_config, model)
         return own if ahead is None else ahead
+
+
+def _tie(model: nn.Module) -> None:
+    """Makes the output matrix the embedding's own, for classes of SGLang that would load the same
+    values twice (LFM2)."""
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not isinstance(head, nn.Module) or not isinstance(embedding, nn.Module):
+        return
+    if embedding.weight.shape == head.weight.shape:
+        head.weight = embedding.weight

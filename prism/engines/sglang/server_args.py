@@ -29,15 +29,16 @@ def build(
     rank."""
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora_adapters.settings(order.model.lora, device)
-    own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host()
+    own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host(order)
     return ServerArgs(**common, **own)
 
 
-def on_host() -> dict[str, Any]:
+def on_host(order: ActivateEngine) -> dict[str, Any]:
+    """Returns the arguments for a CPU, whose attention has the names of several backends."""
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
-        "attention_backend": "torch_native",
+        "attention_backend": supported_models.host_attention(_config(order.model.path)),
         "sampling_backend": "pytorch",
     }
 
@@ -69,7 +70,7 @@ def settings(
     spec = order.model
     return {
         "model_path": spec.path,
-        "json_model_override_args": json.dumps(_overrides(spec.path)),
+        "json_model_override_args": json.dumps(supported_models.overrides(_config(spec.path))),
         "load_format": KvcachedLoader,
         "tp_size": ranks,
         "dtype": spec.dtype,
@@ -78,6 +79,7 @@ def settings(
         "is_embedding": spec.embedding is not None,
         "page_size": BLOCK_TOKENS,
         "max_total_tokens": plan.pool_tokens,
+        **_side_pools(order, plan),
         "max_running_requests": order.max_running,
         "chunked_prefill_size": _chunk_tokens(prefill_chunk_tokens),
         "max_prefill_tokens": max(prefill_chunk_tokens, spec.context_length),
@@ -90,8 +92,17 @@ def settings(
     }
 
 
-def _overrides(path: str) -> dict[str, Any]:
-    return supported_models.overrides(json.loads((Path(path) / "config.json").read_text()))
+def _side_pools(order: ActivateEngine, plan: MemoryPlan) -> dict[str, Any]:
+    """Returns the arguments for pools of windows and states. States are not kept for other requests
+    with the same beginning."""
+    if "state" in plan.side:
+        return {"max_mamba_cache_size": order.max_running, "disable_radix_cache": True}
+    return {"swa_full_tokens_ratio": 1.0} if "window" in plan.side else {}
+
+
+def _config(path: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
+    return config
 
 
 def ports() -> PortArgs:

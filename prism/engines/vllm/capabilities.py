@@ -62,6 +62,11 @@ def refuses(model: Path, embeds: bool = False) -> str:
     if embeds:
         return f"vllm engines make no embeddings of {model}; use the adapter sglang"
     shape = shape_of_config(json.loads((model / "config.json").read_text()))
+    if any(layer.state for layer in shape.layers):
+        return (
+            f"{model}/config.json has layers that keep a state per sequence, which vllm engines do"
+            " not serve; use the adapter sglang"
+        )
     if not all(isinstance(layer.kv, Heads) for layer in shape.layers):
         return (
             f"{model}/config.json has latent attention (MLA), which vllm engines do not serve; use"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kvcached
-from kvcached.engines.packed import PackedLayout
+from kvcached.layouts import PackedLayout
 from prism.engines.model_memory import MemoryPlan, ModelMemory
 from prism.engines.model_memory import plan as plan_memory
 from prism.messages.engine import ActivateEngine

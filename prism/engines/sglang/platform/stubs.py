@@ -44,13 +44,8 @@ def install() -> None:
 
 
 def install_after_import() -> None:
-    """Replaces Triton kernels on a host device. Disables fused kernels that need CUTLASS if it is
-    not installed: SGLang imports these kernels for Blackwell GPUs for every model with a gated MLP
-    on CUDA, also on other GPUs."""
-    if os.environ.get("SGLANG_PLATFORM") == PLATFORM_ENTRY_POINT:
-        from prism.engines.sglang.platform import torch_kernels
-
-        torch_kernels.install()
+    """Disables fused kernels that need CUTLASS if it is not installed: SGLang imports these kernels
+    for Blackwell GPUs for every model with a gated MLP on CUDA, also on other GPUs."""
     if importlib.util.find_spec("cutlass") is None:
         from sglang.srt.layers.dual_gemm import DualGemm
 

@@ -25,6 +25,7 @@ SERVED = frozenset(
         "deepseek_v2",
         "deepseek_v3",
         "ernie4_5",
+        "falcon_h1",
         "gemma",
         "gemma2",
         "gemma3_text",
@@ -34,9 +35,13 @@ SERVED = frozenset(
         "gpt2",
         "gpt_bigcode",
         "gpt_neox",
+        "gpt_oss",
         "gptj",
         "granite",
         "granitemoe",
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
         "llama",
         "minicpm3",
         "ministral3",
@@ -44,6 +49,7 @@ SERVED = frozenset(
         "mixtral",
         "olmo",
         "olmo2",
+        "olmo3",
         "olmoe",
         "opt",
         "phi",
@@ -51,7 +57,10 @@ SERVED = frozenset(
         "qwen2",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
+        "qwen3_next",
         "seed_oss",
         "smollm3",
         "stablelm",
@@ -59,7 +68,13 @@ SERVED = frozenset(
     }
 )
 # Families of which SGLang computes windows next to full attention; it ignores those of others.
-_WINDOWS = frozenset({"cohere2", "gemma2", "gemma3_text"})
+_WINDOWS = frozenset({"cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3"})
+# Families among them whose layers with windows have a separate pool.
+WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gpt_oss"})
+# Families for which SGLang does not accept its attention in plain torch by that name.
+_NEED_TRITON = frozenset({"gpt_oss"})
+# Families with full attention in each nth layer, whose n transformers 5 no longer saves.
+_LINEAR_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 # Families of which SGLang takes the query heads for the number of K and V heads.
 _MULTI_HEAD = frozenset({"olmo", "olmoe", "phi"})
 # Settings of a family that SGLang ignores.
@@ -73,15 +88,32 @@ _IGNORED = {
 def overrides(config: dict[str, Any]) -> dict[str, Any]:
     """Returns keys of a config.json that SGLang must read otherwise than they are.
 
-    It needs `hidden_act` of Gemma 2, which transformers 5 no longer saves, and takes Cohere 2's
-    window as the tokens before a token, without itself.
+    It needs `hidden_act` of Gemma 2, which transformers 5 no longer saves, takes Cohere 2's window
+    as the tokens before a token, without itself, and gives windows a separate pool only where
+    the config says so.
     """
-    kind = config.get("model_type")
+    kind, changed = config.get("model_type"), dict[str, Any]()
     if kind == "gemma2" and "hidden_act" not in config:
-        return {"hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh"}
+        changed["hidden_act"] = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if kind == "cohere2" and (window := config.get("sliding_window", 4096)):
-        return {"sliding_window": window - 1}
-    return {}
+        changed["sliding_window"] = window - 1
+    if kind in _LINEAR_ATTENTION and "full_attention_interval" not in config:
+        attends = [bool(layer.kv) for layer in shape_of_config(config).layers]
+        changed["full_attention_interval"] = attends.index(True) + 1
+    rope = config.get("rope_parameters") or {}
+    if kind == "olmo3" and "full_attention" in rope:
+        changed["rope_parameters"] = rope["full_attention"]
+    if kind in WINDOW_POOLS:
+        slides = [bool(layer.window_tokens) for layer in shape_of_config(config).layers]
+        if len(set(slides)) > 1:
+            pattern = [int(slide) for slide in slides]
+            changed |= {"is_hybrid_swa": True, "hybrid_layer_pattern": pattern}
+    return changed
+
+
+def host_attention(config: dict[str, Any]) -> str:
+    """Returns the name of the attention backend on a CPU."""
+    return "triton" if config.get("model_type") in _NEED_TRITON else "torch_native"
 
 
 def _answers_differ(config: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""SGLang's models with several pools: for full attention, sliding windows, and states."""

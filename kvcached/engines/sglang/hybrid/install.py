@@ -1,0 +1,27 @@
+"""Installation of the pools of hybrid models in SGLang, for which it does not ask the platform."""
+
+from __future__ import annotations
+
+from sglang.srt.arg_groups import model_override_base
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.platforms import current_platform
+
+from kvcached.engines.sglang.hybrid.states import StateRows
+from kvcached.engines.sglang.hybrid.torch_attention import TorchAttention
+from kvcached.engines.sglang.hybrid.windows import KvcachedWindowAllocator
+from kvcached.engines.sglang.platform import NativeCpuPlatform
+
+
+def install() -> None:
+    """Replaces SGLang's classes. Idempotent."""
+    kv_cache_configurator.SWATokenToKVPoolAllocator = KvcachedWindowAllocator
+    kv_cache_configurator.HybridReqToTokenPool = StateRows
+    ATTENTION_BACKENDS["torch_native"] = TorchAttention
+    if isinstance(current_platform, NativeCpuPlatform):
+        ATTENTION_BACKENDS["triton"] = TorchAttention  # some models accept only such names
+        from kvcached.engines.sglang.hybrid import torch_kernels
+
+        torch_kernels.install()
+    # SGLang gives windows of Gemma 3 no pool, since its test of those of Gemma 2 fails.
+    model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
