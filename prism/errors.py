@@ -3,7 +3,8 @@
 PrismError
 ├── ConfigError          wrong YAML or arguments: names the key and the remedy (exit code 2)
 │   ├── TraceError       a trace file cannot be replayed: names file, line and key
-│   └── TooLargeError    a model does not fit on the GPUs that it is given
+│   ├── TooLargeError    a model does not fit on the GPUs that it is given
+│   └── NotDownloadedError   files of a hub's model are not on this machine
 ├── RequestError         one request cannot be served; carries an OpenAI error code and HTTP status
 │   ├── UnknownModelError
 │   ├── ContextLengthError
@@ -13,7 +14,7 @@ PrismError
 │   ├── RankLostError
 │   └── ActivationError
 │       └── SelfCheckError
-├── ModelSourceError     a model cannot be prepared: its source is not installed
+├── ModelSourceError     a model cannot be prepared or downloaded
 ├── ActionError          an agent could not execute an action of the cluster scheduler
 ├── QueueUnavailableError    Redis cannot be reached
 ├── MalformedRequestError    entries of a queue are not valid requests
@@ -36,6 +37,10 @@ class TraceError(ConfigError):
 class TooLargeError(ConfigError):
     """The GPUs of a cluster are too few or too small for a model or the policy. A sweep records
     this as the outcome of a point."""
+
+
+class NotDownloadedError(ConfigError):
+    """A hub's model is not on this machine, or files of it are missing."""
 
 
 class RequestError(PrismError):
@@ -98,7 +103,7 @@ class SelfCheckError(ActivationError):
 
 
 class ModelSourceError(PrismError):
-    """A model's source is missing; the message says what to install."""
+    """A model's source is missing or cannot be reached; the message says what to change."""
 
 
 class ActionError(PrismError):

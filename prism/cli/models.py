@@ -1,4 +1,4 @@
-"""`prism-models`: prepares the models of the demo and the tests, without a model hub."""
+"""`prism-models`: downloads models from a hub, and makes those of the demo and the tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ RECIPES: dict[str, Recipe] = {r.name: r for r in (SmolLM2(), *TINY_MODELS)}
 
 app = new_app(__doc__)
 Names = Annotated[list[str] | None, typer.Argument(help="models to prepare; default: all")]
+HubNames = Annotated[list[str], typer.Argument(metavar="NAME[@REVISION]...", help="ORG/NAME")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="directory of the models")]
 
 
@@ -50,9 +51,25 @@ def list_command(directory: Directory = None) -> None:
         typer.echo(f"{recipe.name:14} {state:6} {recipe.summary}")
 
 
+@app.command(
+    "pull",
+    epilog="Examples: prism-models pull Qwen/Qwen3-0.6B   |   prism-models pull"
+    " meta-llama/Llama-3.1-8B@main   |   HF_HOME=/data/hf prism-models pull Qwen/Qwen3-8B",
+)
+def pull_command(names: HubNames) -> None:
+    """Downloads models from their hub for `path: NAME` of prism-serve, and prints the folder of
+    each. A model that is there is brought to the revision's newest commit. After an interruption,
+    files that were complete are not downloaded again. docs/model-hubs.md names the variables, such
+    as HF_HOME and HF_TOKEN."""
+    from prism.models.hub.hub_model import pulled
+
+    for name in names:
+        typer.echo(pulled(name, say))
+
+
 def main() -> None:
-    """Runs the command. Exits with code 2 and one line for an unknown name, or a missing source,
-    package or folder."""
+    """Runs the command. Exits with code 2 and one line for an unknown name, a missing source,
+    package or folder, or a failed download."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         app()

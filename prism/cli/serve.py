@@ -105,7 +105,7 @@ def up(
         on_ray.serve(config or DEFAULT_CONFIG, ray, named, partial(print, flush=True))
     else:
         options = Options(run_dir, log_dir, _level(log_level), core_dumps)
-        found, _ = _probed(_load(config, host, port, node))
+        found, _ = _probed(_load(config, host, port, node, download=True))
         _warn(found)
         serve(found, options, _console())
 
@@ -114,7 +114,8 @@ def up(
 def check(
     *, config: Config = None, host: Host = None, port: Port = None, node: Node = None
 ) -> None:
-    """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts nothing."""
+    """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts and downloads
+    nothing."""
     from prism.frontend.text.tokenizers import load_tokenizers
     from prism.serve.node.preflight import check_addresses
 
@@ -308,17 +309,25 @@ def main() -> None:
 
 
 def _load(
-    config: Path | None, host: str | None, port: int | None, node: str | None
+    config: Path | None,
+    host: str | None,
+    port: int | None,
+    node: str | None,
+    *,
+    download: bool = False,
 ) -> ClusterConfig:
     from prism.config.checks.nodes import check_node
     from prism.config.resolve import load
+    from prism.models.hub.hub_model import cached, fetched
     from prism.serve.node.preflight import check_machine
 
     if config is None and not DEFAULT_CONFIG.is_file():
         raise ConfigError(
             "--config: is missing, and prism.yaml does not exist here; give the cluster's YAML"
         )
-    loaded = load(config or DEFAULT_CONFIG, node=node or "")
+    say = partial(print, file=sys.stderr, flush=True)
+    of_hub = partial(fetched, say=say) if download else cached
+    loaded = load(config or DEFAULT_CONFIG, node=node or "", of_hub=of_hub)
     check_node(loaded)
     _check_installed(loaded)
     check_machine(loaded)

@@ -54,10 +54,16 @@ FIXED = {
     "head_dim": "path",
     "latent_rope_dim": "path",
     "derived_bytes": "path",
+    "kv_layers": "path",
+    "window_layers": "path",
+    "window_tokens": "path",
+    "window_kv_heads": "path",
+    "window_head_dim": "path",
+    "state_bytes": "path",
     "weight_bytes": "path",
 }
 # Fields that follow from these and from the number of models.
-DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement", "block_tokens")
+DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
 _DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
 _JOURNAL = {"max_bytes": "max"}
 

@@ -22,6 +22,13 @@ from prism.config.checks.adapters import (
 )
 from prism.config.checks.embedding_models import embedding_of
 from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory
+from prism.config.checks.model_paths import (
+    OfHub,
+    absolute,
+    check_folder,
+    hub_folder,
+    hub_name_of,
+)
 from prism.config.checks.names import check_model_names, check_names
 from prism.config.checks.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
 from prism.config.policy_knobs import live_policy
@@ -46,6 +53,7 @@ from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.model_spec import ModelSpec
 from prism.models.files import DTYPE_BYTES, inspect_model
+from prism.models.hub.hub_model import cached
 from prism.scheduler import decision_journal
 from prism.scheduler.decision_journal import JournalConfig
 
@@ -53,26 +61,36 @@ from prism.scheduler.decision_journal import JournalConfig
 HANG_LEAST_S = 15
 
 
-def load(path: Path, known: Sequence[ApiKey] | None = None, node: str = "") -> ClusterConfig:
+def load(
+    path: Path,
+    known: Sequence[ApiKey] | None = None,
+    node: str = "",
+    of_hub: OfHub = cached,
+) -> ClusterConfig:
     """Returns the checked configuration.
 
     The launcher fills in namespace and run_dir, and redis_url if the bundled server is used.
-    Raises ConfigError: one line "<file>: <key>: what is wrong; what to change".
+    Raises ConfigError: one line "<file>: <key>: what is wrong; what to change". `of_hub` may raise
+    ModelSourceError.
 
     Args:
         path: The YAML.
         known: Keys that the environment had at the start. None: the environment is read.
         node: Node that this machine is, if there are several.
+        of_hub: Returns the folder of a model by its name in a hub. By default, models that were
+            not downloaded before are an error.
     """
     try:
         data = read_yaml(path)
         keys = variable_keys(data.access.keys_variable) if known is None else known
-        return _resolve(data, path.absolute(), keys, node)
+        return _resolve(data, path.absolute(), keys, node, of_hub)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _resolve(data: ServeYaml, source: Path, variable: Sequence[ApiKey], node: str) -> ClusterConfig:
+def _resolve(
+    data: ServeYaml, source: Path, variable: Sequence[ApiKey], node: str, of_hub: OfHub
+) -> ClusterConfig:
     base_dir = source.resolve().parent
     live_policy(data)
     _check_frontend(data.frontend)
@@ -81,8 +99,10 @@ def _resolve(data: ServeYaml, source: Path, variable: Sequence[ApiKey], node: st
     devices = devices_of(data)
     on_gpus = all(is_gpu(device.name) for device in devices)
     engine = _engine(data.engine, base_dir)
+    for i, m in enumerate(data.models):  # all of them, before a model is downloaded
+        _check_model_values(m, f"models[{i}]", base_dir)
     models = [
-        _model(m, f"models[{i}]", base_dir, engine, on_gpus=on_gpus)
+        _model(m, f"models[{i}]", base_dir, engine, of_hub, on_gpus=on_gpus)
         for i, m in enumerate(data.models)
     ]
     config = ClusterConfig(
@@ -134,7 +154,7 @@ def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
     """Returns `data` with absolute paths. Raises ConfigError if the files cannot be used
     together."""
     files = [
-        str(_folder(base_dir, name)) if name else None
+        str(absolute(base_dir, name)) if name else None
         for name in (data.tls_certificate, data.tls_key)
     ]
     certificate, key = files
@@ -175,6 +195,11 @@ def _check_spread(model: ModelSpec, key: str) -> None:
         )
     if model.tp == 1:
         return
+    if not model.is_plain:
+        raise ConfigError(
+            f"{key}.tp: models with pools for sliding windows or states run on one device each;"
+            " remove the key"
+        )
     if model.embedding:
         raise ConfigError(f"{key}.tp: an embedding model must be on one device; use tp 1")
     if model.pinned_device is not None:
@@ -293,15 +318,24 @@ def _weight_store(wanted: str, base_dir: Path) -> str:
     """Returns the folder of the weight store, or AUTO_STORE. Empty: no store."""
     if wanted in ("off", ""):
         return ""
-    return wanted if wanted == AUTO_STORE else str(_folder(base_dir, wanted))
+    return wanted if wanted == AUTO_STORE else str(absolute(base_dir, wanted))
 
 
 def _model(
-    data: ModelYaml, key: str, base_dir: Path, engine: EngineConfig, *, on_gpus: bool
+    data: ModelYaml,
+    key: str,
+    base_dir: Path,
+    engine: EngineConfig,
+    of_hub: OfHub,
+    *,
+    on_gpus: bool,
 ) -> ModelSpec:
-    _check_model_values(data, key)
-    path = _folder(base_dir, data.path)
-    files = inspect_model(path, f"{key}.path")
+    path, hub_name = absolute(base_dir, data.path), hub_name_of(base_dir, data.path)
+    if hub_name:
+        path = hub_folder(hub_name, base_dir, f"{key}.path", of_hub)
+    adapter = data.adapter or engine.adapter
+    traits = adapter_named(adapter).traits()
+    files = inspect_model(path, f"{key}.path", traits.window_pools)
     if data.context_length is not None and data.context_length > files.context_length:
         raise ConfigError(
             f"{key}.context_length: {data.context_length} is more than the {files.context_length}"
@@ -311,8 +345,6 @@ def _model(
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
-    adapter = data.adapter or engine.adapter
-    traits = adapter_named(adapter).traits()
     if data.tp > 1 and not traits.spreads:
         raise ConfigError(f"{key}.tp: {adapter} engines run on one device each; remove the key")
     if data.lora and not traits.lora:
@@ -336,20 +368,19 @@ def _model(
         aliases=tuple(data.aliases),
         embedding=embedding_of(path, data.embeddings, f"{key}.embeddings"),
         lora=lora_spec(
-            [(each.name, _folder(base_dir, each.path)) for each in data.lora],
+            [(each.name, absolute(base_dir, each.path)) for each in data.lora],
             (path, files, dtype),
             f"{key}.lora",
             engine.lora,
         ),
+        hub_name=hub_name,
     )
 
 
-def _folder(base_dir: Path, path: str) -> Path:
-    return (base_dir / Path(path).expanduser()).resolve()
-
-
-def _check_model_values(data: ModelYaml, key: str) -> None:
+def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:
     check_model_names(data, key)
+    if not hub_name_of(base_dir, data.path):
+        check_folder(absolute(base_dir, data.path), data.path, f"{key}.path")
     _one_of(data.dtype, ("auto", *DTYPE_BYTES), f"{key}.dtype")
     if data.context_length is not None:
         _at_least(data.context_length, 1, f"{key}.context_length")

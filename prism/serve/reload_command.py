@@ -26,6 +26,7 @@ from prism.config.schema.endpoints import node_of
 from prism.errors import ConfigError, PrismError
 from prism.frontend.text.tokenizers import load_tokenizers
 from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.models.hub.hub_model import cached
 from prism.process import child_environment, die_with_parent
 from prism.serve import operator
 from prism.serve.node.registration import running_nodes, wait_published
@@ -49,7 +50,8 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
     """
     with _locked(Path(find(run_dir).run_dir)) as path:
         running = find(path)
-        loaded = load(source or Path(running.source), running.variable_keys, running.node)
+        keys, node = running.variable_keys, running.node
+        loaded = load(source or Path(running.source), keys, node, _of_hub(running))
         status = _status(running)
         wanted = reloaded(running, loaded, status.leaving)
         _check_removed_nodes(running, wanted, status)
@@ -65,6 +67,14 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
             raise ConfigError(f"--run-dir: {path} cannot be written to: {error}") from error
         _wait_until_applied(wanted)
         return changed
+
+
+def _of_hub(running: ClusterConfig) -> Callable[[str], Path]:
+    """Returns a function for `load`. Models that run keep their folders, also if the cache has
+    newer commits. Nothing is downloaded."""
+    models = (*running.models, *running.leaving)
+    folders = {model.hub_name: Path(model.path) for model in models}
+    return lambda name: folders.get(name) or cached(name)
 
 
 def _check_removed_nodes(

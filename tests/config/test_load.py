@@ -63,6 +63,19 @@ def test_bounds_of_copies_follow_the_devices(folder: Path) -> None:
             load(written(folder, data))
 
 
+def test_a_model_in_another_format_is_refused(folder: Path) -> None:
+    data = copy.deepcopy(GOOD)
+    weights = (folder / "a" / "model.safetensors").rename(folder / "a" / "model-Q4_0.gguf")
+    for path, named in (("a", weights.parent), (str(weights), weights)):
+        data["models"][0]["path"] = path
+        with pytest.raises(ConfigError) as caught:
+            load(written(folder, data))
+        assert str(caught.value) == (
+            f"{folder}/prism.yaml: models[0].path: {named} has its weights as GGUF, which is not"
+            " served; give a model with *.safetensors"
+        )
+
+
 def test_copies_of_a_wide_model_stay_within_nodes() -> None:
     three = ReplicasYaml().bounds("a", ["x", "x", "x", "y", "y"], tp=2)
     assert three == (1, 2)
@@ -186,7 +199,8 @@ MISTAKES: list[tuple[Edit, str]] = [
     ),
     (
         put("models", 0, "path", value="nowhere"),
-        "models[0].path: {folder}/nowhere is not a directory; correct the path",
+        "models[0].path: {folder}/nowhere is not a directory, and 'nowhere' is not ORG/NAME of a"
+        " model hub; correct the path",
     ),
     (
         put("models", 0, "path", value="models"),

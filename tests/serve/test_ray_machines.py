@@ -141,13 +141,14 @@ def test_paths_are_those_of_the_files_folder() -> None:
         "models": [
             {"name": "m", "path": "m", "lora": [{"name": "l", "path": "l"}]},
             {"name": "n", "path": "/x/n"},
+            {"name": "o", "path": "org/o@v1"},
         ],
         "access": {"keys": "k.yaml"},
         "frontend": {"port": 1, "tls_key": "../key.pem", "admin": "./admin.sock"},
         "engine": {"weight_store": "auto", "python": {"vllm": "v/bin/python"}},
     }
     found = yaml.safe_load(with_absolute_paths(file, Path("/f")))
-    assert [m["path"] for m in found["models"]] == ["/f/m", "/x/n"]
+    assert [m["path"] for m in found["models"]] == ["/f/m", "/x/n", "org/o@v1"]
     assert found["models"][0]["lora"][0]["path"] == "/f/l"
     assert found["access"] == {"keys": "/f/k.yaml"}
     assert found["frontend"] == {"port": 1, "tls_key": "/f/../key.pem", "admin": "/f/admin.sock"}

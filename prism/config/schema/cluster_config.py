@@ -36,7 +36,8 @@ class ModelYaml(Strict, frozen=True):
     # The model's name in requests.
     name: str
     # The folder with config.json, the tokenizer and the safetensors files. Relative paths start at
-    # the YAML's folder.
+    # the YAML's folder. If there is no such folder: the model's name in a hub, ORG/NAME or
+    # ORG/NAME@REVISION. See docs/model-hubs.md.
     path: str
     # The SLO of requests that do not have one.
     slo: ModelSloYaml = ModelSloYaml()

@@ -165,7 +165,8 @@ def _check_same_settings(config: ClusterConfig, state: NodeState, client: redis.
         if other.shared != state.shared:
             raise ConfigError(
                 f"nodes: {name} has other devices, models or settings; use the same file and the"
-                " same model paths on all nodes, with prism-serve reload where the file is new"
+                " same model paths on all nodes (of hubs: HF_HOME and revision), with prism-serve"
+                " reload where the file is new"
             )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from prism.config.checks.model_paths import hub_name_of
 from prism.config.checks.nodes import nodes_of
 from prism.config.reader import convert
 from prism.config.schema.admin import host_and_port
@@ -178,7 +179,9 @@ def with_absolute_paths(file: Mapping[str, Any], folder: Path) -> str:
 
     for model in whole["models"]:
         for each in (model, *model.get("lora", [])):
-            make_absolute(each, "path")
+            # Each machine looks for a hub's model in its own cache.
+            if each is not model or not hub_name_of(folder, model["path"]):
+                make_absolute(each, "path")
     frontend, engine = whole.get("frontend", {}), whole.get("engine", {})
     make_absolute(whole.get("access", {}), "keys")
     make_absolute(frontend, "tls_certificate", "tls_key")

@@ -1,0 +1,47 @@
+"""`path` of a model in the YAML: a folder, or a hub's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from prism.errors import ConfigError, ModelSourceError
+from prism.models.hub.hub_model import check_format, split_name
+
+# Returns the folder of a model by its name in a hub. Raises ConfigError or ModelSourceError.
+OfHub = Callable[[str], Path]
+
+
+def absolute(base_dir: Path, path: str) -> Path:
+    return (base_dir / Path(path).expanduser()).resolve()
+
+
+def hub_name_of(base_dir: Path, path: str) -> str:
+    """Returns `path` if it is a hub's name, and empty text if it is a folder. A folder that exists
+    is preferred."""
+    return "" if split_name(path) is None or absolute(base_dir, path).exists() else path
+
+
+def check_folder(folder: Path, path: str, key: str) -> None:
+    """Raises ConfigError if `folder` is not a folder, or has weights only as GGUF and the like."""
+    if folder.is_dir():
+        check_format((each.name for each in folder.iterdir()), f"{key}: {folder}")
+        return
+    if folder.is_file():
+        check_format([folder.name], f"{key}: {folder}")
+    raise ConfigError(
+        f"{key}: {folder} is not a directory, and {path!r} is not ORG/NAME of a model hub; correct"
+        " the path"
+    )
+
+
+def hub_folder(name: str, base_dir: Path, key: str, of_hub: OfHub) -> Path:
+    """Returns the folder of a hub's model. Raises ConfigError or ModelSourceError, which names
+    `key`."""
+    try:
+        return of_hub(name)
+    except ModelSourceError as error:
+        raise ModelSourceError(f"{key}: {error}") from error
+    except ConfigError as error:
+        folder = absolute(base_dir, name)
+        raise ConfigError(f"{key}: {folder} is not a directory, and {error}") from error

@@ -1,0 +1,1 @@
+"""Models by a hub's name."""
