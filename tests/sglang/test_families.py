@@ -16,12 +16,11 @@ from prism.engines.sglang.platform.supported_models import SERVED, WINDOW_POOLS,
 from prism.errors import ConfigError
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
-from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers
-from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
 from tests.families import TINY, VOCAB_SIZE
+from tests.sglang import models
 from tests.sglang.models import TIE, gap_of, network
 
 # torch deprecates a decorator that GPT-BigCode uses.
@@ -34,8 +33,7 @@ PROMPT_TOKENS = (7, 40, 120)
 
 def path_of(kind: str) -> Path:
     """Returns the folder of the tiny model of a family."""
-    model = tiny.TinyModel(f"family-{kind}", kind, "", context_length=512, settings=TINY[kind])
-    return prepare(model, default_directory(), lambda _text: None)
+    return models.path_of(f"family-{kind}")
 
 
 def spec_of(kind: str, path: Path) -> ModelSpec:
@@ -46,34 +44,54 @@ def spec_of(kind: str, path: Path) -> ModelSpec:
 def prompts(spec: ModelSpec) -> dict[str, list[int]]:
     """Returns prompts by request, as long as the model's context allows."""
     rng = random.Random(spec.name)
-    lengths = [n for n in PROMPT_TOKENS if n + TOKENS <= spec.context_length]
-    return {f"{spec.name}{n}": rng.choices(range(16, VOCAB_SIZE), k=n) for n in lengths}
+    lengths = [n for n in PROMPT_TOKENS if n + 2 * TOKENS <= spec.context_length]
+    return {f"{n}": rng.choices(range(16, VOCAB_SIZE), k=n) for n in lengths}
 
 
 @pytest.mark.parametrize("kind", sorted(SERVED))
 def test_answers_are_those_of_transformers(device: DeviceUnderTest, kind: str) -> None:
-    """Compares answers of prompts that run together. The engine compares the layout of its KV with
-    the one that config.json gives."""
+    """Compares answers of prompts that run together, after their own beginnings, and alone after an
+    eviction. The engine compares the layout of its KV with the one that config.json gives."""
     path = path_of(kind)
     assert refuses(path) == ""
-    spec, asked, reference = spec_of(kind, path), prompts(spec_of(kind, path)), network(path)
+    spec = spec_of(kind, path)
+    asked, reference = prompts(spec), network(path)
     device.activate(spec)
-    device.send(Submit([request(name, kind, prompt, TOKENS) for name, prompt in asked.items()]))
-    streams = device.finish(*asked)
-    for stream, prompt in zip(streams, asked.values(), strict=True):
+    answers = ask(device, spec, asked, reference)
+    longer = {f"{name}+": prompt + answers[name][:-4] for name, prompt in asked.items()}
+    ask(device, spec, longer, reference)
+    leave(device)
+    device.activate(spec)
+    ask(device, spec, {"alone": min(asked.values(), key=len)}, reference)
+    leave(device)
+    assert f"model {kind}: its weights take" not in logs(device)
+
+
+def ask(
+    device: DeviceUnderTest, spec: ModelSpec, asked: dict[str, list[int]], reference: Any
+) -> dict[str, list[int]]:
+    """Returns the answers of prompts by request, which are those of transformers."""
+    names = {name: f"{spec.name}/{name}" for name in asked}
+    requests = [request(names[name], spec.name, asked[name], TOKENS) for name in asked]
+    device.send(Submit(requests))
+    answers = {}
+    for name, stream in zip(asked, device.finish(*names.values()), strict=True):
+        answers[name] = stream.token_ids
         assert len(stream.token_ids) == TOKENS
-        assert gap_of(reference, prompt, stream.token_ids) < TIE
+        assert gap_of(reference, asked[name], stream.token_ids) < TIE, name
+    return answers
+
+
+def leave(device: DeviceUnderTest) -> None:
     device.send(Deactivate())
     device.wait_for(Deactivated)
-    assert f"model {kind}: its weights take" not in logs(device)
 
 
 def test_weights_of_another_size_are_a_warning(device: DeviceUnderTest) -> None:
     spec = spec_of("llama", path_of("llama"))
     wrong = msgspec.structs.replace(spec, name="w", weight_bytes=int(spec.weight_bytes * 1.02))
     device.activate(wrong)
-    device.send(Deactivate())
-    device.wait_for(Deactivated)
+    leave(device)
     assert "model w: its weights take" in logs(device)
 
 

@@ -20,7 +20,8 @@ from prism.models.files import inspect_model
 from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
 from tests.families import TINY, VOCAB_SIZE
-from tests.sglang.conftest import PAGE_BYTES, ledger_of, opened_device
+from tests.sglang import models
+from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, ledger_of, opened_device
 from tests.sglang.models import TIE, gap_of, network
 
 pytestmark = pytest.mark.sglang
@@ -50,11 +51,9 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceUnderTest
 
 @lru_cache
 def path_of(name: str) -> Path:
-    made = tiny.TinyModel(
-        f"family-{name}", name, "", context_length=512, settings=TINY.get(name, {})
-    )
-    model = WINDOWS if name == WINDOWS.name else made
-    return prepare(model, default_directory(), lambda _text: None)
+    if name != WINDOWS.name:
+        return models.path_of(f"family-{name}")
+    return prepare(WINDOWS, default_directory(), lambda _text: None)
 
 
 @lru_cache
@@ -89,6 +88,7 @@ def check(name: str, prompt: list[int], tokens: list[int], count: int) -> None:
 
 
 def held_bytes(device: DeviceUnderTest) -> int:
+    """Returns the bytes of KV pages."""
     usage = device.client_usage()
     assert usage is not None
     return usage.committed_bytes
@@ -107,7 +107,7 @@ def test_a_window_bounds_what_a_long_sequence_holds(device: DeviceUnderTest) -> 
     for name, prompt in asked.items():
         device.send(Submit([request(name, spec.name, prompt, 60)]))
         device.wait_until(lambda name=name: len(device.stream(name).token_ids) > 50)
-        assert held_bytes(device) - done.static_bytes <= need_bytes(spec)
+        assert held_bytes(device) <= need_bytes(spec)
         check(spec.name, prompt, device.finish(name)[0].token_ids, 60)
     leave(device)
 
@@ -124,19 +124,37 @@ def test_requests_beyond_the_memory_wait_and_are_right(device: DeviceUnderTest) 
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_come_with_requests_and_go(device: DeviceUnderTest, name: str) -> None:
-    """Activates twice: from files, and with weights from the store."""
     spec = spec_of(name)
-    for turn in range(2):
-        device.activate(spec)
-        asked = {f"{name}{turn}{i}": prompt_of(40 + 30 * i, i) for i in range(6)}
-        device.send(Submit([request(each, name, p, 60) for each, p in asked.items()]))
-        device.wait_until(
-            lambda asked=asked: all(len(device.stream(each).token_ids) > 4 for each in asked)
-        )
-        state = next(p for p in pools_of(spec, CHUNK_TOKENS) if p.name == "state")
-        more_bytes = 6 * state.layout.token_bytes // PAGE_BYTES * PAGE_BYTES
-        busy_bytes = held_bytes(device)
-        for stream, prompt in zip(device.finish(*asked), asked.values(), strict=True):
-            check(name, prompt, stream.token_ids, 60)
-        device.wait_until(lambda most=busy_bytes - more_bytes: held_bytes(device) <= most)
+    device.activate(spec)
+    asked = {f"{name}{i}": prompt_of(40 + 30 * i, i) for i in range(6)}
+    device.send(Submit([request(each, name, p, 60) for each, p in asked.items()]))
+    device.wait_until(lambda: all(len(device.stream(each).token_ids) > 4 for each in asked))
+    state = next(p for p in pools_of(spec, CHUNK_TOKENS) if p.name == "state")
+    more_bytes = 6 * state.layout.token_bytes // PAGE_BYTES * PAGE_BYTES
+    busy_bytes = held_bytes(device)
+    for stream, prompt in zip(device.finish(*asked), asked.values(), strict=True):
+        check(name, prompt, stream.token_ids, 60)
+    device.wait_until(lambda: held_bytes(device) <= busy_bytes - more_bytes)
+    leave(device)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", *STATES])
+def test_weights_come_from_files_and_then_from_the_store(
+    device: DeviceUnderTest, name: str
+) -> None:
+    """Activates three times. Between two requests, an engine holds its weights and KV's floor."""
+    spec, answers, sizes = spec_of(name), [], []
+    for turn in range(3):
+        done = device.activate(spec)
+        assert bool(done.link_bytes) == (turn > 0)
+        request_id = f"{name}-turn{turn}"
+        device.send(Submit([request(request_id, name, prompt_of(50, 7), 20)]))
+        answers.append(device.finish(request_id)[0].token_ids)
+        device.trim()
+        assert held_bytes(device) == done.floor_bytes
+        sizes.append(done.static_bytes)
         leave(device)
+    check(name, prompt_of(50, 7), answers[0], 20)
+    assert answers == answers[:1] * 3
+    assert sizes == sizes[:1] * 3
+    assert spec.weight_bytes <= sizes[0] <= spec.weight_bytes + STATIC_BYTES + 4 * PAGE_BYTES
