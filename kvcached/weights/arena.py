@@ -137,6 +137,11 @@ class WeightArena:
         extents = self._spec(name).shape if shape is None else shape
         return self._open_core().view(self.layout.offsets_bytes[name], list(extents), dtype)
 
+    def address_range(self) -> tuple[int, int]:
+        """Returns the first address, and that after the last tensor."""
+        start = self._open_core().address
+        return start, start + self.layout.size_bytes
+
     def back(self) -> None:
         """Creates every page, for an engine that writes the tensors itself. Raises NoRoomError."""
         self._open_core().back(self.layout.size_bytes)

@@ -31,6 +31,7 @@ from prism.config.checks.model_paths import (
 )
 from prism.config.checks.names import check_model_names, check_names
 from prism.config.checks.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
+from prism.config.checks.quantized_weights import check_quantization
 from prism.config.policy_knobs import live_policy
 from prism.config.reader import read_yaml
 from prism.config.schema.access import ApiKey, check_origins
@@ -349,6 +350,8 @@ def _model(
         raise ConfigError(f"{key}.tp: {adapter} engines run on one device each; remove the key")
     if data.lora and not traits.lora:
         raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
+    if method := files.quantization:
+        check_quantization(method, path, f"{key}.path", traits, on_gpus=on_gpus)
     return ModelSpec(
         name=data.name,
         path=str(path),

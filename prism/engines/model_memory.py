@@ -7,7 +7,7 @@ engine; KV pages above that are elastic.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,7 @@ class ModelMemory:
         self._device = device
         self._name = order.model.name
         self._computed_bytes = order.model.weight_bytes
+        self._derived_bytes = order.model.derived_bytes
         self._lease: kvcached.StaticLease | None = None
         self._kv: kvcached.KVCache | None = None
         self.side: dict[str, kvcached.KVCache] = {}  # of the pools that the engine laid out
@@ -201,14 +202,20 @@ class ModelMemory:
         """Bytes that do not vary with requests."""
         return self.weights.size_bytes + self.plan.share_bytes
 
-    def lay_out_weights(self, parameters: Mapping[str, torch.Tensor], *, back: bool) -> None:
+    def lay_out_weights(self, *parts: Mapping[str, torch.Tensor], back: bool) -> None:
         """Lays out the weights at their real size, known once the model is built. With `back`, all
         pages are mapped at once."""
-        self._compare(parameters)
         try:
-            self.weights.lay_out(parameters)
+            self.weights.lay_out(*parts)
             if back:
                 self.weights.back()
+        except kvcached.NoRoomError as error:
+            raise self._no_room(error, 0) from error
+
+    def replace_weights(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lays out these tensors in the place of a part's (`WeightPages.replace`)."""
+        try:
+            self.weights.pages.replace(names, tensors)
         except kvcached.NoRoomError as error:
             raise self._no_room(error, 0) from error
 
@@ -240,15 +247,18 @@ class ModelMemory:
         self._client.set_min(0)
         self._client.set_limit(None)
 
-    def _compare(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Logs a warning if the weights differ by over 1 % from what the scheduler reckons with.
+    def compare_weights(self) -> None:
+        """Logs a warning if the loaded weights differ by over 1 % from what the scheduler reckons
+        with. Engines may drop the weights that they derive others from.
 
         KV needs no comparison: engines lay it out as the scheduler says, or fail.
         """
         if self.ranks.size > 1:
             return  # ranks also have copies of what cannot be divided
-        measured = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
-        if abs(measured - self._computed_bytes) > _DIFFERENCE_MAX * self._computed_bytes:
+        measured = sum(spec.size_bytes for spec in self.weights.pages.specs.values())
+        tolerance = _DIFFERENCE_MAX * self._computed_bytes
+        least_bytes = self._computed_bytes - self._derived_bytes - tolerance
+        if not least_bytes <= measured <= self._computed_bytes + tolerance:
             log.warning(
                 "model %s: its weights take %s in the engine, and %s by its files",
                 self._name,

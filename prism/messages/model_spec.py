@@ -43,6 +43,15 @@ class EmbeddingSpec(Wire, frozen=True):
         return self.any_dimensions and not self.dimensions and dimensions < self.size
 
 
+class WindowSpec(Wire, frozen=True):
+    """Layers with a sliding window whose KV an engine keeps in a separate pool."""
+
+    layers: int
+    tokens: int  # that a token attends to, with itself
+    num_kv_heads: int
+    head_dim: int
+
+
 class ModelSpec(Wire, frozen=True):
     """Description of a model for every process, built once from the YAML and the model's files.
 
@@ -58,7 +67,7 @@ class ModelSpec(Wire, frozen=True):
     num_layers: int
     num_kv_heads: int  # 1 with latent attention
     head_dim: int  # with latent attention, the numbers of a latent
-    weight_bytes: int  # resident, in `dtype`
+    weight_bytes: int  # resident, as an engine keeps them
     # KV of one token in `kv_dtype`, with the arrangement's padding: K and V of all layers in the
     # main pool.
     token_bytes: int
@@ -78,7 +87,7 @@ class ModelSpec(Wire, frozen=True):
     window_kv_heads: int = 0
     window_head_dim: int = 0
     state_bytes: int = 0  # of a sequence, whatever its length (Mamba, linear attention)
-    # Memory of tensors that engines make of weights, and keep besides them.
+    # Part of `weight_bytes`: tensors that engines derive from others, at first in their own memory.
     derived_bytes: int = 0
     tp: int = 1  # number of devices (tensor parallel)
     # Parsers of answers: a name of the engine, "auto" or "none".
@@ -96,7 +105,7 @@ class ModelSpec(Wire, frozen=True):
     @property
     def besides_weights_bytes(self) -> int:
         """Memory of an engine that only this model needs, in addition to weights and KV."""
-        return self.lora.size_bytes + self.derived_bytes
+        return self.lora.size_bytes
 
     @property
     def is_plain(self) -> bool:

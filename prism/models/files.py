@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prism.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvcached import CheckpointTensor
     from kvcached.models import LayerShape, ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -55,6 +57,10 @@ class ModelFiles:
     num_layers: int
     pools: Pools
     parameters: int
+    # Method of quantized weights, "" for others.
+    quantization: str
+    # Bytes of these by dtype in the files.
+    stored_bytes: Mapping[str, int]
     decoder: ModelShape
 
     def shape(self, dtype: str, context_length: int | None) -> dict[str, Any]:
@@ -74,7 +80,14 @@ class ModelFiles:
         }
 
     def weight_bytes(self, dtype: str) -> int:
-        return self.parameters * DTYPE_BYTES[dtype]
+        """Returns the bytes of the weights in an engine, with those that it derives. Quantized ones
+        stay as they are stored; the others of half precision are loaded in `dtype`."""
+        derived_bytes = self.derived_bytes(dtype)
+        if not self.quantization:
+            return self.parameters * DTYPE_BYTES[dtype] + derived_bytes
+        scale = dict.fromkeys(("bfloat16", "float16"), DTYPE_BYTES[dtype] / 2)
+        stored = self.stored_bytes.items()
+        return derived_bytes + sum(int(size * scale.get(name, 1)) for name, size in stored)
 
     def token_bytes(self, dtype: str) -> int:
         """Returns the bytes of one token's KV in the main pool."""
@@ -94,7 +107,6 @@ def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> Mo
         raise ConfigError(f"{key}: {path} is not a directory; correct the path")
     config = read_config(path, key)
     architecture = _architecture(config, path, key)
-    _check_unquantized(config, path, key)
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(
             f"{key}: {path} does not have tokenizer.json; save the fast tokenizer there"
@@ -104,13 +116,16 @@ def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> Mo
     everywhere = len(windows) == len(decoder.layers)
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
+    tensors = _weights(path, decoder.tied, key)
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
         context_length=min([decoder.context_tokens, *(windows if everywhere else ())]),
         num_layers=len(decoder.layers),
         pools=pools,
-        parameters=_count_parameters(path, decoder.tied, key),
+        parameters=sum(prod(tensor.spec.shape) for tensor in tensors),
+        quantization=_quantization(config, path),
+        stored_bytes=_bytes_by_dtype(tensors),
         decoder=decoder,
     )
 
@@ -214,23 +229,20 @@ def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
     return architecture
 
 
-def _check_unquantized(config: dict[str, Any], path: Path, key: str) -> None:
-    named = next(_quantized_keys(config), None)
-    if named is None and (path / _MODELOPT).is_file():
-        named = _MODELOPT
-    if named is not None:
-        raise ConfigError(
-            f"{key}: {path} holds quantized weights ({named}), which this version cannot serve;"
-            " give an unquantized checkpoint"
-        )
+def _quantization(config: dict[str, Any], path: Path) -> str:
+    """Returns the method of quantized weights, or the key of one that has no name. Returns "" for
+    other weights."""
+    found = next(_quantized(config), "")
+    return found or ("modelopt" if (path / _MODELOPT).is_file() else "")
 
 
-def _quantized_keys(config: Mapping[str, Any]) -> Iterator[str]:
+def _quantized(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if name in _QUANTIZED and value is not None:
-            yield name
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            yield str(method or name)
         elif isinstance(value, Mapping):
-            yield from (f"{name}.{inner}" for inner in _quantized_keys(value))
+            yield from _quantized(value)
 
 
 def named_dtype(config: dict[str, Any], path: Path, key: str) -> str | None:
@@ -258,9 +270,9 @@ def _mistake(
     )
 
 
-def _count_parameters(path: Path, tied: bool, key: str) -> int:
-    """Returns the number of parameters that an engine allocates. With tied embeddings lm_head
-    shares the embedding's memory, even if the file stores it again."""
+def _weights(path: Path, tied: bool, key: str) -> list[CheckpointTensor]:
+    """Returns the tensors that an engine allocates. With tied embeddings lm_head shares the
+    embedding's memory, even if the file stores it again."""
     from kvcached import Checkpoint
     from kvcached.errors import WeightFileError
 
@@ -268,8 +280,15 @@ def _count_parameters(path: Path, tied: bool, key: str) -> int:
         tensors = Checkpoint.open(path).tensors
     except WeightFileError as error:
         raise ConfigError(f"{key}: {error}") from error
-    return sum(
-        prod(tensor.spec.shape)
+    return [
+        tensor
         for name, tensor in tensors.items()
         if not _BUFFERS.search(name) and not (tied and name.endswith("lm_head.weight"))
-    )
+    ]
+
+
+def _bytes_by_dtype(tensors: Iterable[CheckpointTensor]) -> dict[str, int]:
+    found = Counter[str]()
+    for tensor in tensors:
+        found[tensor.spec.dtype] += tensor.spec.size_bytes
+    return dict(found)

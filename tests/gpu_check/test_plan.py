@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from lab.gpu_check import plan
-from lab.gpu_check.serving import cluster, elastic, engine, large, overhead
+from lab.gpu_check.serving import cluster, elastic, engine, float8, large, overhead
 from tests.kvcached.compiling import ROOT
 
 KEPT_S = {
     "engine": engine.JUDGE_S,
     "elastic": elastic.JUDGE_S,
     "cluster": cluster.END_S + cluster.JUDGE_S,
+    "fp8": float8.JUDGE_S,
     "large": large.JUDGE_S,
     "overhead": overhead.END_S,
 }
@@ -44,7 +45,8 @@ def test_every_step_of_a_quick_run_has_a_limit_there_and_is_in_the_full_one(
     *, carried: bool
 ) -> None:
     quick, full = ([*plan.steps(carried=carried, quick=short)] for short in (True, False))
-    assert {step.name for step in full} - {step.name for step in quick} == {"benches", "large"}
+    names = ({step.name for step in steps} for steps in (full, quick))
+    assert set.difference(*names) == {"benches", "fp8", "large"}
     for steps in (quick, full):
         names = [step.name for step in steps]
         assert len(names) == len(set(names))

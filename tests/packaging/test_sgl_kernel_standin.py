@@ -49,6 +49,22 @@ def test_norms(kernel: ModuleType, dtype: torch.dtype, function: str, added: flo
     assert out.equal(result)
 
 
+def test_products_of_scaled_matrices(kernel: ModuleType) -> None:
+    rows, columns = random(3, 8).to(torch.float8_e4m3fn), random(8, 2).to(torch.float8_e4m3fn)
+    left, right, bias = random(3, 1), random(2, 1), random(2)
+    expected = [
+        [
+            float(left[i]) * float(right[j]) * sum(float(a) * float(b) for a, b in pairs)
+            + float(bias[j])
+            for j in range(2)
+            for pairs in [zip(rows[i].float(), columns.float()[:, j], strict=True)]
+        ]
+        for i in range(3)
+    ]
+    result = kernel.fp8_scaled_mm(rows, columns, left, right, torch.float32, bias)
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
 @pytest.mark.parametrize(
     ("function", "added"), [("fused_add_rmsnorm", 0.0), ("gemma_fused_add_rmsnorm", 1.0)]
 )

@@ -56,7 +56,14 @@ SEAMS: dict[str, str | None] = {
     "model_loader.loader:DefaultModelLoader.load_model": "self, model_config, device_config",
     "model_loader.loader:DefaultModelLoader._get_all_weights": "self, model_config, model",
     "model_loader.loader:DefaultModelLoader.load_weights_only": "model, weights, target_device",
-    "model_loader.loader:DefaultModelLoader.postprocess_weights": "model, target_device",
+    "model_loader.loader:_modules_with_quant_method": "model",
+    "model_loader.loader:device_loading_context": "module, target_device",
+    "layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading": (
+        "self, layer"
+    ),
+    "layers.quantization.unquant:UnquantizedEmbeddingMethod": None,
+    "layers.quantization.unquant:UnquantizedFusedMoEMethod": None,
+    "layers.quantization.unquant:UnquantizedLinearMethod": None,
     "model_loader.loader:_initialize_model": "model_config, load_config, quant_config",
     "model_loader.loader:_get_quantization_config": None,
     "model_loader.loader:set_default_torch_dtype": "dtype",

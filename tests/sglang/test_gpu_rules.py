@@ -269,24 +269,25 @@ def test_what_was_not_written_is_found(namespace: str) -> None:
         weights.lay_out(specs)
         weights.back()
         tensors = {
-            name: weights._required().view(name, "uint8", (specs[name].nbytes,)) for name in specs
+            name: weights.pages.arena_of(name).view(name, "uint8", (spec.nbytes,))
+            for name, spec in specs.items()
         }
         whole = {name: torch.from_dlpack(view) for name, view in tensors.items()}
         real = {name: whole[name].view(specs[name].dtype) for name in specs}
         assert weights.fingerprint() == ()
         with pytest.raises(ActivationError, match="do not have values for bf16, fp8, int8"):
-            check_written(real, weights)
+            check_written(real, weights.pages)
         for tensor in whole.values():
             tensor.zero_()
-        check_written(real, weights)
+        check_written(real, weights.pages)
         for name in ("bf16", "fp8"):
             whole[name][64:].fill_(0xFF)
             with pytest.raises(ActivationError, match=f"only a part of {name}"):
-                check_written(real, weights)
+                check_written(real, weights.pages)
             whole[name].zero_()
         whole["norm"].fill_(0xFF)
         with pytest.raises(ActivationError, match="do not have values for norm"):
-            check_written(real, weights)
+            check_written(real, weights.pages)
         del tensors, whole, real
         weights.release()
     device.destroy()

@@ -146,7 +146,7 @@ def test_weights_come_from_files_and_then_from_the_store(
     spec, answers, sizes = spec_of(name), [], []
     for turn in range(3):
         done = device.activate(spec)
-        assert bool(done.link_bytes) == (turn > 0)
+        assert done.link_bytes or turn == 0
         request_id = f"{name}-turn{turn}"
         device.send(Submit([request(request_id, name, prompt_of(50, 7), 20)]))
         answers.append(device.finish(request_id)[0].token_ids)
@@ -156,5 +156,5 @@ def test_weights_come_from_files_and_then_from_the_store(
         leave(device)
     check(name, prompt_of(50, 7), answers[0], 20)
     assert answers == answers[:1] * 3
-    assert sizes == sizes[:1] * 3
-    assert spec.weight_bytes <= sizes[0] <= spec.weight_bytes + STATIC_BYTES + 4 * PAGE_BYTES
+    assert spec.weight_bytes <= sizes[2] == sizes[1] <= sizes[0]
+    assert sizes[0] <= spec.weight_bytes + STATIC_BYTES + 4 * PAGE_BYTES

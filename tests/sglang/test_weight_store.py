@@ -24,7 +24,7 @@ from prism.errors import SelfCheckError
 from prism.messages.engine import ActivateEngine
 from prism.messages.model_spec import ModelSpec
 from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
-from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
+from tests.sglang.models import GPT2, LLAMA, MLA, MOE, QWEN3, path_of, spec_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
 CAPACITY_BYTES = 256 << 20
@@ -55,11 +55,17 @@ def cores(config: ClusterConfig) -> Iterator[Any]:
 
 
 def turn(core: Any, spec: ModelSpec) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Activates and deactivates; returns the fingerprint and a copy of every parameter."""
+    """Activates and deactivates; returns the fingerprint and a copy of every tensor that loading
+    left: parameters, and tensors that are derived from them."""
+    from prism.engines.weights import tensor_slots as slots
+    from prism.engines.weights.loaded_state import whole
+
     fingerprint = core.activate(ActivateEngine(spec)).fingerprint
     model = core._active.scheduler.tp_worker.model_runner.model
-    tensors = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    del model
+    pages = core._active.memory.weights.pages
+    found = {slot.full_name: tensor for slot, tensor in slots.tensors(whole(model))}
+    tensors = {name: tensor.clone() for name, tensor in found.items() if pages.holds(tensor)}
+    del model, found, pages
     core.deactivate()
     assert core._device.usage().reserved_bytes == 0
     return fingerprint, tensors
@@ -70,11 +76,13 @@ def counters(core: Any) -> StoreCounters:
     return found
 
 
-@pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2])
+@pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2, MLA.name])
 def test_the_second_activation_is_a_copy_of_the_first(core: Any, name: str) -> None:
+    """Copies up-projections of latents too, which SGLang derives from weights."""
     import torch
 
     first, loaded = turn(core, spec_of(name))
+    assert (name == MLA.name) == any(each.endswith("w_kc") for each in loaded)
     read_bytes = counters(core).disk_bytes
     assert counters(core).made_entries == 1
     second, copied = turn(core, spec_of(name))
@@ -217,9 +225,12 @@ def test_other_files_under_the_same_path_are_another_model(core: Any, tmp_path: 
     assert all(torch.equal(after[n], before[n] * 0.5) for n in before)
 
 
-def test_a_model_that_loads_more_than_parameters_is_not_copied(
-    core: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("made", [0, 1])
+def test_a_load_that_creates_objects_is_not_copied(
+    core: Any, monkeypatch: pytest.MonkeyPatch, made: int
 ) -> None:
+    """Copies a load that also creates a tensor. An object, which cannot be described, prevents
+    that."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     stock = DefaultModelLoader.load_weights_only
@@ -228,12 +239,13 @@ def test_a_model_that_loads_more_than_parameters_is_not_copied(
         import torch
 
         stock(model, weights, device)
-        model.model.derived = torch.ones(3)
+        model.model.derived = torch.ones(3) if made else object()
+        model.model.norm.weight.data = model.model.norm.weight.data.clone()
 
     monkeypatch.setattr(DefaultModelLoader, "load_weights_only", staticmethod(load))
     for _ in range(2):
         turn(core, spec_of(LLAMA))
-    assert counters(core).made_entries == counters(core).found_entries == 0
+    assert counters(core).made_entries == counters(core).found_entries == made
 
 
 def test_a_store_without_room_stops_no_model(core: Any, config: ClusterConfig) -> None:

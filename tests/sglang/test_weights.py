@@ -17,7 +17,7 @@ from prism.engines.core import EngineContext
 from prism.errors import ActivationError, SelfCheckError
 from prism.messages.engine import ActivateEngine
 from tests.sglang.conftest import DEVICE, PAGE_BYTES, STATIC_BYTES, config_of
-from tests.sglang.models import GPT2, LLAMA, MOE, QWEN3, path_of, spec_of
+from tests.sglang.models import GPT2, LLAMA, MLA, MOE, QWEN3, path_of, spec_of
 
 pytestmark = pytest.mark.sglang
 CAPACITY_BYTES = 256 << 20
@@ -52,15 +52,18 @@ def model_of(core: Any) -> Any:
     return core._active.scheduler.tp_worker.model_runner.model
 
 
-@pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2])
+@pytest.mark.parametrize("name", [LLAMA, QWEN3, GPT2, MLA.name])
 def test_every_parameter_lies_in_the_ledgers_pages(core: Any, name: str) -> None:
+    """Weights include what SGLang derives from them (the up-projections of latents)."""
     activated = core.activate(ActivateEngine(spec_of(name)))
     memory = core._active.memory
     parameters = dict(model_of(core).named_parameters())
     assert parameters
-    assert all(memory.weights.holds(n, p) for n, p in parameters.items())
+    assert all(memory.weights.pages.holds(p) for p in parameters.values())
     size_bytes = memory.weights.size_bytes
-    assert 0 <= size_bytes - spec_of(name).weight_bytes < 2 * PAGE_BYTES
+    arenas = len(memory.weights.pages.arenas)
+    assert arenas == (2 if name == MLA.name else 1)
+    assert 0 <= size_bytes - spec_of(name).weight_bytes < (1 + arenas) * PAGE_BYTES
     usage = core._device.usage()
     assert usage.static_bytes == activated.static_bytes == size_bytes + STATIC_BYTES
     assert core._device.resident_bytes() <= size_bytes + activated.reserve_bytes
@@ -94,13 +97,13 @@ def test_another_answer_than_expected_fails_the_self_check(core: Any) -> None:
 def test_a_parameter_outside_of_the_pages_fails_the_self_check(
     core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from prism.engines import parameters
 
-    def repack(model: Any, device: Any) -> None:
+    def lose(model: Any, *_: object) -> None:
         weight = model.model.norm.weight
         weight.data = weight.data.clone()
 
-    monkeypatch.setattr(DefaultModelLoader, "postprocess_weights", staticmethod(repack))
+    monkeypatch.setattr(parameters, "_move_rest", lose)
     with pytest.raises(SelfCheckError, match="outside of the ledger's pages"):
         core.activate(ActivateEngine(spec_of(LLAMA)))
 

@@ -230,14 +230,16 @@ def judge_rounds(served: dict[str, Any], rounds_of_each: int, models: int = len(
         raise RuntimeError(f"less is free after each eviction: {kept_growth(rounds)} bytes")
 
 
-def judge_tokens(env: dict[str, str], file: Path, folders: list[Path]) -> dict[str, Any]:
+def judge_tokens(
+    env: dict[str, str], file: Path, folders: list[Path], gap_max: float = GAP_MAX
+) -> dict[str, Any]:
     """Returns how far each model's tokens are from the best ones of transformers. Raises
     RuntimeError for a wrong token."""
     if not rounds_of(read(file)):
         raise Skip("nothing was served")
     found: dict[str, Any] = helper(env, "engine_models", "judge", str(file), *map(str, folders))
     for name, facts in found.items():
-        if not facts["largest_gap"] <= GAP_MAX * facts["spread"]:
+        if not facts["largest_gap"] <= gap_max * facts["spread"]:
             raise RuntimeError(f"{name}: tokens are wrong by transformers: {facts}")
     return found
 

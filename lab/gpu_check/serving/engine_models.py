@@ -100,20 +100,26 @@ def verdict(torch: Any, judged: list[tuple[Any, float]]) -> dict[str, Any]:
 
 
 def loaded(torch: Any, folder: Path) -> Any:
-    """Returns a model of transformers with the weights of a file, read straight to the GPU."""
+    """Returns a model of transformers with the weights of a file, read straight to the GPU. Weights
+    with a scale (FP8) are multiplied by it."""
     config_of(folder.name, is_large=False)  # prepares this machine's transformers
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(CUDA):
         config = AutoConfig.from_pretrained(folder)
+        vars(config).pop("quantization_config", None)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     parameters = dict(model.named_parameters())
     with torch.no_grad(), safe_open(folder / shard.NAME, framework="pt", device=CUDA) as file:
-        if missing := parameters.keys() ^ set(file.keys()):
+        names = set(file.keys())
+        scales = {name for name in names if name.endswith("_scale")}
+        if missing := parameters.keys() ^ (names - scales):
             raise RuntimeError(f"{folder}: not both in the file and the model: {sorted(missing)}")
         for name, parameter in parameters.items():
             parameter.copy_(file.get_tensor(name))
+            if f"{name}_scale" in scales:
+                parameter.mul_(file.get_tensor(f"{name}_scale"))
     return model
 
 

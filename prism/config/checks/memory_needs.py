@@ -74,6 +74,8 @@ class EngineTraits:
     spreads: bool = True
     # True if LoRA adapters are supported.
     lora: bool = False
+    # Methods of quantized weights that engines on GPUs load, as a config.json names them.
+    quantized: frozenset[str] = frozenset()
     # Families (`model_type`) whose layers with sliding windows have a separate pool.
     window_pools: frozenset[str] = frozenset()
 

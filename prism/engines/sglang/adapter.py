@@ -39,8 +39,13 @@ def preload(device: str = "host:0") -> None:
 
 
 def traits() -> EngineTraits:
-    """Returns the traits: as configured, with LoRA adapters, and pools for windows."""
-    return EngineTraits(lora=True, window_pools=supported_models.WINDOW_POOLS)
+    """Returns the traits: as configured, with LoRA adapters, quantized weights, and pools for
+    windows."""
+    return EngineTraits(
+        lora=True,
+        quantized=supported_models.quantizations(),
+        window_pools=supported_models.WINDOW_POOLS,
+    )
 
 
 def create(context: EngineContext) -> EngineCore:

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.load_config import LoadFormat
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 from sglang.srt.model_loader import loader as stock
 from torch import nn
 
@@ -16,6 +21,8 @@ from prism.engines import parameters
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.weights.model_weights import ModelWeights
+
+_UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
 
 
 class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
@@ -44,11 +51,13 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
             if device.type == gpu.CUDA:
                 torch.cuda.synchronize()
 
-        def finish(model: nn.Module) -> None:
-            self.postprocess_weights(model, device)
+        def finish(module: nn.Module) -> None:
+            with stock.device_loading_context(module, device):
+                module.quant_method.process_weights_after_loading(module)
 
         with stock.set_default_torch_dtype(model_config.dtype):
-            return parameters.load(memory, parameters.EngineLoader(build, read, finish))
+            steps = parameters.EngineLoader(build, read, _modules, finish, _is_quantized)
+            return parameters.load(memory, steps)
 
     def _tensors(
         self, model_config: Any, model: nn.Module, weights: ModelWeights
@@ -71,3 +80,12 @@ def _tie(model: nn.Module) -> None:
         return
     if embedding.weight.shape == head.weight.shape:
         head.weight = embedding.weight
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose weights SGLang processes after loading, in its order."""
+    return [module for module, _ in stock._modules_with_quant_method(model)]
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return not isinstance(module.quant_method, _UNQUANTIZED)

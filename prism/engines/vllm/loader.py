@@ -52,7 +52,8 @@ class KvcachedLoader(DefaultModelLoader):  # type: ignore[misc]
                 process_weights_after_loading(model, model_config, device)
 
         with set_default_torch_dtype(model_config.dtype):
-            return parameters.load(memory, parameters.EngineLoader(build, read, finish))
+            steps = parameters.EngineLoader(build, read, lambda model: [model], finish)
+            return parameters.load(memory, steps)
 
     def get_all_weights(
         self, model_config: Any, model: nn.Module

@@ -1,8 +1,9 @@
 """Weights of one model on the device, and their copy in the machine's store.
 
-The copy is in the engine's own layout (fused, sharded), so that a later activation only copies
-bytes. It includes the model's fingerprint: the first tokens of the model when its weights were
-loaded by the engine's own loader.
+The copy has the tensors as the engine left them (fused, sharded, repacked), so that a later
+activation only copies bytes. It includes the model's fingerprint: the first tokens of the model
+when its weights were loaded by the engine's own loader. If loading changed more than the contents
+of parameters, it includes a description of the loaded model.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from kvcached import (
     Checkpoint,
     StoredWeights,
     TensorSpec,
-    WeightArena,
     WeightBuilder,
     WeightKey,
-    WeightLayout,
     WeightStore,
 )
 from kvcached.errors import StoreFullError, SystemCallError, WeightFileError
+from kvcached.weights.spec import DTYPE_BYTES
 from prism.engines.core import EngineContext
 from prism.engines.weights.links import LoadLinks
+from prism.engines.weights.loaded_state import LoadedState
 from prism.engines.weights.peer_weights import PeerWeights
+from prism.engines.weights.weight_pages import OWN, WeightPages, specs_of
 from prism.engines.weights.weight_store import open_peers, open_store
 from prism.messages.model_spec import ModelSpec
 
 FINGERPRINT_TOKENS = 2
-_FINGERPRINT = "prism.fingerprint"
+_FINGERPRINT = f"{OWN}fingerprint"
+_STATE = f"{OWN}state"
+# Types of the same size that DLPack's consumers know.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Errors of the environment while a copy is stored; any other error is a bug.
 _NO_COPY = (
     StoreFullError,
@@ -98,11 +103,13 @@ class ModelWeights:
         self._access = access
         self._spec = spec
         self._held: kvcached.StaticLease | None = None
-        self._arena: WeightArena | None = None
+        self.pages = WeightPages(client, spec.name)
         self._key: WeightKey | None = None
         self._stored: StoredWeights | None = None
         self._checkpoint: StoredWeights | None = None
         self.may_store = False
+        self._state: LoadedState | None = None  # None: only parameters were loaded
+        self._contents: dict[str, torch.Tensor] = {}  # of the state's blocks
         self.link_bytes: dict[str, int] = {}  # loaded from the store over each link
 
     # --- memory ----------------------------------------------------------------------------
@@ -112,60 +119,57 @@ class ModelWeights:
         NoRoomError."""
         self._held = self._client.reserve_static(size_bytes, f"weights of {self._spec.name}")
 
-    def lay_out(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Leases the exact size of these tensors, and assigns addresses in their order. Raises
-        NoRoomError."""
-        specs = {name: _spec_of(tensor) for name, tensor in parameters.items()}
-        specs[_FINGERPRINT] = TensorSpec("int64", (FINGERPRINT_TOKENS,))
+    def lay_out(self, *parts: Mapping[str, torch.Tensor]) -> None:
+        """Leases the exact size of these tensors, and assigns addresses in their order. Memory of
+        each part can be replaced alone. What is left of the reserved memory stays reserved until
+        `release_reserve`. Raises NoRoomError."""
+        reserved_bytes = self._held.size_bytes if self._held is not None else 0
+        own = {_FINGERPRINT: TensorSpec("int64", (FINGERPRINT_TOKENS,))}
+        if self._stored is not None and _STATE in self._stored.specs:
+            own[_STATE] = self._stored.specs[_STATE]
         self.release_memory()
-        self._arena = self._client.alloc_weights(WeightLayout.of(specs), self._spec.name)
+        for part in parts:
+            if specs := specs_of(part) | own:
+                self.pages.add(specs)
+            own = {}
+        if reserved_bytes > self.size_bytes:
+            self.reserve(reserved_bytes - self.size_bytes)
 
     def back(self) -> None:
-        """Maps every page for the engine's loaders. Raises NoRoomError.
-
-        Fills all bytes with a pattern that is not a valid weight, by which `unwritten` finds
-        tensors that were not written.
-        """
-        self._required().fill()
-        self[_FINGERPRINT].zero_()  # zero means no answer
-
-    def unwritten(self) -> tuple[str, ...]:
-        """Returns the tensors that were not written since `back`. REQUIRES: all writes are done."""
-        return self._required().unwritten()
+        """Maps every page for the engine's loaders, filled as `WeightPages.fill` does. Raises
+        NoRoomError."""
+        self.pages.fill()
+        self.pages[_FINGERPRINT].zero_()  # zero means no answer
 
     @property
     def size_bytes(self) -> int:
-        return self._arena.size_bytes if self._arena else 0
+        return self.pages.size_bytes
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.from_dlpack(self._required()[name])
-
-    def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor's memory is its place in the arena."""
-        return not tensor.is_meta and tensor.data_ptr() == self[name].data_ptr()
-
-    def checksum(self) -> int:
-        """Returns a number that changes when any of the weights does."""
-        names = [name for name in self._required() if name != _FINGERPRINT]
-        return sum(_sum(self[name]) * (index + 1) for index, name in enumerate(names))
-
-    def release_memory(self) -> None:
+    def release_reserve(self) -> None:
+        """Returns reserved memory that was not laid out."""
         if self._held is not None:
             self._held.release()
             self._held = None
-        if self._arena is not None:
-            self._arena.free()
-            self._arena = None
+
+    def release_memory(self) -> None:
+        self.release_reserve()
+        self.pages.free()
 
     def release(self) -> None:
         """Returns all memory. REQUIRES: no tensor over the arena is used any more."""
         if self._stored is not None:
             self._stored.close()
             self._stored = None
+        self._contents.clear()
         self._close_checkpoint()
         self.release_memory()
 
     # --- the store -------------------------------------------------------------------------
+
+    def describe(self, state: LoadedState, contents: Mapping[str, torch.Tensor]) -> None:
+        """Sets what `save_copy` stores: the state, and the bytes of its blocks, which must be in
+        the pages."""
+        self._state, self._contents, self.may_store = state, dict(contents), True
 
     def find_copy(self) -> bool:
         """Returns whether the store has this model in this engine's layout. The copy stays in use
@@ -184,6 +188,13 @@ class ModelWeights:
             self._access.links.prepare(self._stored.size_bytes)
         return self._stored is not None
 
+    def stored_state(self) -> LoadedState | None:
+        """Returns the description of the model in the store, None if it has only parameters.
+        Raises WeightFileError."""
+        if self._stored is None or _STATE not in self._stored.specs:
+            return None
+        return LoadedState.from_bytes(bytes(self._stored.buffer(_STATE)))
+
     def load(self, meanwhile: Callable[[], object]) -> None:
         """Copies every tensor from the store to its place, and calls `meanwhile` during the copy.
 
@@ -193,7 +204,8 @@ class ModelWeights:
         if self._stored is None or links is None:
             raise RuntimeError("no copy is open: call find_copy first")
         try:
-            self.link_bytes = links.load(self._required(), self._stored, meanwhile)
+            [arena] = self.pages.arenas
+            self.link_bytes = links.load(arena, self._stored, meanwhile)
         except BaseException:
             self.release()
             raise
@@ -214,7 +226,7 @@ class ModelWeights:
 
     def fingerprint(self) -> tuple[int, ...]:
         """Returns the fingerprint in the stored copy, empty if the weights came from files."""
-        tokens = tuple(int(token) for token in self[_FINGERPRINT])
+        tokens = tuple(int(token) for token in self.pages[_FINGERPRINT])
         return tokens if any(tokens) else ()
 
     def save_copy(self, fingerprint: tuple[int, ...]) -> None:
@@ -222,11 +234,17 @@ class ModelWeights:
 
         An error is logged; the model is served without a copy.
         """
+        try:
+            self._save_copy(fingerprint)
+        finally:
+            self._contents.clear()
+
+    def _save_copy(self, fingerprint: tuple[int, ...]) -> None:
         files = self._close_checkpoint()
         store, key = self._access.store, self._key
         if store is None or key is None or not self.may_store:
             return
-        self[_FINGERPRINT].copy_(torch.tensor(fingerprint))
+        self.pages[_FINGERPRINT].copy_(torch.tensor(fingerprint))
         try:
             store.get(key, self._put_all).close()
             if files is not None and key.ranks == 1:  # the copy replaces the prefetched files
@@ -235,8 +253,17 @@ class ModelWeights:
             log.warning("cannot store a copy of %s: %s", self._spec.name, error)
 
     def _put_all(self, builder: WeightBuilder) -> None:
-        for name in self._required():
-            builder.put(name, self[name])
+        if self._state is None:
+            specs = self.pages.specs
+        else:
+            specs = specs_of(self._state.memory())
+            content = self._state.to_bytes()
+            builder.put_bytes(_STATE, TensorSpec("uint8", (len(content),)), [content])
+        builder.put(_FINGERPRINT, self.pages[_FINGERPRINT])
+        for name, spec in specs.items():
+            content = self._contents[name] if self._state else self.pages.bytes_of(name)
+            carrier = _CARRIERS[DTYPE_BYTES[spec.dtype]]
+            builder.put(name, content.view(carrier).view(spec.shape), dtype=spec.dtype)
 
     def discard_copy(self, why: str) -> None:
         """Discards a copy that cannot be used. The copy remains if another process uses it, and is
@@ -252,15 +279,6 @@ class ModelWeights:
         checkpoint.close()
         return checkpoint.key
 
-    def _required(self) -> WeightArena:
-        if self._arena is None:
-            raise RuntimeError("the weights are not laid out")
-        return self._arena
-
-
-def _spec_of(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
 
 def _tensors(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors one after another, so that at most one is mapped into this process."""
@@ -271,12 +289,3 @@ def _tensors(stored: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, torch.empty(spec.shape, dtype=dtype)
         else:
             yield name, torch.frombuffer(stored.buffer(name), dtype=dtype).view(spec.shape)
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    return int(tensor.flatten().view(torch.uint8).view(_widest(tensor)).sum(dtype=torch.int64))
-
-
-def _widest(tensor: torch.Tensor) -> torch.dtype:
-    size_bytes = tensor.numel() * tensor.element_size()
-    return torch.int32 if size_bytes % 4 == 0 else torch.uint8

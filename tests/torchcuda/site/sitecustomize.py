@@ -49,9 +49,26 @@ class _WithoutCutlass(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, None)
 
 
+class _Float8(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """SGLang compiles its kernel that quantises activations with nvcc."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "sglang.kernels.ops.quantization.per_token_quant_fp8":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        import torchcuda_float8
+
+        vars(module)["per_token_quant_fp8"] = torchcuda_float8.per_token_quant_fp8
+
+
 if os.environ.get("TORCHCUDA_FRONT"):
     # Imports make a million objects and no garbage; looking for it takes a third of their time.
     gc.set_threshold(100_000, 50, 100)
     sys.meta_path.insert(0, _WithinTorch())
+    sys.meta_path.insert(0, _Float8())
     if importlib.util.find_spec("cutlass") is None:
         sys.meta_path.insert(0, _WithoutCutlass())

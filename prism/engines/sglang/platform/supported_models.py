@@ -77,6 +77,15 @@ _NEED_TRITON = frozenset({"gpt_oss"})
 _LINEAR_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 # Families of which SGLang takes the query heads for the number of K and V heads.
 _MULTI_HEAD = frozenset({"olmo", "olmoe", "phi"})
+# Methods of quantized weights, by the names that checkpoints and SGLang on a GPU have for them.
+_QUANTIZATIONS = {
+    "awq": "awq_marlin",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "gptq": "gptq_marlin",
+    "modelopt": "modelopt",
+    "mxfp4": "mxfp4",
+}
 # Settings of a family that SGLang ignores.
 _IGNORED = {
     "olmoe": ("clip_qkv",),
@@ -166,6 +175,16 @@ def refuses(model: Path, embeds: bool = False) -> str:
             " another model or set embeddings: false"
         )
     return ""
+
+
+def quantizations() -> frozenset[str]:
+    """Returns the methods of quantized weights that the installed SGLang has and its ordinary
+    loader reads, which the one of bitsandbytes is not."""
+    if find_spec("sglang") is None:
+        return frozenset()
+    known = package_folder("sglang") / "srt" / "layers" / "quantization" / "__init__.py"
+    text = known.read_text() if known.exists() else ""
+    return frozenset(name for name, key in _QUANTIZATIONS.items() if f'"{key}": ' in text)
 
 
 def parser_names() -> dict[str, list[str]]:

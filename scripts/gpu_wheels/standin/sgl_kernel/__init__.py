@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from sgl_kernel import distribution as _distribution
 from sgl_kernel.activations import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from sgl_kernel.matrices import fp8_scaled_mm
 from sgl_kernel.missing import missing as _missing
 from sgl_kernel.moe import moe_sum, moe_sum_reduce
 from sgl_kernel.norms import (
@@ -34,6 +35,7 @@ int8_scaled_mm = _missing("int8_scaled_mm")
 merge_state_v2 = _missing("merge_state_v2")
 
 __all__ = [
+    "fp8_scaled_mm",
     "fused_add_rmsnorm",
     "gelu_and_mul",
     "gelu_tanh_and_mul",

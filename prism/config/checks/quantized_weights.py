@@ -1,0 +1,25 @@
+"""Check of quantised weights: whether an adapter's engines load them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prism.config.checks.memory_needs import EngineTraits
+from prism.errors import ConfigError
+
+
+def check_quantization(
+    method: str, path: Path, key: str, traits: EngineTraits, *, on_gpus: bool
+) -> None:
+    """Raises ConfigError if engines cannot load weights of this method. Kernels for them need a
+    GPU, so that all devices must be GPUs."""
+    if on_gpus and method in traits.quantized:
+        return
+    known = ", ".join(sorted(traits.quantized))
+    if method in traits.quantized:
+        why = "whose kernels need GPUs: give GPUs as devices"
+    elif known:
+        why = f"which its engines do not load: give weights of one of {known}"
+    else:
+        why = "which its engines do not load: give it another adapter"
+    raise ConfigError(f"{key}: {path} has weights quantized by {method}, {why}, or other weights")
