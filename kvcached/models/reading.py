@@ -54,8 +54,9 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
             f" model of {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[kind]
+    # The whole model's key decides, as in transformers.
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    values = {**tied, **part, "dtype": _dtype(part, config)}
+    values = {**part, **tied, "dtype": _dtype(part, config)}
     keys = ConfigKeys(values, {"tie_word_embeddings": False, **family.defaults})
     shape = family.read(keys)
     if strange := keys.unread(_SHAPING) or _special_layers(keys):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prism.errors import ConfigError
+from prism.models.text_part import text_weight
 
 if TYPE_CHECKING:
     from kvcached import CheckpointTensor
@@ -116,7 +117,7 @@ def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> Mo
     everywhere = len(windows) == len(decoder.layers)
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
-    tensors = _weights(path, decoder.tied, key)
+    tensors = _weights(path, decoder.tied, key, in_part="text_config" in config)
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
@@ -270,9 +271,10 @@ def _mistake(
     )
 
 
-def _weights(path: Path, tied: bool, key: str) -> list[CheckpointTensor]:
-    """Returns the tensors that an engine allocates. With tied embeddings lm_head shares the
-    embedding's memory, even if the file stores it again."""
+def _weights(path: Path, tied: bool, key: str, *, in_part: bool) -> list[CheckpointTensor]:
+    """Returns the tensors that an engine allocates; of those of a model with other parts, with
+    `in_part`, the language model's. With tied embeddings lm_head shares the embedding's memory,
+    even if the file stores it again."""
     from kvcached import Checkpoint
     from kvcached.errors import WeightFileError
 
@@ -283,6 +285,7 @@ def _weights(path: Path, tied: bool, key: str) -> list[CheckpointTensor]:
     return [
         tensor
         for name, tensor in tensors.items()
+        if not in_part or text_weight(name) is not None
         if not _BUFFERS.search(name) and not (tied and name.endswith("lm_head.weight"))
     ]
 

@@ -110,6 +110,11 @@ def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
             " adapter into its model, and serve that"
         )
     config = read_config(model, key)
+    if "text_config" in config:
+        raise ConfigError(
+            f"{key}: adapters of models that take images or audio are not served; merge the adapter"
+            " into its model, and serve that"
+        )
     text, layer = text_model(config), files.decoder.layers[0]
     inner = text.get("intermediate_size") or text.get("n_inner")
     has_experts = any(each.parameters > each.active_parameters for each in files.decoder.layers)

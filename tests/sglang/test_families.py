@@ -127,15 +127,6 @@ def test_what_sglang_does_not_compute_is_refused(
     assert says in reason(tmp_path)
 
 
-def test_models_that_take_images_are_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, "llama")
-    text = json.loads((tmp_path / "config.json").read_text())
-    wrapped = {"model_type": "llava", "text_config": text}
-    wrapped["architectures"] = ["LlavaForConditionalGeneration"]
-    (tmp_path / "config.json").write_text(json.dumps(wrapped))
-    assert "a model of text and images or audio" in refuses(tmp_path)
-
-
 def write_config(folder: Path, kind: str, **changed: Any) -> None:
     """Writes the config.json of a family's tiny model, with some keys changed."""
     transformers = import_transformers()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+
+import msgspec
 
 from prism.engines.sglang.platform import stubs
 
@@ -39,9 +42,10 @@ from prism.engines.sglang import (  # noqa: E402
     server_args,
 )
 from prism.engines.sglang.memory import EngineMemory  # noqa: E402
-from prism.engines.sglang.platform import gpu, noise, rotary  # noqa: E402
+from prism.engines.sglang.platform import gpu, noise, rotary, supported_models  # noqa: E402
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages.engine import ActivateEngine  # noqa: E402
+from prism.models.text_part import language_model_folder, text_config  # noqa: E402
 
 stubs.install_after_import()
 noise.install()
@@ -62,6 +66,26 @@ def build(
     """
     platforms.current_platform.memory = memory
     os.environ[_CONV_DTYPE_VARIABLE] = order.model.dtype
+    with ExitStack() as files:
+        return _built(_of_language_model(order, files), memory, engine, device)
+
+
+def _of_language_model(order: ActivateEngine, files: ExitStack) -> ActivateEngine:
+    """Returns the order with a folder of the language model, for a model of images or audio too.
+    The folder exists until `files` are closed."""
+    path = Path(order.model.path)
+    config = json.loads((path / "config.json").read_text())
+    if "text_config" not in config:
+        return order
+    architecture = supported_models.causal_class(text_config(config)["model_type"])
+    folder = files.enter_context(language_model_folder(path, architecture))
+    model = msgspec.structs.replace(order.model, path=str(folder))
+    return msgspec.structs.replace(order, model=model)
+
+
+def _built(
+    order: ActivateEngine, memory: EngineMemory, engine: EngineConfig, device: str
+) -> InProcessScheduler:
     ranks = memory.ranks
     arguments = server_args.build(order, memory.plan, engine, ranks=ranks.size, device=device)
     index = gpu.index_of(device) if gpu.is_gpu(device) else ranks.rank

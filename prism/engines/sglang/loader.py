@@ -21,6 +21,7 @@ from prism.engines import parameters
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.weights.model_weights import ModelWeights
+from prism.models.text_part import PART, text_weight
 
 _UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
 
@@ -67,8 +68,13 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         special = ("secondary_weights", "allow_patterns_overrides")
         is_plain = not any(getattr(model, name, None) for name in special)
         ahead = weights.prefetched() if is_plain else None
-        own: Iterator[tuple[str, torch.Tensor]] = self._get_all_weights(model_config, model)
-        return own if ahead is None else ahead
+        tensors = self._get_all_weights(model_config, model) if ahead is None else ahead
+        if not getattr(model_config.hf_config, PART, False):
+            yield from tensors
+            return
+        for name, tensor in tensors:
+            if (own := text_weight(name)) is not None:
+                yield own, tensor
 
 
 def _tie(model: nn.Module) -> None:

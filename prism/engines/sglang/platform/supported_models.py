@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcached import Heads
 from kvcached.models import LayerShape, shape_of_config
+from prism.models.text_part import text_config
 
 # Families whose answers are those of transformers, which tests/sglang/test_families.py shows.
 SERVED = frozenset(
@@ -129,8 +130,6 @@ def _answers_differ(config: dict[str, Any]) -> str:
     """Returns what prevents answers from being those of transformers, "" if nothing is known to."""
     shape = shape_of_config(config)
     kind = shape.model_type
-    if "text_config" in config:
-        return "describes a model of text and images or audio, which SGLang engines do not serve"
     if kind not in SERVED:
         served = ", ".join(sorted(SERVED))
         return f"has model_type {kind!r}, which SGLang engines do not serve; they serve {served}"
@@ -153,8 +152,10 @@ def refuses(model: Path, embeds: bool = False) -> str:
     known."""
     if find_spec("sglang") is None or find_spec("transformers") is None:
         return ""
-    config = json.loads((model / "config.json").read_text())
-    kind, architecture = str(config.get("model_type")), str(config["architectures"][0])
+    whole = json.loads((model / "config.json").read_text())
+    config = text_config(whole)
+    kind = str(config.get("model_type"))
+    architecture = causal_class(kind) if "text_config" in whole else config["architectures"][0]
     named = rf"""["']{re.escape(kind)}["']"""
     as_key, as_field = rf"""{named}\s*[:,]\s*["']\w+Config""", rf"model_type(: str)? = {named}"
     if not _found(f"{as_key}|{as_field}", _configurations()):
@@ -185,6 +186,17 @@ def quantizations() -> frozenset[str]:
     known = package_folder("sglang") / "srt" / "layers" / "quantization" / "__init__.py"
     text = known.read_text() if known.exists() else ""
     return frozenset(name for name, key in _QUANTIZATIONS.items() if f'"{key}": ' in text)
+
+
+def causal_class(kind: str) -> str:
+    """Returns the class of a family's language models, as transformers names it, "" if there is
+    none."""
+    file = package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
+    _, _, rest = file.read_text().partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    found = re.search(
+        rf"""["']{re.escape(kind)}["'],\s*["'](\w+)["']""", rest.partition(")\n\n")[0]
+    )
+    return found[1] if found else ""
 
 
 def parser_names() -> dict[str, list[str]]:
