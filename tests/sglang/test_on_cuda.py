@@ -74,6 +74,21 @@ SCRIPT = """
     life.activate(LLAMA)
 """
 
+WINDOWS = """
+    from tests.sglang.models import GEMMA3, greedy
+    name = GEMMA3.name
+    life.activate(name)
+    pool = core._active.scheduler.token_to_kv_pool_allocator
+    facts["windows"] = pool.get_kvcache().swa_layer_nums
+    asked = prompts(name, 3, (5, 90))
+    core.submit([request(name, str(i), prompt, 0.0) for i, prompt in enumerate(asked)])
+    answers = life.run()
+    facts["equal"] = [answers[str(i)] == greedy(name, asked[i], 12) for i in range(3)]
+    del pool
+    core.deactivate()
+    facts["after"] = life.memory()
+"""
+
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -109,3 +124,11 @@ def test_a_cap_that_is_too_small_is_named_and_leaves_nothing(facts: dict[str, An
     reserved_bytes, committed_bytes = facts["after"]
     assert reserved_bytes <= 2 << 20
     assert committed_bytes == 0
+
+
+def test_a_model_with_windows_is_served_and_leaves_nothing(tmp_path: Path) -> None:
+    facts = facts_of(WINDOWS, tmp_path, "torch_native", "off")
+    assert facts["windows"] == 2
+    assert facts["equal"] == [True] * 3
+    assert facts["after"]["committed"] == facts["after"]["violations"] == 0
+    assert facts["after"]["torch"] <= 2 << 20

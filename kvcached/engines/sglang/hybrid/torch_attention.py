@@ -66,7 +66,7 @@ class TorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             if sliding_window_size is not None and self.use_sliding_window_kv_pool:
                 slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
             queries = query[end : end + new]
-            mask = _mask(length - new, new, first, length, sliding_window_size)
+            mask = _mask(length - new, new, first, length, sliding_window_size).to(query.device)
             output[end : end + new] = self._sdpa(
                 queries, k_cache[slots], v_cache[slots], mask, scaling
             )
@@ -83,7 +83,9 @@ class TorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Returns attention (tokens, heads, dim). A sink is a key with its own logit and without a
         value."""
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
+            ~mask, float("-inf")
+        )
         if self._sinks is not None:
             k, v = (functional.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
             sinks = self._sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)
