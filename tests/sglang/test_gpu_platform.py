@@ -15,6 +15,7 @@ import pytest
 
 import kvcached
 from prism.engines.core import EngineContext
+from prism.engines.model_memory import MemoryPlan, plan
 from prism.engines.sglang.platform import gpu
 from prism.engines.timeline import Timeline
 from prism.messages.engine import ActivateEngine
@@ -39,6 +40,11 @@ def device(namespace: str, libcuda: LibCuda) -> Iterator[kvcached.Device]:  # no
     yield opened
     opened.destroy(force=True)
     assert libcuda.used_bytes() == 0
+
+
+def planned(order: ActivateEngine) -> MemoryPlan:
+    sizes = {"capacity_bytes": CAPACITY, "page_bytes": PAGE, "static_bytes": 1 << 20}
+    return plan(order, **sizes, chunk_tokens=64)
 
 
 def test_a_stock_sglang_keeps_its_own_platform(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +98,10 @@ def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     """Passes torch's sampling (FlashInfer's takes no seeds) and no prefill graphs, which would be
     captured at each activation."""
     from prism.config.schema.cluster_config import EngineConfig
-    from prism.engines.model_memory import plan
     from prism.engines.sglang import server_args
 
     order = ActivateEngine(spec_of(LLAMA, 512), max_running=7)
-    layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
+    layout = planned(order)
     common = server_args.settings(order, layout, 64, 1)
     on_gpu = server_args.on_gpu(order, EngineConfig())
     assert on_gpu == {
@@ -110,7 +115,7 @@ def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     from sglang.srt.server_args import ServerArgs
 
     assert common.keys() | on_gpu.keys() <= inspect.signature(ServerArgs).parameters.keys()
-    assert not common.keys() & (on_gpu.keys() | server_args.on_host().keys())
+    assert not common.keys() & (on_gpu.keys() | server_args.on_host(order).keys())
 
 
 def test_weights_for_other_kernels_are_other_weights() -> None:
@@ -124,18 +129,17 @@ def test_weights_for_other_kernels_are_other_weights() -> None:
 
 def test_an_engines_memory_on_cuda(device: kvcached.Device) -> None:
     """Reserves, allocates KV blocks and releases through the driver's calls."""
-    from prism.engines.model_memory import plan
     from prism.engines.sglang.memory import EngineMemory
     from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 
     order = ActivateEngine(spec_of(LLAMA, 512))
-    layout = plan(order, capacity_bytes=CAPACITY, page_bytes=PAGE, static_bytes=1 << 20)
+    layout = planned(order)
     with device.client("e0") as client:
         weights = ModelWeights(client, StoreAccess(), order.model)
         memory = EngineMemory(
             client, device, weights, order=order, plan=layout, timeline=Timeline()
         )
-        ids = memory.rank_kv().alloc_kv(20)
+        ids = memory.rank_kv(memory.kv).alloc_kv(20)
         assert ids is not None
         assert device.usage().committed_bytes >= 20 * 16 * layout.layout.token_bytes
         memory.kv.free_kv(ids)
@@ -181,7 +185,7 @@ def test_weights_come_over_the_links_of_all_gpus(
         weights.lay_out({name: tensor.to("meta") for name, tensor in wanted.items()})
         weights.load(lambda: None)
         for name, tensor in wanted.items():
-            address = weights._required()[name].address
+            address = weights.pages.arena_of(name)[name].address
             arrived = ctypes.string_at(kernel_view(address), tensor.numel() * 4)
             assert arrived == tensor.numpy().tobytes()
         assert sorted(weights.link_bytes) == ["cuda:0", "cuda:1"]

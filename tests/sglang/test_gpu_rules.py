@@ -171,7 +171,9 @@ def _allocator(monkeypatch: pytest.MonkeyPatch, kv: _Kv, tokens: int, device: st
 
     pool = object.__new__(KvcachedPool)
     pool.kv = kv
-    memory = SimpleNamespace(rank_kv=lambda: kv, least=int, find_room=kv.alloc_kv)
+    memory = SimpleNamespace(
+        rank_kv=lambda of: of, least=int, find_room=lambda of, count: of.alloc_kv(count)
+    )
     monkeypatch.setattr(allocator, "active_memory", lambda: memory)
     return allocator.KvcachedAllocator(tokens, 16, torch.bfloat16, device, pool, False)
 

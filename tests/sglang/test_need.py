@@ -46,6 +46,7 @@ def test_check_claims_what_an_activation_leases(name: str) -> None:
             page_bytes=page_bytes,
             # The result of `GpuShare.model_bytes` when the context is as planned.
             static_bytes=engine.static_on(name) - idle_bytes,
+            chunk_tokens=engine.prefill_chunk_tokens,
         )
         assert claim.kv_bytes == leased.reserve_bytes, (shape, context_length, page_bytes)
         assert claim.weight_bytes == leased.weight_bytes
