@@ -165,8 +165,9 @@ def test_windows_have_a_pool_where_engines_split_them(tmp_path: Path) -> None:
     whole, split = spec_of(directory), spec_of(directory, {"gemma3_text"})
     assert (whole.is_plain, split.is_plain) == (True, False)
     assert whole.token_bytes == 2 * split.token_bytes
-    full, window = pools_of(split, chunk_tokens=32)
-    assert (full.tokens, window.tokens) == (256, 40 + 32 + 2 * split.block_tokens)
+    for chunk_tokens, kept_tokens in ((32, 40 + 40), (60, 40 + 60)):
+        full, window = pools_of(split, chunk_tokens)
+        assert (full.tokens, window.tokens) == (256, kept_tokens + 2 * split.block_tokens)
     assert full.layout == window.layout
     assert [pool.name for pool in pools_of(whole, 32)] == ["full"]
 

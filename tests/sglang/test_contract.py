@@ -39,6 +39,34 @@ SEAMS: dict[str, str | None] = {
     "platforms.interface:SRTPlatform.get_dispatch_key_name": "self",
     "platforms.interface:SRTPlatform.get_default_attention_backend": "self",
     "layers.rotary_embedding.rope_variant:Phi3LongRoPEScaledRotaryEmbedding": None,
+    # pools of windows and of states
+    "arg_groups.model_override_base:_MODEL_OVERRIDE_FNS": None,
+    "arg_groups.model_override_base:model_config_of": "server_args",
+    "configs.hybrid_arch:mambaish_config": "model_config",
+    "layers.attention.attention_registry:ATTENTION_BACKENDS": None,
+    "layers.attention.torch_native_backend:TorchNativeAttnBackend": "model_runner",
+    "layers.attention.triton_backend:TritonAttnBackend": (
+        "model_runner, skip_prefill, kv_indptr_buf, dllm_fa4"
+    ),
+    "layers.attention.triton_backend:TritonAttnBackend.init_cuda_graph_state": None,
+    "layers.attention.triton_backend:TritonAttnBackend._init_forward_metadata_out_graph": (
+        "self, forward_batch, in_capture"
+    ),
+    "mem_cache.allocator.swa:SWATokenToKVPoolAllocator": (
+        "size, size_swa, page_size, dtype, device, kvcache, need_sort, req_to_token_pool"
+    ),
+    "mem_cache.kv_cache_configurator:SWATokenToKVPoolAllocator": None,
+    "mem_cache.kv_cache_configurator:HybridReqToTokenPool": None,
+    "mem_cache.layout.token_major:build_mamba_entry_views": (
+        "raw, layer_num, conv_state_shapes, conv_dtype, temporal_state_shape, temporal_dtype, "
+        "max_slots, anchor_bytes, entry_bytes, offset_bytes"
+    ),
+    "mem_cache.layout.token_major:mamba_entry_bytes": (
+        "layer_num, conv_state_shapes, conv_dtype, temporal_state_shape, temporal_dtype"
+    ),
+    "mem_cache.memory_pool:HybridReqToTokenPool.mamba_pool_cls": None,
+    "mem_cache.memory_pool:HybridReqToTokenPool._init_mamba_pool": None,
+    "mem_cache.memory_pool:MambaPool.State": None,
     # kernels
     "sglang.kernels.ops.activation.softcap:softcap_inplace_logits": (
         "full_logits, final_logit_softcapping"
@@ -49,6 +77,22 @@ SEAMS: dict[str, str | None] = {
     "sglang.kernels.ops.elementwise.elementwise:fused_gate_sigmoid_mul_add": (
         "hidden_states, gate_weight, shared_output, final_hidden_states"
     ),
+    "sglang.kernels.ops.attention.fla.fused_norm_gate:FusedRMSNormGated.forward": None,
+    "sglang.kernels.ops.attention.fla.layernorm_gated:RMSNorm.forward": None,
+    "layers.attention.linear.gdn_backend:causal_conv1d_fn": None,
+    "layers.attention.linear.gdn_backend:causal_conv1d_update": None,
+    "layers.attention.linear.gdn_backend:fused_gdn_gating": None,
+    "layers.attention.linear.kernels.gdn_triton:TritonGDNKernel.extend": None,
+    "layers.attention.linear.kernels.gdn_triton:TritonGDNKernel.packed_decode": None,
+    "layers.attention.mamba.causal_conv1d:_causal_conv1d_fn_triton": None,
+    "layers.attention.mamba.causal_conv1d:_causal_conv1d_update_triton": None,
+    "layers.attention.mamba.mamba:mamba_chunk_scan_combined": None,
+    "layers.attention.mamba.mamba:selective_state_update": None,
+    "models.qwen2_moe:fused_gate_sigmoid_mul": None,
+    "models.qwen2_moe:fused_gate_sigmoid_mul_add": None,
+    "models.qwen3_5:fused_qkvzba_split_reshape_cat_contiguous": None,
+    "models.qwen3_5:fused_sigmoid_mul": None,
+    "models.qwen3_next:fused_qkvzba_split_reshape_cat": None,
     "layers.logits_processor:fused_softcap": "full_logits, final_logit_softcapping",
     # weights
     "model_loader.loader:get_model_loader": "load_config, model_config",
@@ -186,6 +230,7 @@ SEAMS: dict[str, str | None] = {
     "runtime_context:RuntimeContext.override": "self, source, **fields",
     "distributed.parallel_state:destroy_model_parallel": "",
     "distributed.parallel_state:destroy_distributed_environment": "",
+    "environ:envs.SGLANG_SWA_EVICTION_INTERVAL": None,
     "environ:envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": None,
     "models.registry:ModelRegistry": None,
     # graphs of decode steps, and tensors that outlive a model
@@ -204,6 +249,11 @@ SEAMS: dict[str, str | None] = {
     "model_executor.runner_utils.capture_mode:_set_capture_attention_variant": "variant",
     "model_executor.graph_shared_output:GraphSharedOutput._process_shared": None,
     "model_executor.input_buffers:_forward_input_buffer_pool": None,
+    "model_executor.runner.eager_runner:build_eager_registry": (
+        "device, max_bs, max_num_token, cache_loc_dtype, enable_mamba_track, is_encoder_decoder, "
+        "encoder_len_fill_value, encoder_lens_dtype"
+    ),
+    "runtime_context:get_schedule": "",
     "layers.rotary_embedding.factory:_ROPE_DICT": None,
     # arguments and sampling
     "layers.sampler:multinomial_with_seed": "logprobs, seed, positions",
@@ -299,6 +349,9 @@ def test_seam(name: str) -> None:
 def test_our_overrides_keep_their_signatures() -> None:
     from kvcached.engines.sglang.allocator import KvcachedAllocator
     from kvcached.engines.sglang.budget import KvcachedBudget
+    from kvcached.engines.sglang.hybrid.states import StatePool, StateRows
+    from kvcached.engines.sglang.hybrid.torch_attention import TorchAttention
+    from kvcached.engines.sglang.hybrid.windows import KvcachedWindowAllocator
     from kvcached.engines.sglang.kv_pool import KvcachedPool
     from kvcached.engines.sglang.platform import NativeCpuPlatform
     from prism.engines.sglang.decode_graphs import LazyGraphRunner
@@ -311,6 +364,10 @@ def test_our_overrides_keep_their_signatures() -> None:
         KvcachedBudget,
         KvcachedLoader,
         KvcachedPool,
+        KvcachedWindowAllocator,
+        StatePool,
+        StateRows,
+        TorchAttention,
         LazyGraphRunner,
         NativeCpuPlatform,
         InProcessScheduler,

@@ -20,19 +20,21 @@ from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Grammar
 from tests.engines.harness import request
 from tests.sglang.conftest import DEVICE, config_of
-from tests.sglang.models import LLAMA, QWEN3, path_of, spec_of
+from tests.sglang.models import GEMMA3, LLAMA, QWEN3, path_of, spec_of
 
 pytestmark = pytest.mark.sglang
 CAPACITY_BYTES = 256 << 20
 
 
 @pytest.fixture
-def core(preloaded: None) -> Iterator[Any]:
+def core(preloaded: None, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Opens an engine. Its parameter: tokens of a prefill chunk."""
     with tempfile.TemporaryDirectory(prefix="prism-") as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from prism.engines.sglang import create
 
-        config = config_of(Path(directory), CAPACITY_BYTES)
+        chunk_tokens = getattr(request, "param", 64)
+        config = config_of(Path(directory), CAPACITY_BYTES, chunk_tokens)
         core = create(EngineContext("e0", DEVICE, config))
         yield core
         core.close()
@@ -71,6 +73,29 @@ def test_kv_is_as_large_as_planned_however_little_is_free(
     active = core._active
     pool = active.scheduler.token_to_kv_pool_allocator.get_kvcache()
     assert pool.size == active.memory.plan.pool_tokens
+
+
+def test_input_buffers_are_for_a_prefill_and_not_for_all_tokens(core: Any) -> None:
+    from sglang.srt.model_executor.input_buffers import _forward_input_buffer_pool as buffers
+
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    arguments = core._active.scheduler.server_args
+    assert core._active.memory.plan.pool_tokens > 4 * arguments.max_prefill_tokens
+    assert max(size for _, size, *_ in buffers) <= 3 * 2 * arguments.max_prefill_tokens
+
+
+@pytest.mark.parametrize("core", [16, 64, 256], indirect=True)
+def test_a_window_holds_what_is_planned_however_long_the_answer_becomes(core: Any) -> None:
+    spec = spec_of(GEMMA3.name)
+    core.activate(ActivateEngine(spec))
+    active = core._active
+    window, held = active.scheduler.token_to_kv_pool_allocator.swa_attn_allocator, []
+    cache = active.scheduler.tree_cache
+    core.submit([request("r", spec.name, list(range(20, 110)), max_tokens=400)])
+    while core.step().busy:
+        held.append(window._live_pages * window.page_size - cache.swa_evictable_size())
+    assert len(held) >= 400
+    assert max(held) <= active.memory.plan.side["window"].request_tokens
 
 
 def test_another_number_of_tokens_than_planned_is_refused(

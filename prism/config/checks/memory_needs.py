@@ -124,8 +124,10 @@ def pools_of(model: ModelSpec, chunk_tokens: int) -> tuple[PoolNeed, ...]:
             dtype=model.kv_dtype,
             block_tokens=model.block_tokens,
         )
-        # Engines free whole blocks, and keep one beyond the window for their prefix cache.
-        kept = model.window_tokens + chunk_tokens + 2 * model.block_tokens
+        # Engines keep the window before an answer until it is as long as a window, free whole
+        # blocks, and keep one beyond the window for their prefix cache.
+        window = model.window_tokens
+        kept = window + max(window, chunk_tokens) + 2 * model.block_tokens
         pools.append(PoolNeed("window", layout, min(model.context_length, kept)))
     if model.state_bytes:
         pools.append(PoolNeed("state", state_layout(model.state_bytes), 1))

@@ -13,7 +13,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,7 +32,13 @@ from sglang.srt.layers.rotary_embedding import factory as rotary_factory  # noqa
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator  # noqa: E402
 from sglang.srt.model_executor import input_buffers  # noqa: E402
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, publish, reset_context  # noqa: E402
+from sglang.srt.model_executor.runner import eager_runner  # noqa: E402
+from sglang.srt.runtime_context import (  # noqa: E402
+    SpawnRanks,
+    get_schedule,
+    publish,
+    reset_context,
+)
 
 from kvcached.engines.sglang.hybrid import install as hybrid_pools  # noqa: E402
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
@@ -51,10 +59,26 @@ stubs.install_after_import()
 noise.install()
 KVCacheConfigurator._profile_available_bytes = pool_bytes
 hybrid_pools.install()
+_build_input_buffers = eager_runner.build_eager_registry
 _libc = ctypes.CDLL(None)
 _RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-_CONV_DTYPE_VARIABLE = "SGLANG_MAMBA_CONV_DTYPE"  # of short convolutions' states
+_EVICTION_TOKENS = 128  # SGLang's own, since each eviction takes time
 _closed_with_groups = ExitStack()
+
+
+@wraps(_build_input_buffers)
+def input_buffers_of(*, max_num_token: int, max_bs: int, **options: Any) -> Any:
+    """Returns input buffers for the largest batch. SGLang's are for all tokens of the KV space, 48
+    bytes each: over 1 GB for a small model on a large GPU.
+
+    A prefill takes requests until it has `max_prefill_tokens`, so the last one may exceed them by a
+    context, which is not longer than that.
+    """
+    largest = max(2 * get_schedule().max_prefill_tokens, max_bs)
+    return _build_input_buffers(max_num_token=min(max_num_token, largest), max_bs=max_bs, **options)
+
+
+eager_runner.build_eager_registry = input_buffers_of
 
 
 def build(
@@ -65,9 +89,20 @@ def build(
     Raises any error of SGLang for bad files; the caller must then call `tear_down(None)`.
     """
     platforms.current_platform.memory = memory
-    os.environ[_CONV_DTYPE_VARIABLE] = order.model.dtype
+    _set_pool_variables(order, engine)
     with ExitStack() as files:
         return _built(_of_language_model(order, files), memory, engine, device)
+
+
+def _set_pool_variables(order: ActivateEngine, engine: EngineConfig) -> None:
+    """Sets what SGLang reads of pools of windows and of states. A request then holds no more than
+    what is planned for it."""
+    evicted_tokens = min(_EVICTION_TOKENS, engine.prefill_chunk_tokens)
+    os.environ |= {
+        "SGLANG_MAMBA_CONV_DTYPE": order.model.dtype,
+        "SGLANG_SWA_EVICTION_INTERVAL": str(evicted_tokens),
+        "SGLANG_OPT_RELEASE_PREFILL_SWA": "1",  # of prompts, when answers are past the window
+    }
 
 
 def _of_language_model(order: ActivateEngine, files: ExitStack) -> ActivateEngine:

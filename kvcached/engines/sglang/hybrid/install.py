@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.arg_groups import model_override_base
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache import kv_cache_configurator
@@ -18,6 +20,7 @@ def install() -> None:
     kv_cache_configurator.SWATokenToKVPoolAllocator = KvcachedWindowAllocator
     kv_cache_configurator.HybridReqToTokenPool = StateRows
     ATTENTION_BACKENDS["torch_native"] = TorchAttention
+    ATTENTION_BACKENDS["triton"] = _triton_attention
     if isinstance(current_platform, NativeCpuPlatform):
         ATTENTION_BACKENDS["triton"] = TorchAttention  # some models accept only such names
         from kvcached.engines.sglang.hybrid import torch_kernels
@@ -25,3 +28,9 @@ def install() -> None:
         torch_kernels.install()
     # SGLang gives windows of Gemma 3 no pool, since its test of those of Gemma 2 fails.
     model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
+
+
+def _triton_attention(model_runner: Any) -> Any:
+    from kvcached.engines.sglang.hybrid.triton_attention import TritonAttention
+
+    return TritonAttention(model_runner)

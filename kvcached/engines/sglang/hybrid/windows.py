@@ -1,7 +1,7 @@
 """Allocator of models with sliding windows in some layers: two pools, each with separate blocks.
 
 SGLang allocates a block of each pool for the same tokens. It frees those of the window pool once no
-later token attends to them, so a long sequence holds a window and a prefill chunk there.
+later token attends to them, so a long sequence holds little more there than its window.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KvcachedWindowAllocator(SWATokenToKVPoolAllocator):  # type: ignore[misc]
         mapping = torch.zeros(tokens + 1, dtype=torch.int64, device=self.device)
         mapping[-1] = -1  # of a token without a predecessor
         self.full_to_swa_index_mapping = mapping
-        self._kvcache.register_mapping(mapping)
+        self.get_kvcache().register_mapping(mapping)
 
     @property
     def kv(self) -> KVCache:
