@@ -33,6 +33,7 @@ from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, Engi
 from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
+from prism.engines.sglang.platform.supported_models import WINDOW_POOLS
 from prism.errors import ConfigError, PrismError
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.model_spec import ModelSpec
@@ -125,7 +126,7 @@ def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32
     Args:
         dtype: Type of the weights; "auto" for the type of the files.
     """
-    files = inspect_model(path, "--model")
+    files = inspect_model(path, "--model", WINDOW_POOLS)
     if dtype == "auto":
         dtype = files.stored_dtype
     if dtype not in DTYPE_BYTES:
@@ -177,6 +178,8 @@ class Answers:
     """Time to the first token of any request."""
     seconds: float = 0.0
     """Time to the last token."""
+    peak_bytes: int = 0
+    """Most pages in use: not counting spare ones and unused prefix cache."""
 
 
 class EngineRun:
@@ -194,6 +197,7 @@ class EngineRun:
         memory["activated"] = self._memory()
         _print_activation(spec, activated)
         prompts = _prompts(self._options)
+        idle_bytes = self._used_bytes()
         served = self._answers(spec, prompts)
         memory["served"] = self._memory()
         rate = sum(map(len, served.tokens)) / served.seconds
@@ -222,6 +226,7 @@ class EngineRun:
             "first_token_s": served.first_token_s,
             "seconds": served.seconds,
             "tokens_per_s": rate,
+            "kv_peak_bytes": served.peak_bytes - idle_bytes,
             "deactivate_s": deactivate_s,
             "free_bytes_before": memory["before"]["free_bytes"],
             "free_bytes_after": memory["after"]["free_bytes"],
@@ -241,6 +246,11 @@ class EngineRun:
             "static_bytes": static_bytes,
         }
 
+    def _used_bytes(self) -> int:
+        """Returns the bytes of pages in use by weights and KV."""
+        clients = self._device.usage().clients
+        return sum(c.committed_bytes - c.spare_bytes - c.evictable_bytes for c in clients)
+
     def _answers(self, spec: ModelSpec, prompts: list[list[int]]) -> Answers:
         """Runs requests until the engine is idle. Returns their answers."""
         requests = [_request(spec, i, p, self._options) for i, p in enumerate(prompts)]
@@ -248,6 +258,7 @@ class EngineRun:
         served, started_s, busy = Answers([[] for _ in prompts]), time.monotonic(), True
         while busy:
             output = self.core.step()
+            served.peak_bytes = max(served.peak_bytes, self._used_bytes())
             for failure in output.failures:
                 raise PrismError(f"{failure.request_id}: {failure.message}")
             if output.chunks:

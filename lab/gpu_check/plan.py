@@ -40,6 +40,7 @@ OVERHEAD = _step("overhead", "serving.overhead", "elastic KV against a static po
 BENCHES = _step("benches", "memory.benches", "map and unmap, weights, attention layouts", 120, 20)
 LARGE = _step("large", "serving.large", "a model of 8 billion parameters", 170, 130)
 FP8 = _step("fp8", "serving.float8", "FP8 weights, from files and from the store", 120, 60)
+HYBRID = _step("hybrid", "serving.hybrid", "pools of windows and of states", 150, 90)
 GRAPHS = _step("graphs", "memory.graphs", "CUDA graphs over pages that come and go", 60, 10, 30)
 MODELS = _step("models", "memory.models", "two models in turn; a killed process", 90, 15, 60)
 FORK = _step("fork", "memory.fork", "preload, fork, CUDA in the child", 40, 8, 30)
@@ -67,5 +68,5 @@ def steps(*, carried: bool, quick: bool) -> list[Step]:
         mission = (ENGINE, CLUSTER, ELASTIC, OVERHEAD, MODELS, MPS)
         order = (*head, GRAPHS, FORK, unpack, *mission, *tail)
         return [replace(step, limit_s=step.quick_s) for step in order]
-    rest = (OVERHEAD, BENCHES, LARGE, FP8, GRAPHS, MODELS, FORK, MPS)
+    rest = (HYBRID, FP8, OVERHEAD, BENCHES, LARGE, GRAPHS, MODELS, FORK, MPS)
     return [*head, unpack, ENGINE, ELASTIC, CLUSTER, *rest, *tail]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab.gpu_check import plan
-from lab.gpu_check.serving import cluster, elastic, engine, float8, large, overhead
+from lab.gpu_check.serving import cluster, elastic, engine, float8, hybrid, large, overhead
 from tests.kvcached.compiling import ROOT
 
 KEPT_S = {
@@ -18,6 +18,7 @@ KEPT_S = {
     "elastic": elastic.JUDGE_S,
     "cluster": cluster.END_S + cluster.JUDGE_S,
     "fp8": float8.JUDGE_S,
+    "hybrid": hybrid.JUDGE_S,
     "large": large.JUDGE_S,
     "overhead": overhead.END_S,
 }
@@ -46,7 +47,7 @@ def test_every_step_of_a_quick_run_has_a_limit_there_and_is_in_the_full_one(
 ) -> None:
     quick, full = ([*plan.steps(carried=carried, quick=short)] for short in (True, False))
     names = ({step.name for step in steps} for steps in (full, quick))
-    assert set.difference(*names) == {"benches", "fp8", "large"}
+    assert set.difference(*names) == {"benches", "fp8", "hybrid", "large"}
     for steps in (quick, full):
         names = [step.name for step in steps]
         assert len(names) == len(set(names))

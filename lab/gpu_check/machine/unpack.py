@@ -90,7 +90,9 @@ def rows_of_kv() -> set[int]:
     """Returns the bytes of a token's K in a layer of the models that later steps serve, for each of
     which the kernel is another one."""
     return {
-        2 * sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
+        2
+        * sizes["num_key_value_heads"]
+        * sizes.get("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
         for sizes in LARGE.values()
     }
 

@@ -27,6 +27,7 @@ from lab.gpu_check.sizes import GIB, MIB, PAGE_BYTES, Sizes
 if TYPE_CHECKING:
     from kvcached import Client, WeightArena, WeightLinks, WeightStore
 
+CONTEXT_TOKENS = 8192
 PROMPT_TOKENS = 48
 BUSY_CYCLES = 500_000_000  # a quarter of a second at 2 GHz
 SLACK_BYTES = 64 * MIB
@@ -40,7 +41,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
-LARGE = {  # 1.1 and 1.5 billion parameters
+LARGE: dict[str, dict[str, Any]] = {  # 1.1, 1.5, 0.7 and 1.0 billion parameters
     "llama": {
         "hidden_size": 2048,
         "intermediate_size": 5632,
@@ -58,8 +59,33 @@ LARGE = {  # 1.1 and 1.5 billion parameters
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "gemma3_text": {
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "vocab_size": 32000,
+    },
+    "lfm2": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 16,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
 }
-FAMILIES = tuple(LARGE)
+FAMILIES = ("llama", "qwen2")
+_SMALLER: dict[str, dict[str, Any]] = {  # what else is small in the small form
+    "gemma3_text": {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 16},
+    "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,17 +108,22 @@ def body(report: Report) -> None:
         cross_model(report, stack, driver, sizes)
 
 
-def config_of(family: str, *, is_large: bool) -> Any:
-    """Returns a configuration of transformers. Raises Skip where transformers is missing."""
+def prepare_transformers() -> None:
+    """Makes transformers importable on this machine. Raises Skip where it is missing."""
     if find_spec("transformers") is None:
         raise Skip("transformers is not installed")
     from kvcached.engines.stand_ins import declare_torchvision_operators
 
     declare_torchvision_operators()
-    from transformers import LlamaConfig, Qwen2Config
 
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
-    return kind(**(LARGE[family] if is_large else SMALL), max_position_embeddings=2048)
+
+def config_of(family: str, *, is_large: bool) -> Any:
+    """Returns a configuration of transformers. Raises Skip where transformers is missing."""
+    prepare_transformers()
+    from transformers import AutoConfig
+
+    settings = LARGE[family] if is_large else SMALL | _SMALLER.get(family, {})
+    return AutoConfig.for_model(family, max_position_embeddings=CONTEXT_TOKENS, **settings)
 
 
 class Hosted:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.gpu_check.kv import CUDA, torch_or_skip
-from lab.gpu_check.memory.models import config_of
+from lab.gpu_check.memory.models import config_of, prepare_transformers
 from lab.gpu_check.serving import shard
 
 TRAINED_TOKENS = 512
@@ -102,7 +102,7 @@ def verdict(torch: Any, judged: list[tuple[Any, float]]) -> dict[str, Any]:
 def loaded(torch: Any, folder: Path) -> Any:
     """Returns a model of transformers with the weights of a file, read straight to the GPU. Weights
     with a scale (FP8) are multiplied by it."""
-    config_of(folder.name, is_large=False)  # prepares this machine's transformers
+    prepare_transformers()
     from safetensors import safe_open
     from transformers import AutoConfig, AutoModelForCausalLM
 
