@@ -35,6 +35,10 @@ def experts(
         shared: Parameters that every token uses besides them.
         router: Parameters of the router (None: one matrix).
     """
+    if used > number:
+        raise InvalidArgumentError(
+            f"config.json routes a token to {used} of {number} experts; correct one of them"
+        )
     common = shared + (linear(hidden, number) if router is None else router)
     return Mlp(common + number * each.parameters, number, used, each.parameters)
 
@@ -45,15 +49,21 @@ def heads_of(keys: ConfigKeys) -> tuple[int, Heads]:
     kv_heads = keys.integer(
         "num_key_value_heads", default=keys.if_null("num_key_value_heads", heads)
     )
+    if heads % kv_heads:
+        raise InvalidArgumentError(
+            f"config.json has {heads} query heads for {kv_heads} K and V heads, which does not"
+            " divide them; correct one of them"
+        )
     dim = keys.optional("head_dim") or split(keys.integer("hidden_size"), heads)
     return heads, Heads(kv_heads, dim)
 
 
 def split(hidden: int, heads: int) -> int:
     """Returns the dimension of one of `heads` heads, or raises InvalidArgumentError."""
-    if hidden < heads:
+    if hidden % heads:
         raise InvalidArgumentError(
-            f"config.json has hidden_size {hidden} for {heads} heads; correct one of them"
+            f"config.json has hidden_size {hidden} for {heads} heads, which does not divide it;"
+            " correct one of them"
         )
     return hidden // heads
 
@@ -88,7 +98,7 @@ def _v_dim(kv: Heads) -> int:
 def absorbed_numbers(keys: ConfigKeys) -> int:
     """Returns the numbers of the up-projections of K and V in latent attention."""
     heads, nope = keys.integer("num_attention_heads"), keys.integer("qk_nope_head_dim")
-    of_null = keys.if_null("v_head_dim", split(keys.integer("hidden_size"), heads))
+    of_null = keys.if_null("v_head_dim", keys.integer("hidden_size") // heads)
     v_dim = keys.integer("v_head_dim", default=of_null)
     return linear(keys.integer("kv_lora_rank"), heads * (nope + v_dim))
 
@@ -99,7 +109,7 @@ def latent_attention(keys: ConfigKeys) -> tuple[int, Latent, int]:
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     bias, rank = keys.flag("attention_bias"), keys.integer("kv_lora_rank")
     nope, rope = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
-    of_null = keys.if_null("v_head_dim", split(hidden, heads))
+    of_null = keys.if_null("v_head_dim", hidden // heads)
     v_dim, q_rank = keys.integer("v_head_dim", default=of_null), keys.optional("q_lora_rank")
     q = heads * (nope + rope)
     if q_rank is None:

@@ -10,7 +10,7 @@ from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout
 from kvcached.layouts.base import DTYPE_BYTES, KVLayout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
-from kvcached.models.config_keys import ConfigKeys, shown, wrong
+from kvcached.models.config_keys import ConfigKeys, check_length, shown, wrong
 from kvcached.models.families import FAMILIES
 from kvcached.models.shape import LayerShape, ModelShape
 
@@ -31,7 +31,10 @@ _SHAPING = (
     "index_topk",
     "moe_layer_freq",
 )
-_SPECIAL = {"sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba"}
+
+
+# Kinds of layers that keep all tokens, whatever they attend to.
+_FULL = {"full_attention", "indexed_attention"}
 
 
 @checked(config=instance_of(Mapping))
@@ -59,7 +62,7 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     values = {**part, **tied, "dtype": _dtype(part, config)}
     keys = ConfigKeys(values, {"tie_word_embeddings": False, **family.defaults})
     shape = family.read(keys)
-    if strange := keys.unread(_SHAPING) or _special_layers(keys):
+    if strange := keys.unread(_SHAPING) or _special_layers(keys, len(shape.layers)):
         raise InvalidArgumentError(
             f"config.json has {strange} {shown(keys.get(strange))}, which changes no {kind} model;"
             " remove the key, or correct model_type"
@@ -67,10 +70,14 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     return shape
 
 
-def _special_layers(keys: ConfigKeys) -> str:
+def _special_layers(keys: ConfigKeys, layers: int) -> str:
     """Returns "layer_types" if it names layers that the family's reader did not look for."""
     name = keys.unread(("layer_types",))
-    return name if name and not _SPECIAL.isdisjoint(keys.texts(name) or ()) else ""
+    if not name:
+        return ""
+    kinds = keys.texts(name) or ()
+    check_length(name, kinds, layers)
+    return "" if _FULL.issuperset(kinds) else name
 
 
 def _dtype(part: Mapping[str, Any], config: Mapping[str, Any]) -> str:

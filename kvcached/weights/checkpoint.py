@@ -136,7 +136,7 @@ def _read_header(path: Path) -> Iterator[CheckpointTensor]:
                 raise _damaged(path, "its header does not fit into the file")
             header = json.loads(file.read(length))
     except OSError as error:
-        raise WeightFileError(f"{path}: {error.strerror}") from error
+        raise WeightFileError(f"{path}: {error.strerror}; download it again") from error
     except ValueError as error:
         raise _damaged(path, f"its header is not valid JSON: {error}") from error
     yield from _tensors(path, header, begin, size_bytes)

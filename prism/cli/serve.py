@@ -116,16 +116,13 @@ def check(
 ) -> None:
     """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts and downloads
     nothing."""
-    from prism.frontend.text.tokenizers import load_tokenizers
+    from prism.frontend.text.model_texts import check_texts
     from prism.serve.node.preflight import check_addresses
 
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
-    tokenizers = load_tokenizers(checked.models)
+    check_texts(checked)
     _console().print(report.configuration(checked, gpus))
-    for name, tokenizer in tokenizers.items():
-        if tokenizer.template_error:
-            print(f"warning: {name}: {tokenizer.template_error}", file=sys.stderr)
     _warn(checked)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prism.errors import ConfigError
+from prism.models.config_values import wrong_values
 from prism.models.text_part import text_weight
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> Mo
             f"{key}: {path} does not have tokenizer.json; save the fast tokenizer there"
         )
     decoder = decoder_of(config, path, key)
+    for values, name, expected in wrong_values(config, decoder):
+        raise _mistake(values, name, expected, path, key)
     windows = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
     everywhere = len(windows) == len(decoder.layers)
     split = decoder.model_type in window_pools and not everywhere
@@ -125,7 +128,7 @@ def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> Mo
         num_layers=len(decoder.layers),
         pools=pools,
         parameters=sum(prod(tensor.spec.shape) for tensor in tensors),
-        quantization=_quantization(config, path),
+        quantization=quantized_by(config, path),
         stored_bytes=_bytes_by_dtype(tensors),
         decoder=decoder,
     )
@@ -146,7 +149,7 @@ def read_config(path: Path, key: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key}: cannot read {file}: {error}; repair the file") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{key}: {file} is not a JSON object; repair the file")
@@ -230,20 +233,22 @@ def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
     return architecture
 
 
-def _quantization(config: dict[str, Any], path: Path) -> str:
+def quantized_by(config: Mapping[str, Any], path: Path) -> str:
     """Returns the method of quantized weights, or the key of one that has no name. Returns "" for
     other weights."""
-    found = next(_quantized(config), "")
+    found = next(_methods(config), "")
     return found or ("modelopt" if (path / _MODELOPT).is_file() else "")
 
 
-def _quantized(config: Mapping[str, Any]) -> Iterator[str]:
+def _methods(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
         if name in _QUANTIZED and value is not None:
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             yield str(method or name)
-        elif isinstance(value, Mapping):
-            yield from _quantized(value)
+            continue
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, Mapping):
+                yield from _methods(part)
 
 
 def named_dtype(config: dict[str, Any], path: Path, key: str) -> str | None:

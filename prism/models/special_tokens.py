@@ -50,9 +50,11 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}; repair the file") from error
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a JSON object; repair the file")
+    return content
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from prism.config.schema.access import ApiKey, KeysFile, hashed
 from prism.errors import ConfigError
 from prism.models.lora_files import CONFIG, WEIGHTS
 from tests.config.test_load import written
-from tests.frontend.tiny_model import make_model
+from tests.frontend.tiny_model import make_model, make_whole_model
 
 HIDDEN, HEADS, KV, INNER, LAYERS = 32, 32, 16, 48, 2  # of the model that `folder` makes
 GOOD: dict[str, Any] = {
@@ -50,7 +50,7 @@ def make_adapter(folder: Path, rank: int, *modules: str) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_model(tmp_path / "a", intermediate_size=INNER)
+    make_whole_model(tmp_path / "a", intermediate_size=INNER)
     make_adapter(tmp_path / "x", 4, "q_proj", "up_proj")
     return tmp_path
 

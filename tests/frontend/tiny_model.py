@@ -68,3 +68,31 @@ def make_model(directory: Path, chat: bool = True, **config: Any) -> Path:
     }
     save_file(tensors, str(directory / "model.safetensors"))
     return directory
+
+
+def make_whole_model(directory: Path, **config: Any) -> Path:
+    """Writes a model as `make_model` does, with the weights of every layer, which a Llama of this
+    config.json has."""
+    make_model(directory, **config)
+    sizes = {**CONFIG, **config}
+    hidden, inner, heads = (
+        sizes[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    kv = hidden // heads * sizes["num_key_value_heads"]
+    layer = {
+        **{f"self_attn.{name}_proj": (hidden, hidden) for name in "qo"},
+        **{f"self_attn.{name}_proj": (kv, hidden) for name in "kv"},
+        **{f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")},
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes = {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(sizes["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    shapes |= {"model.embed_tokens.weight": (VOCAB_SIZE, hidden), "model.norm.weight": (hidden,)}
+    tensors = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory

@@ -17,7 +17,7 @@ import pytest
 import typer.main
 import yaml
 
-from tests.frontend.tiny_model import make_model
+from tests.frontend.tiny_model import make_whole_model
 
 
 def prism_serve(*arguments: str, cwd: Path, tmp: Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def prism_serve(*arguments: str, cwd: Path, tmp: Path) -> subprocess.CompletedPr
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_model(tmp_path / "a")
+    make_whole_model(tmp_path / "a")
     data = {
         "devices": [{"name": "host:0", "capacity": "16MiB", "page": "64KiB"}],
         "models": [{"name": "a", "path": "a"}],

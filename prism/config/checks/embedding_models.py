@@ -31,9 +31,15 @@ def embedding_of(path: Path, wanted: bool | None, key: str) -> EmbeddingSpec | N
     if described:
         _check_modules(path, key)
     config = read_config(path, key)
-    known = config.get("matryoshka_dimensions") or ()
+    size = decoder_of(config, path, key).hidden_size
+    known = config.get("matryoshka_dimensions") or []
+    if not isinstance(known, list) or not all(type(n) is int and 0 < n <= size for n in known):
+        raise ConfigError(
+            f"{key}: {path}/config.json has matryoshka_dimensions {json.dumps(known):.60}, which is"
+            f" not a list of numbers of 1 to {size}; correct the file"
+        )
     return EmbeddingSpec(
-        size=decoder_of(config, path, key).hidden_size,
+        size=size,
         dimensions=tuple(known),
         any_dimensions=bool(config.get("is_matryoshka")),
     )

@@ -109,6 +109,8 @@ def _sources(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str | N
         sources = (named.get("default"), named.get("tool_use"))
     else:
         sources = (entry, None)
+    if entry is not None and not isinstance(sources[0], str):
+        raise ConfigError(f"{directory}: chat_template is not text; repair tokenizer_config.json")
     source, tool_source = (each if isinstance(each, str) else None for each in sources)
     return source, tool_source
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # Below this, encoding takes less time than handing it to a thread.
 _INLINE_CHARS_MAX = 4096
 # Sampling parameter with a default in generation_config.json -> range that requests may use.
-_DEFAULTS = {
+DEFAULTS = {
     "temperature": (0, 2),
     "top_p": (1e-6, 1),
     "top_k": (1, 2**31 - 1),
@@ -109,7 +109,7 @@ def load_tokenizers(
     loaded: dict[str, ModelTokenizer] = {}
     for model in models:
         try:
-            loaded[model.name] = made = _load(Path(model.path), shared)
+            loaded[model.name] = made = load_tokenizer(Path(model.path), shared)
             if made.template_error:
                 log.error("conversations of %s are not served: %s", model.name, made.template_error)
         except ConfigError as error:
@@ -120,7 +120,9 @@ def load_tokenizers(
     return loaded
 
 
-def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
+def load_tokenizer(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
+    """Returns the tokenizer of the model in `directory`. `shared`: tokenizers by the bytes of their
+    files, which are loaded once. Raises ConfigError."""
     tokenizer = _tokenizer(directory / "tokenizer.json", shared)
     eos_ids, chat_eos_ids = end_ids(directory, tokenizer)
     vocab_size = text_model(read_json(directory / "config.json")).get("vocab_size") or 0
@@ -148,7 +150,7 @@ def _load(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelTokenizer:
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     """Returns the defaults that are within the range for requests."""
     defaults: dict[str, float] = {}
-    for name, (least, most) in _DEFAULTS.items():
+    for name, (least, most) in DEFAULTS.items():
         value = generation.get(name)
         if isinstance(value, int | float) and least <= value <= most:
             defaults[name] = int(value) if name == "top_k" else float(value)

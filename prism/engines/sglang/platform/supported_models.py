@@ -16,6 +16,7 @@ from typing import Any
 from kvcached import Heads
 from kvcached.models import LayerShape, shape_of_config
 from prism.models.text_part import text_config
+from prism.models.weight_shapes import weights_differ
 
 # Families whose answers are those of transformers, which tests/sglang/test_families.py shows.
 SERVED = frozenset(
@@ -87,6 +88,21 @@ _QUANTIZATIONS = {
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",
 }
+# Families for which SGLang computes SiLU, whatever `hidden_act` says.
+_SILU = SERVED - {
+    "arcee",
+    "falcon_h1",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "phi",
+    "starcoder2",
+}
 # Settings of a family that SGLang ignores.
 _IGNORED = {
     "olmoe": ("clip_qkv",),
@@ -139,6 +155,14 @@ def _answers_differ(config: dict[str, Any]) -> str:
         return f"has fewer K and V heads than query heads, which SGLang cannot load for {kind}"
     if kind.startswith("qwen") and len({bool(layer.mlp.experts) for layer in shape.layers}) > 1:
         return f"has experts in some layers only, which SGLang cannot load for {kind}"
+    return _ignored(kind, config)
+
+
+def _ignored(kind: str, config: dict[str, Any]) -> str:
+    """Returns a setting that SGLang does not compute, "" if there is none."""
+    act = config.get("hidden_act") or "silu"
+    if kind in _SILU and act not in ("silu", "swish"):
+        return f"has hidden_act {act!r}, but SGLang computes silu for {kind}"
     ignored = [key for key in _IGNORED.get(kind, ()) if config.get(key)]
     return f"has {ignored[0]}, which SGLang ignores for {kind}" if ignored else ""
 
@@ -153,27 +177,43 @@ def refuses(model: Path, embeds: bool = False) -> str:
     if find_spec("sglang") is None or find_spec("transformers") is None:
         return ""
     whole = json.loads((model / "config.json").read_text())
-    config = text_config(whole)
-    kind = str(config.get("model_type"))
-    architecture = causal_class(kind) if "text_config" in whole else config["architectures"][0]
-    named = rf"""["']{re.escape(kind)}["']"""
-    as_key, as_field = rf"""{named}\s*[:,]\s*["']\w+Config""", rf"model_type(: str)? = {named}"
-    if not _found(f"{as_key}|{as_field}", _configurations()):
-        return (
-            f"{model}/config.json has model_type {kind!r}, which the installed SGLang and"
-            " transformers do not know; correct it or upgrade them"
-        )
-    if not _found(rf"""(\bclass |["']){re.escape(architecture)}\b""", _models()):
-        return (
-            f"{model}/config.json names {architecture}, which the installed SGLang cannot serve;"
-            " give another model or upgrade it"
-        )
+    config, in_part = text_config(whole), "text_config" in whole
+    if in_part:
+        config["architectures"] = [causal_class(str(config.get("model_type")))]
+    if why := _unknown(config):
+        return f"{model}/config.json {why}"
     if why := _answers_differ(config):
         return f"{model}/config.json {why}; give another model"
+    kind, architecture = config["model_type"], config["architectures"][0]
+    known = _text_models(kind)
+    if known and architecture not in known:
+        return (
+            f"{model}/config.json names {architecture}, which is not an architecture of model_type"
+            f" {kind!r}; correct one of them"
+        )
     if embeds and not _can_embed(architecture):
         return (
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
             " another model or set embeddings: false"
+        )
+    differs = weights_differ(model, config, in_part=in_part)
+    return f"{model} {differs}" if differs else ""
+
+
+def _unknown(config: dict[str, Any]) -> str:
+    """Returns what the installed packages do not know, and the remedy, "" if they know all."""
+    kind, architecture = str(config.get("model_type")), str(config["architectures"][0])
+    named = rf"""["']{re.escape(kind)}["']"""
+    as_key, as_field = rf"""{named}\s*[:,]\s*["']\w+Config""", rf"model_type(: str)? = {named}"
+    if not _found(f"{as_key}|{as_field}", _configurations()):
+        return (
+            f"has model_type {kind!r}, which the installed SGLang and transformers do not know;"
+            " correct it or upgrade them"
+        )
+    if not _found(rf"""(\bclass |["']){re.escape(architecture)}\b""", _models()):
+        return (
+            f"names {architecture}, which the installed SGLang cannot serve; give another model or"
+            " upgrade it"
         )
     return ""
 
@@ -191,12 +231,7 @@ def quantizations() -> frozenset[str]:
 def causal_class(kind: str) -> str:
     """Returns the class of a family's language models, as transformers names it, "" if there is
     none."""
-    file = package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
-    _, _, rest = file.read_text().partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-    found = re.search(
-        rf"""["']{re.escape(kind)}["'],\s*["'](\w+)["']""", rest.partition(")\n\n")[0]
-    )
-    return found[1] if found else ""
+    return next(iter(_text_models(kind)), "")
 
 
 def parser_names() -> dict[str, list[str]]:
@@ -249,6 +284,16 @@ def _models() -> Iterator[Path]:
     serves these."""
     yield from _own_models()
     yield package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
+
+
+def _text_models(kind: str) -> list[str]:
+    """Returns the architectures of a family that transformers lists as causal language models."""
+    auto = package_folder("transformers") / "models" / "auto" / "modeling_auto.py"
+    listed = re.search(
+        r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = .*?^\)", auto.read_text(), re.M | re.S
+    )
+    named = rf"""["']{re.escape(kind)}["'],\s*["'](\w+)["']"""
+    return re.findall(named, listed[0]) if listed else []
 
 
 def _own_models() -> Iterator[Path]:
