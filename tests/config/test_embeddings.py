@@ -15,7 +15,7 @@ from prism.engines import vllm
 from prism.errors import ConfigError
 from prism.messages.model_spec import EmbeddingSpec
 from tests.config.test_load import GOOD, written
-from tests.frontend.tiny_model import make_model
+from tests.frontend.tiny_model import make_model, make_whole_model
 
 LAST = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True, "pooling_mode_cls": False}
 
@@ -112,9 +112,9 @@ def test_mistakes_are_named(folder: Path, mistake: str) -> None:
 
 def test_only_engines_that_make_vectors_serve_such_models(tmp_path: Path) -> None:
     assert "make no embeddings of" in vllm.refuses(tmp_path, embeds=True)
-    assert vllm.refuses(make_model(tmp_path / "m")) == ""
+    assert vllm.refuses(make_whole_model(tmp_path / "m", hidden_size=128)) == ""
 
 
 def test_vllm_engines_refuse_windows_beside_full_attention(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", model_type="gemma2", head_dim=8, sliding_window=16)
-    assert "has sliding windows in some layers" in vllm.refuses(folder)
+    assert "has sliding windows, whose KV" in vllm.refuses(folder)

@@ -501,10 +501,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
         of_yaml(adapter="vlm"),
         "models[0].adapter: unknown value 'vlm'; choose one of fake, sglang, vllm",
     ),
-    "a model that vLLM does not serve": (
-        both(LATENT, of_yaml(adapter="vllm")),
-        "models[0].path: {m}/config.json has latent attention (MLA), which vllm engines do"
-        " not serve; use the adapter sglang",
+    "a family that vLLM does not serve": (
+        both(of_family("phi", "PhiForCausalLM"), of_yaml(adapter="vllm")),
+        "models[0].path: {m}/config.json has model_type 'phi', which vllm engines do not serve;"
+        " they serve ...",
     ),
 }
 

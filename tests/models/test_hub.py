@@ -194,7 +194,7 @@ def read(fd: int) -> bytes:
 def test_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(download_progress, "_LINE_S", 0)
-    huggingface_hub.utils.enable_progress_bars()  # other tests of this process may have turned them off
+    huggingface_hub.utils.enable_progress_bars()  # importing transformers turns them off
     bars = download_progress.lines("a/b", 3_000_000_000, said.append)
     bar = bars(name="huggingface_hub.snapshot_download", total=0)
     bar.update(1_500_000_000)

