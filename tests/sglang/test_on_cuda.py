@@ -16,6 +16,8 @@ pytestmark = pytest.mark.sglang
 
 SCRIPT = """
     import ctypes, os
+    from prism.messages.engine import ActivateEngine
+    from tests.sglang.models import spec_of
 
     # Little is free when the model comes up.
     usage = life.ledger.usage()
@@ -66,7 +68,7 @@ SCRIPT = """
     adopt = gpu.adopt
     gpu.adopt = lambda client, device, cap_bytes: adopt(client, device, 3 << 20)
     try:
-        life.activate(LLAMA)
+        core.activate(ActivateEngine(spec_of(LLAMA), max_running=4096))
     except Exception as error:
         facts["short"] = f"{type(error).__name__}: {error}"
     gpu.adopt = adopt
