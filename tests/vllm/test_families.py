@@ -67,7 +67,8 @@ def test_answers_are_those_of_transformers(device: DeviceUnderTest, kind: str) -
     stock = structs.replace(spec_of(kind, path), adapter="vllm", block_tokens=traits().block_tokens)
     config = structs.replace(device.config, models=[stock])
     spec = with_layout(stock, config, config.engine.kv_layout)
-    asked, reference = prompts(spec), network(path)
+    asked = {f"{kind}/{name}": prompt for name, prompt in prompts(spec).items()}
+    reference = network(path)
     device.fork(kind)
     device.activate(spec, kind)
     orders = [request(name, kind, prompt, TOKENS) for name, prompt in asked.items()]
