@@ -59,6 +59,7 @@ class OnGpu(SGLangServer):
         )
         said = {k: v for k, v in environment.items() if k.startswith("KVCACHED_")}
         environment |= double | said | {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+        environment.pop("SGLANG_PLATFORM", None)  # of Prism's engines in other tests
         command = [*super().command(environment), "--mem-fraction-static", str(FRACTION)]
         return [*command, "--sampling-backend", "pytorch", *STEPS[self.model]]
 
