@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils import get_num_new_pages
 
-from kvcached.engines.sglang.budget import KvcachedBudget
+from kvcached.engines.sglang.budget import BlockReserver
 from kvcached.engines.sglang.kv_pool import KvcachedLatentPool, KvcachedPool
 from kvcached.engines.sglang.memory import Ids, active_memory
 
@@ -30,7 +30,7 @@ Evict = Callable[[Any, int | None], int]
 _NO_BLOCKS: Ids = np.empty(0, dtype=np.int64)
 
 
-class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+class KvcachedAllocator(BlockReserver, PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's paged allocator over kvcached blocks.
 
     `available_size` stays virtual, since SGLang checks it against its totals when idle. The memory
@@ -76,10 +76,6 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         room = min(self.kv.available_blocks(), self.num_pages - self._live_pages - held)
         return (held + room) * self.page_size
 
-    def agreed_tokens(self) -> int:
-        """Returns the smallest `attainable_tokens` of all ranks: a collective."""
-        return self._memory.least(self.attainable_tokens())
-
     def reserve_blocks(self, pages: int, tree_cache: Any, evict: Evict | None = None) -> bool:
         """Holds `pages` blocks, evicting own prefix cache when the device is full. `evict` replaces
         `evict_cache`."""
@@ -98,10 +94,6 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     def reserve_states(self, requests: int) -> bool:
         """Holds states for `requests` new requests, if the model has any."""
         return self._states is None or self._states.hold(requests)
-
-    def report_shortage(self, tokens: int) -> None:
-        """Reports that a request waits for memory of `tokens` more tokens."""
-        self._memory.report_shortage(tokens)
 
     def return_held_blocks(self) -> None:
         """Frees the blocks that the last step did not use."""
@@ -141,21 +133,6 @@ class KvcachedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             tokens = int(tree_cache.evictable_size())
         result = tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
         return int(result.num_tokens_evicted)
-
-    # --- SGLang's capacity hooks -----------------------------------------------------------
-
-    def create_prefill_budget(
-        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
-    ) -> KvcachedBudget:
-        return KvcachedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-
-    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        """Does nothing: the budget and `check_decode_capacity` reserve capacity exactly."""
-
-    def check_decode_capacity(
-        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
-    ) -> bool:
-        return self.reserve_blocks(-(-num_tokens // self.page_size), tree_cache)
 
     # --- allocation: stock code, once enough blocks are held -------------------------------
 

@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+from kvcached.engines.sglang.memory import PoolMemory
 
-class BlockReserver(Protocol):
-    """Allocator of a budget (`KvcachedAllocator`, whose module imports this one)."""
 
-    def agreed_tokens(self) -> int:
-        """Returns the tokens that every rank could allocate now."""
+class BlockReserver(ABC):
+    """Base of allocators that hold blocks before SGLang relies on them, with SGLang's hooks for its
+    capacity. It comes before SGLang's class among the bases, whose methods it replaces."""
 
+    page_size: int
+    _memory: PoolMemory
+
+    @abstractmethod
+    def attainable_tokens(self) -> int:
+        """Returns the tokens that fit now without evicting."""
+
+    @abstractmethod
     def reserve_blocks(self, pages: int, tree_cache: Any) -> bool:
-        """Returns True if the allocator now holds `pages` blocks."""
+        """Holds `pages` blocks, evicting own prefix cache when the device is full. Returns False if
+        they do not fit."""
 
+    @abstractmethod
     def window_tokens(self, num_tokens: int, tree_cache: Any) -> int:
         """Returns the tokens by which a request of `num_tokens` takes more memory than its layers
         without a window."""
 
+    @abstractmethod
     def reserve_states(self, requests: int) -> bool:
-        """Returns True if the allocator now holds states for `requests` new requests."""
+        """Holds states for `requests` new requests, if the model has any. Returns False if they do
+        not fit."""
+
+    def agreed_tokens(self) -> int:
+        """Returns the smallest `attainable_tokens` of all ranks: a collective."""
+        return self._memory.least(self.attainable_tokens())
 
     def report_shortage(self, tokens: int) -> None:
-        """Reports that a request waits because `tokens` tokens are missing."""
+        """Reports that a request waits for memory of `tokens` more tokens."""
+        self._memory.report_shortage(tokens)
+
+    def create_prefill_budget(
+        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
+    ) -> KvcachedBudget:
+        return KvcachedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def evict_to_free_tokens(  # noqa: B027 (replaces SGLang's)
+        self, tree_cache: Any, num_tokens: int
+    ) -> None:
+        """Does nothing: the budget and `check_decode_capacity` reserve capacity exactly."""
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
+    ) -> bool:
+        return self.reserve_blocks(-(-num_tokens // self.page_size), tree_cache)
 
 
 class KvcachedBudget(PrefillBudget):  # type: ignore[misc]

@@ -49,14 +49,13 @@ class RadixPages:
 
         It ignores which pages the cache shares with requests; evictions determine that.
         """
-        bound_bytes = kv.mapped_bytes() - kv.floor_bytes()
-        tokens = int(self._tree.evictable_size())
-        return max(0, min(tokens * kv.layout.token_bytes, bound_bytes)) + self._window_bytes_max()
+        found_bytes = _bytes_max(kv, self._tree.evictable_size())
+        if isinstance(self._allocator, KvcachedWindowAllocator):
+            window = self._allocator.swa_attn_allocator.kv
+            found_bytes += _bytes_max(window, self._tree.swa_evictable_size())
+        return found_bytes
 
-    def _window_bytes_max(self) -> int:
-        if not isinstance(self._allocator, KvcachedWindowAllocator):
-            return 0
-        kv = self._allocator.swa_attn_allocator.kv
-        tokens = int(self._tree.swa_evictable_size())
-        bound_bytes = kv.mapped_bytes() - kv.floor_bytes()
-        return max(0, min(tokens * kv.layout.token_bytes, bound_bytes))
+
+def _bytes_max(kv: KVCache, tokens: int) -> int:
+    """Returns the bytes of these tokens, at most those that are mapped above the floor."""
+    return max(0, min(int(tokens) * kv.layout.token_bytes, kv.mapped_bytes() - kv.floor_bytes()))

@@ -15,14 +15,13 @@ from sglang.srt.utils import get_num_new_pages
 
 from kvcached import KVCache
 from kvcached.engines.sglang.allocator import KvcachedAllocator
-from kvcached.engines.sglang.budget import KvcachedBudget
+from kvcached.engines.sglang.budget import BlockReserver
 from kvcached.engines.sglang.memory import active_memory
 
 
-class KvcachedWindowAllocator(SWATokenToKVPoolAllocator):  # type: ignore[misc]
+class KvcachedWindowAllocator(BlockReserver, SWATokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's allocator of two pools, each of which is a `KvcachedAllocator`."""
 
-    page_size: int
     full_attn_allocator: KvcachedAllocator
     swa_attn_allocator: KvcachedAllocator
 
@@ -57,10 +56,6 @@ class KvcachedWindowAllocator(SWATokenToKVPoolAllocator):  # type: ignore[misc]
         full = self.full_attn_allocator
         return full.attainable_tokens() + mapped_tokens // full.kv.layout.token_bytes
 
-    def agreed_tokens(self) -> int:
-        """Returns the smallest `attainable_tokens` of all ranks: a collective."""
-        return self._memory.least(self.attainable_tokens())
-
     def window_tokens(self, num_tokens: int, tree_cache: Any) -> int:
         """Returns the tokens without a window that take as much memory as the window pool needs for
         a request of `num_tokens`."""
@@ -76,10 +71,6 @@ class KvcachedWindowAllocator(SWATokenToKVPoolAllocator):  # type: ignore[misc]
         """Returns True: these models keep no state."""
         return True
 
-    def report_shortage(self, tokens: int) -> None:
-        """Reports that a request waits for memory of `tokens` more tokens."""
-        self._memory.report_shortage(tokens)
-
     def return_held_blocks(self) -> None:
         """Frees the blocks that the last step did not use."""
         for pool in self.pools:
@@ -92,20 +83,7 @@ class KvcachedWindowAllocator(SWATokenToKVPoolAllocator):  # type: ignore[misc]
         result = tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens, swa_num_tokens=tokens))
         return max(int(result.num_tokens_evicted), int(result.swa_num_tokens_evicted))
 
-    # --- SGLang's capacity hooks -----------------------------------------------------------
-
-    def create_prefill_budget(
-        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
-    ) -> KvcachedBudget:
-        return KvcachedBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-
-    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        """Does nothing: the budget and `check_decode_capacity` reserve capacity exactly."""
-
-    def check_decode_capacity(
-        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
-    ) -> bool:
-        return self.reserve_blocks(-(-num_tokens // self.page_size), tree_cache)
+    # --- allocation ------------------------------------------------------------------------
 
     def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
         return all(
