@@ -70,7 +70,7 @@ class Activated(Wire, frozen=True):
     stages_s: dict[str, float] = {}  # seconds of each stage in order, and "total"
     fingerprint: tuple[int, ...] = ()  # tokens of the warm-up
     link_bytes: dict[str, int] = {}  # weights over each GPU's link to the host; "host": no GPU
-    # What a request takes outside of the main pool: see `prism.policies.data.SideNeed`.
+    # What a request takes outside of the main pool: see `prism.policies.data.RequestNeed`.
     window_tokens: int = 0
     window_share: float = 0.0
     state_tokens: int = 0

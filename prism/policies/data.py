@@ -33,8 +33,12 @@ class Waiting(msgspec.Struct, frozen=True):
     priority: int = 0  # requests of a higher priority start first
 
 
-class SideNeed(Protocol):
-    """KV that requests take outside of a model's main pool, in tokens of that pool."""
+class RequestNeed(Protocol):
+    """KV that requests take of an engine, in tokens of its main pool."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, which requests take as a whole."""
 
     @property
     def window_tokens(self) -> int:
@@ -49,9 +53,11 @@ class SideNeed(Protocol):
         """Size of a request's state."""
 
 
-def side_tokens(need: SideNeed, num_tokens: int) -> int:
-    """Returns the KV that a request of this size takes outside of the main pool."""
-    return ceil(min(num_tokens, need.window_tokens) * need.window_share) + need.state_tokens
+def request_kv_tokens(need: RequestNeed, num_tokens: int) -> int:
+    """Returns the KV that a request of this size takes, in all pools."""
+    tokens = -(-num_tokens // need.block_tokens) * need.block_tokens
+    window_tokens = ceil(min(tokens, need.window_tokens) * need.window_share)
+    return tokens + window_tokens + need.state_tokens
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -76,7 +82,7 @@ class EngineView(msgspec.Struct, frozen=True):
     guaranteed_tokens: int = 0
     limit_tokens: int | None = None  # shared tokens that its own limit allows; None: unlimited
     on_trial: bool = False  # a suspect runs there (see `Waiting`): nothing else may start
-    # See SideNeed.
+    # See RequestNeed.
     window_tokens: int = 0
     window_share: float = 0.0
     state_tokens: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from prism.policies.data import EngineView, side_tokens
+from prism.policies.data import EngineView, request_kv_tokens
 
 
 class StartResult(Enum):
@@ -43,10 +43,8 @@ class _EngineBudget:
         self.taken = 0
 
     def need_tokens(self, prompt_tokens: int, headroom_tokens: int) -> int:
-        block = self.view.block_tokens
-        blocks = -(-(prompt_tokens + headroom_tokens) // block)
-        own_tokens = (blocks + self.view.running + self.taken) * block
-        return own_tokens + side_tokens(self.view, blocks * block)
+        others_tokens = (self.view.running + self.taken) * self.view.block_tokens
+        return request_kv_tokens(self.view, prompt_tokens + headroom_tokens) + others_tokens
 
     def start_result(
         self, need_tokens: int, shared_tokens: int, horizon_s: float, chunk_tokens: int
@@ -139,9 +137,7 @@ class StepBudget:
     def take(self, model: str, prompt_tokens: int, headroom_tokens: int) -> None:
         """Subtracts a request that starts. REQUIRES: `start_result` returned STARTS for it."""
         engine = self._engines[model]
-        block = engine.view.block_tokens
-        tokens = -(-(prompt_tokens + headroom_tokens) // block) * block
-        tokens += side_tokens(engine.view, tokens)
+        tokens = request_kv_tokens(engine.view, prompt_tokens + headroom_tokens)
         from_own = min(tokens, max(0, engine.own_tokens))
         engine.own_tokens -= from_own
         engine.guaranteed_tokens -= tokens

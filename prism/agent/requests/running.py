@@ -13,7 +13,7 @@ from prism.agent.state.device_state import DeviceState
 from prism.agent.state.request_table import RequestState, TrackedRequest, Update
 from prism.messages.engine import Export, Submit
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Started
-from prism.policies.data import side_tokens
+from prism.policies.data import request_kv_tokens
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,10 @@ class RunningRequests:
     def _start(self, tracked: TrackedRequest, engine_id: str) -> None:
         request, engine = tracked.request, self._state.pool.get(engine_id)
         activated = engine.activated if engine else None
-        block = activated.block_tokens if activated else 1
         headroom = min(request.sampling.max_tokens, self._headroom_tokens)
-        need_tokens = -(-(request.known_tokens + headroom) // block) * block
+        need_tokens = request.known_tokens + headroom
         if activated:
-            need_tokens += side_tokens(activated, need_tokens)
+            need_tokens = request_kv_tokens(activated, need_tokens)
         self._requests.start(tracked, engine_id, need_tokens)
         totals = self._state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)
