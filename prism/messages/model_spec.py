@@ -43,15 +43,6 @@ class EmbeddingSpec(Wire, frozen=True):
         return self.any_dimensions and not self.dimensions and dimensions < self.size
 
 
-class WindowSpec(Wire, frozen=True):
-    """Layers with a sliding window whose KV an engine keeps in a separate pool."""
-
-    layers: int
-    tokens: int  # that a token attends to, with itself
-    num_kv_heads: int
-    head_dim: int
-
-
 class ModelSpec(Wire, frozen=True):
     """Description of a model for every process, built once from the YAML and the model's files.
 

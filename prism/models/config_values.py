@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from prism.models.special_tokens import text_model
+from prism.models.text_part import text_config
 
 if TYPE_CHECKING:
     from kvcached.models import ModelShape
@@ -36,7 +36,7 @@ _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 
 def wrong_values(config: Mapping[str, Any], decoder: ModelShape) -> Iterator[Wrong]:
     """Yields the wrong values of a config.json, whose shape is `decoder`."""
-    text: Mapping[str, Any] = text_model(dict(config))
+    text = text_config(config)
     for name in _EPSILONS:
         if name in text and not (is_number(text[name]) and text[name] >= 0):
             yield text, name, "a number of at least 0"

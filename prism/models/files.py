@@ -234,8 +234,8 @@ def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
 
 
 def quantized_by(config: Mapping[str, Any], path: Path) -> str:
-    """Returns the method of quantized weights, or the key of one that has no name. Returns "" for
-    other weights."""
+    """Returns the method of quantized weights, or the key that describes them if the method has no
+    name. Returns "" for other weights."""
     found = next(_methods(config), "")
     return found or ("modelopt" if (path / _MODELOPT).is_file() else "")
 

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from prism.errors import ConfigError
 from prism.models.files import ModelFiles, read_config
-from prism.models.special_tokens import text_model
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _TENSOR = re.compile(r"\.layers\.(\d+)\.[\w.]*?(\w+)\.lora_(A|B)\.weight$")
@@ -115,8 +114,8 @@ def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
             f"{key}: adapters of models that take images or audio are not served; merge the adapter"
             " into its model, and serve that"
         )
-    text, layer = text_model(config), files.decoder.layers[0]
-    inner = text.get("intermediate_size") or text.get("n_inner")
+    layer = files.decoder.layers[0]
+    inner = config.get("intermediate_size") or config.get("n_inner")
     has_experts = any(each.parameters > each.active_parameters for each in files.decoder.layers)
     return LoraBase(
         layers=files.num_layers,

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prism.errors import ConfigError
+from prism.models.text_part import text_config
 
 
 def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -16,17 +17,12 @@ def end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tup
     include the former. Raises ConfigError for files that cannot be read."""
     model = read_json(directory / "config.json")
     generation = read_json(directory / "generation_config.json")
-    places = (generation, text_model(model), model)
+    places = (generation, text_config(model), model)
     named = (place.get("eos_token_id") for place in places)
     eos_ids = _ids(next((ids for ids in named if ids is not None), None))
     settings = special_tokens(directory)
     turn_end = tokenizer.token_to_id(token_text(settings.get("eos_token")) or "")
     return eos_ids, tuple(dict.fromkeys((*eos_ids, *_ids(turn_end))))
-
-
-def text_model(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text model's part of a config.json."""
-    return config.get("text_config") or config
 
 
 def special_tokens(directory: Path) -> dict[str, Any]:

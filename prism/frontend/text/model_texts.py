@@ -11,7 +11,8 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import BadRequestError, ConfigError
 from prism.frontend.text.tokenizers import DEFAULTS, ModelTokenizer, load_tokenizer
 from prism.models.config_values import end_ids_of, is_number
-from prism.models.special_tokens import read_json, special_tokens, text_model, token_text
+from prism.models.special_tokens import read_json, special_tokens, token_text
+from prism.models.text_part import text_config
 
 _MARK = "PrismMark"
 
@@ -58,7 +59,7 @@ def _check_generation(path: Path) -> None:
                 " correct the file"
             )
     own = file, generation
-    of_model = path / "config.json", text_model(read_json(path / "config.json"))
+    of_model = path / "config.json", text_config(read_json(path / "config.json"))
     named, values = own if end_ids_of(generation) else of_model
     rows = _vocab_size(path)
     for one in end_ids_of(values):
@@ -84,4 +85,4 @@ def _check_template(path: Path, tokenizer: ModelTokenizer) -> None:
 
 
 def _vocab_size(path: Path) -> int:
-    return int(text_model(read_json(path / "config.json"))["vocab_size"])
+    return int(text_config(read_json(path / "config.json"))["vocab_size"])

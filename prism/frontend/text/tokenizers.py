@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from prism.errors import ConfigError
 from prism.frontend.text.chat_template import ChatTemplate, load_chat_template
 from prism.messages.model_spec import ModelSpec
-from prism.models.special_tokens import end_ids, read_json, special_tokens, text_model
+from prism.models.special_tokens import end_ids, read_json, special_tokens
+from prism.models.text_part import text_config
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def load_tokenizer(directory: Path, shared: dict[bytes, Tokenizer]) -> ModelToke
     files, which are loaded once. Raises ConfigError."""
     tokenizer = _tokenizer(directory / "tokenizer.json", shared)
     eos_ids, chat_eos_ids = end_ids(directory, tokenizer)
-    vocab_size = text_model(read_json(directory / "config.json")).get("vocab_size") or 0
+    vocab_size = text_config(read_json(directory / "config.json")).get("vocab_size") or 0
     settings = special_tokens(directory)
     generation = read_json(directory / "generation_config.json")
     added = tokenizer.get_added_tokens_decoder()
