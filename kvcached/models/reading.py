@@ -97,7 +97,13 @@ def layout_of_config(
     errors of `shape_of_config`, and InvalidArgumentError for models that keep no KV at all, or that
     keep an index with it.
     """
-    shape = shape_of_config(config)
+    return layout_of_shape(shape_of_config(config), dtype, block_tokens)
+
+
+def layout_of_shape(
+    shape: ModelShape, dtype: str | None = None, block_tokens: int = 16
+) -> KVLayout | HybridLayout:
+    """Returns the layout of `layout_of_config` for a shape."""
     kept = [layer for layer in shape.layers if layer.kv is not None]
     if not kept:
         raise InvalidArgumentError(f"{shape.model_type} models keep no KV: none of their layers")

@@ -34,6 +34,7 @@ from prism_sim.core.setup import (
     DegreeSetup,
     DeviceSetup,
     EngineSettings,
+    KvNeed,
     ModelSetup,
 )
 from prism_sim.core.workload import Workload, slo_s
@@ -249,7 +250,7 @@ def _model(
         share_bytes=memory.static_bytes - weight_bytes,
         token_bytes=spec.token_bytes,
         kv_floor_bytes=memory.reserve_bytes,
-        block_tokens=BLOCK_TOKENS,
+        need=KvNeed(BLOCK_TOKENS),
         slo_ttft_s=spec.slo_ttft_s,
         slo_tpot_s=spec.slo_tpot_s,
         parts={1: DegreeSetup(cost, quantum_blocks, memory.quantum_bytes, shape)},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import kvcached
-from prism.config.checks.memory_needs import pools_of, whole_pages
+from prism.config.checks.memory_needs import PoolNeed, pools_of, side_need, whole_pages
 from prism.config.schema.units import format_size
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room
@@ -27,15 +27,6 @@ log = logging.getLogger(__name__)
 
 _PADDING_BLOCKS = 1
 _DIFFERENCE_MAX = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class SidePool:
-    """Pool of KV in addition to the main one: of layers with windows, or of states."""
-
-    layout: kvcached.KVLayout
-    virtual_tokens: int
-    request_tokens: int  # of one request of the full context
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,9 @@ class MemoryPlan:
     weight_bytes: int
     share_bytes: int
     virtual_tokens: int
-    side: Mapping[str, SidePool] = field(default_factory=dict)
+    # Pools in addition to the main one, of layers with windows or of states, by name.
+    side: Mapping[str, PoolNeed] = field(default_factory=dict)
+    side_tokens: Mapping[str, int] = field(default_factory=dict)  # their virtual tokens
 
     @property
     def total_bytes(self) -> int:
@@ -65,13 +58,8 @@ class MemoryPlan:
         by different slabs."""
         tokens = self.layout.block_tokens if self.side else self.slab_tokens
         quantum_bytes = self.quantum_bytes * tokens // self.slab_tokens
-        need: dict[str, Any] = {"quantum_bytes": quantum_bytes, "quantum_tokens": tokens}
-        if window := self.side.get("window"):
-            need["window_tokens"] = window.request_tokens
-            need["window_share"] = window.layout.token_bytes / self.layout.token_bytes
-        if state := self.side.get("state"):
-            need["state_tokens"] = -(-state.layout.token_bytes // self.layout.token_bytes)
-        return need
+        of_side = side_need(self.layout, self.side)
+        return {"quantum_bytes": quantum_bytes, "quantum_tokens": tokens, **of_side}
 
     @property
     def pool_tokens(self) -> int:
@@ -95,7 +83,6 @@ def plan(
     slab_tokens = layout.slab_tokens(page_bytes)
     quantum = layout.quantum_bytes(page_bytes)
     virtual_tokens = max(capacity_bytes // quantum, main.slabs(page_bytes)) * slab_tokens
-    side_tokens = {"window": virtual_tokens, "state": order.max_running + _PADDING_BLOCKS}
     return MemoryPlan(
         layout=layout,
         quantum_bytes=quantum,
@@ -105,9 +92,8 @@ def plan(
         weight_bytes=whole_pages(spec.weight_bytes, page_bytes),
         share_bytes=whole_pages(static_bytes, page_bytes),
         virtual_tokens=virtual_tokens,
-        side={
-            pool.name: SidePool(pool.layout, side_tokens[pool.name], pool.tokens) for pool in others
-        },
+        side={pool.name: pool for pool in others},
+        side_tokens={"window": virtual_tokens, "state": order.max_running + _PADDING_BLOCKS},
     )
 
 
@@ -172,7 +158,7 @@ class ModelMemory:
         if name not in self.side:
             pool = self.plan.side[name]
             kv = self._client.alloc_kvcache(
-                pool.layout, pool.virtual_tokens, reserved_blocks=_PADDING_BLOCKS
+                pool.layout, self.plan.side_tokens[name], reserved_blocks=_PADDING_BLOCKS
             )
             kv.set_spare_pages(0, sum(pool.layout.slab_pages(self._device.page_bytes)))
             self.side[name] = kv

@@ -56,8 +56,12 @@ class RequestNeed(Protocol):
 def request_kv_tokens(need: RequestNeed, num_tokens: int) -> int:
     """Returns the KV that a request of this size takes, in all pools."""
     tokens = -(-num_tokens // need.block_tokens) * need.block_tokens
-    window_tokens = ceil(min(tokens, need.window_tokens) * need.window_share)
-    return tokens + window_tokens + need.state_tokens
+    return tokens + side_kv_tokens(need, tokens)
+
+
+def side_kv_tokens(need: RequestNeed, tokens: float) -> int:
+    """Returns the KV that a request of `tokens`, in whole blocks, takes besides the main pool."""
+    return ceil(min(tokens, need.window_tokens) * need.window_share) + need.state_tokens
 
 
 class EngineView(msgspec.Struct, frozen=True):

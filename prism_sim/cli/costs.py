@@ -39,10 +39,11 @@ def show(
     cost = cost_model(gpu, model, tp, host_ms / 1000)
     shape, spec = model_shape(model), gpu_spec(gpu)
     console = Console()
+    state = f" and {format_size(shape.state_bytes())} a request" if shape.state_bytes() else ""
     console.print(
         f"{shape.name} on {tp} x {spec.name}: weights {format_size(shape.weight_bytes(tp))} of"
         f" {format_size(spec.memory_bytes)} per GPU, KV {format_size(shape.kv_token_bytes(tp))} a"
-        f" token; costs from {cost_table(gpu, model, tp).source}",
+        f" token{state}; costs from {cost_table(gpu, model, tp).source}",
         soft_wrap=True,
     )
     table = Table("prompt", "prefill (ms)", "batch", f"decode at {CONTEXT_TOKENS} each (ms)")

@@ -112,7 +112,7 @@ class Bindings:
         load, cost = self._loads[model.index], model.parts[tp].cost
         tokens = load.prompt_tokens + load.output_tokens
         room_bytes = self._setup.devices[0].capacity_bytes * tp - model.held_bytes(tp)
-        fitting = int(room_bytes / (model.token_bytes * tokens))
+        fitting = int(room_bytes / (model.token_bytes * model.need.held_tokens(tokens)))
         batch = max(1, min(self._setup.engine.max_running, fitting))
         return batch / cost.decode_s(batch, round(batch * tokens))
 

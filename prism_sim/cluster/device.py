@@ -266,7 +266,7 @@ class SimDevice:
             return False
         kv = engine.kv
         blocks = kv.blocks(request.prompt_tokens + self._limits.headroom_tokens)
-        need_bytes = kv.bytes_of(blocks + engine.running)
+        need_bytes = kv.bytes_of(blocks + engine.running * kv.step_blocks)
         if need_bytes > kv.left_bytes():
             return False
         for device in resident.devices:
@@ -437,6 +437,9 @@ def _engine_view(resident: Resident, engine: SimEngine) -> EngineView:
         quantum_tokens,
         guaranteed,
         limit,
+        window_tokens=kv.need.window_tokens,
+        window_share=kv.need.window_share,
+        state_tokens=kv.need.state_tokens,
     )
 
 

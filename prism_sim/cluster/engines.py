@@ -12,7 +12,7 @@ from prism_sim.cluster.device import Resident
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import Listener
-from prism_sim.core.setup import ClusterSetup
+from prism_sim.core.setup import ClusterSetup, KvNeed
 from prism_sim.engine.compute import Compute
 from prism_sim.engine.controlled import ControlledEngine
 from prism_sim.engine.engine import SimEngine
@@ -36,16 +36,17 @@ def make_engine(
     """Returns the engine of a copy. REQUIRES: the copy's accounts are open."""
     model, tp = resident.model, resident.tp
     part = model.parts[tp]
-    block_tokens, quantum_blocks = model.block_tokens, part.quantum_blocks
+    need, quantum_blocks = model.need, part.quantum_blocks
     quantum_bytes, slower = part.quantum_bytes, 1.0
     shared = _pool(resident, terms)
     if shared is not None:
-        block_tokens, quantum_blocks = shared.grain_tokens, 1
+        need, quantum_blocks = KvNeed(shared.grain_tokens), 1
         quantum_bytes, slower = shared.grain_bytes, 1.0 + shared.step_overhead
     sites = [device.site for device in resident.devices]
-    space = KvSpace(sites, resident.accounts, block_tokens, quantum_blocks, quantum_bytes)
-    if terms.setup.engine.prefix_reuse and terms.policy.steps is None:
-        space.cache = SimPrefixCache(HASH_TOKENS // block_tokens)
+    space = KvSpace(sites, resident.accounts, need, quantum_blocks, quantum_bytes)
+    reuses = terms.setup.engine.prefix_reuse and terms.policy.steps is None
+    if reuses and not need.state_tokens:
+        space.cache = SimPrefixCache(HASH_TOKENS // need.block_tokens)
         for site in sites:
             site.reuses = True
     kind = ControlledEngine if terms.policy.steps is not None else SimEngine
@@ -69,17 +70,22 @@ def make_engine(
 def _pool(resident: Resident, terms: EngineTerms) -> PoolUse | None:
     """Returns the shared pool of KV blocks, or None if each model has separate blocks.
 
-    Blocks are separate if the policy does not pool them. They are also separate if head sizes
-    differ, which neither kind of pool supports; the models of the unit then use their own pages.
+    Blocks are separate if the policy does not pool them. They are also separate if head sizes or
+    layers differ, which neither kind of pool supports; the models of the unit then use their own
+    pages.
     """
     kind = terms.policy.kv_blocks
     if kind is None:
         return None
     tp = resident.tp
     names = _unit_names(resident, terms.target)
-    shapes = [m.parts[tp].shape for m in terms.setup.models if m.name in names and tp in m.parts]
+    parts = [m.parts[tp] for m in terms.setup.models if m.name in names and tp in m.parts]
+    shapes = [part.shape for part in parts if part.shape is not None]
+    own = resident.model.parts[tp].shape
+    if own is None or len(shapes) < len(parts):
+        return None
     try:
-        return pool(kind, resident.model.parts[tp].shape, shapes)
+        return pool(kind, own, shapes)
     except ValueError:
         return None
 

@@ -48,12 +48,12 @@ class Handover:
         """Copies the KV of the source's requests, which pause meanwhile, over the source's link.
 
         The copy takes as long as if all requests went to one copy. KV for another node is sent to
-        one copy, or dropped.
+        one copy, or dropped, as windows and states always are.
         """
         assert source.engine is not None
         receiver = target or _nearest(model, source)
-        if receiver is None:
-            self._hand_over(model, source, None, "")
+        if receiver is None or not source.model.need.is_plain:
+            self._hand_over(model, source, target, "")
             return
         node, same_node = _node(receiver), _node(receiver) == _node(source)
         if not same_node and not kv_is_sent(source, self._settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prism.policies.data import Settings
+from prism.policies.data import Settings, request_kv_tokens, side_kv_tokens
 from prism.policies.knobs import Knobs
 from prism.policies.multiplexing.kv_blocks import KvShape
 from prism.scheduler.local_scheduler import Limits
@@ -48,6 +48,29 @@ class DeviceSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class KvNeed:
+    """KV that requests take of an engine (`RequestNeed`), counted in blocks of its main pool."""
+
+    block_tokens: int
+    window_tokens: int = 0
+    window_share: float = 0.0
+    state_tokens: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the main pool is the only one."""
+        return not (self.window_tokens or self.state_tokens)
+
+    def blocks(self, tokens: int) -> int:
+        """Returns the blocks of a request, in all pools."""
+        return -(-request_kv_tokens(self, tokens) // self.block_tokens)
+
+    def held_tokens(self, tokens: float) -> float:
+        """Returns the size of the KV of a request of `tokens`, in all pools."""
+        return tokens + side_kv_tokens(self, tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class DegreeSetup:
     """Model at one tensor-parallel degree."""
 
@@ -56,8 +79,8 @@ class DegreeSetup:
     quantum_blocks: int
     # Size of one quantum on each device.
     quantum_bytes: int
-    # KV shape on one device, for shared pools of KV blocks.
-    shape: KvShape
+    # KV shape on one device, for shared pools of KV blocks. None: layers keep different KV.
+    shape: KvShape | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +94,7 @@ class ModelSetup:
     weight_bytes: int
     token_bytes: int
     kv_floor_bytes: int
-    block_tokens: int
+    need: KvNeed
     slo_ttft_s: float
     slo_tpot_s: float
     # Supported tensor-parallel degrees, including `tp`.

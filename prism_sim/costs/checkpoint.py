@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from prism.config.checks.adapters import adapter_named
+from prism.config.schema.cluster_config import EngineConfig
 from prism.errors import ConfigError
 from prism.models.files import DTYPE_BYTES, config_file, decoder_of, read_config
 from prism_sim.costs.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from kvcached.models import ModelShape as Decoder
 
 
 def name_of(path: Path) -> str:
@@ -19,24 +24,45 @@ def name_of(path: Path) -> str:
 
 def read_shape(path: Path) -> ModelShape:
     """Reads the shape from a folder with a config.json, or from such a file with any name that ends
-    in .json. Windows count as full attention, as engines without pools for windows keep them.
+    in .json. Layers with windows have a separate pool in the families for which the default engine
+    has one, and keep all tokens in others.
 
     Raises ConfigError for a missing file, a missing key or invalid value, a family that is not
-    known, a quantization other than fp8, and models whose layers keep anything but the same KV of
-    each token.
+    known, a quantization other than fp8, and models that keep an index of keys, several sizes of
+    windows in a separate pool, or no KV at all.
     """
     key = f"model {path}"
     config = read_config(path, key)
     decoder = decoder_of(config, path, key)
-    kept = {(layer.kv, layer.state, layer.index_bytes) for layer in decoder.layers}
-    if kept != {(decoder.layers[0].kv, None, 0)} or decoder.layers[0].kv is None:
-        raise ConfigError(
-            f"{key}: layers of {decoder.model_type} do not all keep the same KV and nothing else,"
-            " which the simulator does not model; give another model"
-        )
     dtype_bytes = DTYPE_BYTES.get(decoder.dtype, 2)
-    eight_bit = _is_fp8(config, path, key)
-    return ModelShape(name_of(path), decoder, 1 if eight_bit else dtype_bytes, dtype_bytes)
+    weight_bytes = 1 if _is_fp8(config, path, key) else dtype_bytes
+    apart = _windows_apart(decoder)
+    shape = ModelShape(name_of(path), decoder, weight_bytes, dtype_bytes, apart)
+    if problem := _unknown_kv(shape):
+        raise ConfigError(
+            f"{key}: {decoder.model_type} {problem}, which the simulator does not model; give"
+            " another model"
+        )
+    return shape
+
+
+def _windows_apart(decoder: Decoder) -> bool:
+    """Returns whether layers with windows, next to others, have a separate pool."""
+    if len({bool(layer.window_tokens) for layer in decoder.layers}) == 1:
+        return False
+    pools: frozenset[str] = adapter_named(EngineConfig().adapter).traits().window_pools
+    return decoder.model_type in pools
+
+
+def _unknown_kv(shape: ModelShape) -> str:
+    """Returns what the simulator does not model of a shape's KV, "" if it models all."""
+    layers = shape.decoder.layers
+    windows = {shape.window_of(layer) for layer in layers} - {None}
+    if any(layer.index_bytes for layer in layers):
+        return "keeps an index of keys (sparse attention)"
+    if shape.windows_apart and len(windows) > 1:
+        return "has windows of several sizes"
+    return "" if shape.main_layers else "has no layer that keeps KV of all tokens"
 
 
 def _is_fp8(config: dict[str, Any], path: Path, key: str) -> bool:

@@ -2,8 +2,10 @@
 
 The dense part is bound by reading the weights once or by the multiplications. Of experts it reads
 those that the tokens are expected to be routed to. Decode attention is bound by reading KV, prefill
-attention by its multiplications. TP adds two all-reduces per layer. The embedding look-up is free;
-the output matrix is read in each step.
+attention by its multiplications; layers with a sliding window stop there, at the mean context of a
+batch. A state is read once per request and step; the multiplications of recurrences are left out.
+TP adds two all-reduces per layer. The embedding look-up is free; the output matrix is read in each
+step.
 """
 
 from __future__ import annotations
@@ -35,8 +37,17 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
     tokens = tuple(
         sorted({1.0, knee, FAR_TOKENS, *(_EXPERT_TOKENS if _has_experts(model) else ())})
     )
-    pair_s = sum(layer.pair_flops for layer in model.decoder.layers) / tp / flops_s
-    batches, contexts, decode_s = linear_decode(model.kv_token_bytes(tp) / bandwidth_bytes_s)
+    flops = dict.fromkeys((None, *map(model.window_of, model.decoder.layers)), 0)
+    for layer in model.decoder.layers:
+        flops[model.window_of(layer)] += layer.pair_flops
+    pair_s = {window: each / tp / flops_s for window, each in flops.items()}
+    read_s = {w: each / bandwidth_bytes_s for w, each in model.read_token_bytes(tp).items()}
+    state_s = model.state_bytes() / bandwidth_bytes_s
+    windows = sorted(window for window in flops if window is not None)
+    batches, contexts, decode_s = linear_decode(
+        read_s[None], {window: read_s[window] for window in windows}, state_s
+    )
+    once: tuple[float, ...] = (1.0,) if state_s else ()
     return StepTable(
         gpu=gpu.name,
         model=model.name,
@@ -44,7 +55,11 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
         source="roofline",
         dense_tokens=tokens,
         dense_s=tuple(map(dense_s, tokens)),
-        pair_s=pair_s,
+        pair_s=pair_s[None],
+        window_pair_s=tuple((float(window), pair_s[window]) for window in windows),
+        prefill_tokens=once,
+        prefill_context=once,
+        prefill_s=((state_s,),) if state_s else (),
         decode_batch=batches,
         decode_context=contexts,
         decode_s=decode_s,

@@ -7,7 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcached.layouts.attention import Heads, Latent
     from kvcached.layouts.base import TokenPart
+    from kvcached.layouts.hybrid import LayerGroup
+    from kvcached.models import LayerShape
     from kvcached.models import ModelShape as Decoder
 
 
@@ -20,6 +23,8 @@ class ModelShape:
     # 1 for 8-bit checkpoints, whose KV has 16 bits.
     weight_dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
+    # True if layers with sliding windows keep only these, in a separate pool.
+    windows_apart: bool = False
 
     @property
     def geometry(self) -> ModelShape:
@@ -31,31 +36,55 @@ class ModelShape:
     def layers(self) -> int:
         return len(self.decoder.layers)
 
+    def window_of(self, layer: LayerShape) -> int | None:
+        """Returns the window that limits what a layer attends to. A window in every layer limits
+        the context instead, as in the live system."""
+        windows = [each.window_tokens for each in self.decoder.layers]
+        return None if all(windows) else layer.window_tokens
+
     @property
-    def _kv_parts(self) -> tuple[TokenPart, ...]:
-        """Numbers of a token in a layer: K and V, or a latent."""
-        kept = self.decoder.layers[0].kv
-        return kept.parts(0) if kept else ()
+    def main_layers(self) -> tuple[LayerShape, ...]:
+        """Layers that keep KV of all tokens."""
+        kept = (layer for layer in self.decoder.layers if layer.kv)
+        return tuple(layer for layer in kept if not (self.windows_apart and self.window_of(layer)))
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all layers that keep anything keep the same KV of all tokens."""
+        kept = [layer for layer in self.decoder.layers if layer.kv or layer.state]
+        return {(layer.kv, layer.state) for layer in kept} == {(kept[0].kv, None)} and (
+            len(self.main_layers) == len(kept)
+        )
+
+    @property
+    def _kv_parts(self) -> list[tuple[TokenPart, ...]]:
+        """Numbers of a token in each layer that keeps KV of all tokens: K and V, or a latent."""
+        return [layer.kv.parts(0) for layer in self.main_layers if layer.kv]
 
     @property
     def heads(self) -> int:
-        """Number of query heads of a layer."""
-        return self.decoder.layers[0].heads
+        """Number of query heads of a layer with attention."""
+        return next(layer.heads for layer in self.decoder.layers if layer.heads)
 
     @property
     def kv_heads(self) -> int:
         """Number of K and V heads of a layer: one with latent attention."""
-        return self._kv_parts[0].heads
+        return self._kv_parts[0][0].heads
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers that keep KV of all tokens."""
+        return len(self._kv_parts)
 
     @property
     def buffers(self) -> int:
-        """Number of K and V buffers of all layers. Latent attention has one a layer."""
-        return self.layers * len(self._kv_parts)
+        """Number of K and V buffers of these layers. Latent attention has one a layer."""
+        return sum(len(parts) for parts in self._kv_parts)
 
     @property
     def kv_dim(self) -> int:
         """Numbers of K, or of V, of one head. Half a latent."""
-        return self.decoder.kv_token_bytes(1) // (2 * self.layers * self.kv_heads)
+        return self.kv_token_bytes() // (2 * self.kv_dtype_bytes * self.kv_layers * self.kv_heads)
 
     @property
     def parameters(self) -> int:
@@ -66,10 +95,44 @@ class ModelShape:
         return -(-self.parameters * self.weight_dtype_bytes // tp)
 
     def kv_token_bytes(self, tp: int = 1) -> int:
-        """Returns the KV of one token on one of `tp` GPUs. With more than kv_heads GPUs the heads
-        are replicated; a latent always is."""
-        one_head_bytes = self.decoder.kv_token_bytes(self.kv_dtype_bytes) // self.kv_heads
-        return max(1, -(-self.kv_heads // tp)) * one_head_bytes
+        """Returns the KV of one token of the main pool on one of `tp` GPUs. With more GPUs than KV
+        heads the heads are replicated; a latent always is."""
+        return sum(self._part_bytes(parts, tp) for parts in self._kv_parts)
+
+    def read_token_bytes(self, tp: int = 1) -> dict[int | None, int]:
+        """Returns the KV that attention reads of one token on one of `tp` GPUs, by the window of
+        the layers that read it. Layers without K and V read those of the layer before them that has
+        the same window."""
+        found = dict.fromkeys((None, *map(self.window_of, self.decoder.layers)), 0)
+        latest: dict[int | None, Heads | Latent] = {}
+        for layer in self.decoder.layers:
+            kv = layer.kv or (latest.get(layer.window_tokens) if layer.heads else None)
+            if kv is not None:
+                latest[layer.window_tokens] = kv
+                found[self.window_of(layer)] += self._part_bytes(kv.parts(0), tp)
+        return found
+
+    def kv_groups(self, block_tokens: int) -> tuple[LayerGroup, ...]:
+        """Returns the layers that keep KV by their pool, the main one first."""
+        from kvcached.layouts.hybrid import HybridLayout, LayerGroup
+        from kvcached.models.reading import layout_of_shape
+
+        layers = tuple(
+            replace(layer, window_tokens=self.window_of(layer) if self.windows_apart else None)
+            for layer in self.decoder.layers
+        )
+        dtype = "float32" if self.kv_dtype_bytes == 4 else "bfloat16"
+        found = layout_of_shape(replace(self.decoder, layers=layers), dtype, block_tokens)
+        if isinstance(found, HybridLayout):
+            return found.groups
+        return (LayerGroup("full", tuple(range(found.layer_count)), found),)
+
+    def state_bytes(self) -> int:
+        """Returns the states of one sequence."""
+        return self.decoder.state_bytes(self.kv_dtype_bytes)
+
+    def _part_bytes(self, parts: tuple[TokenPart, ...], tp: int) -> int:
+        return sum(-(-part.heads // tp) * part.dim for part in parts) * self.kv_dtype_bytes
 
 
 _SIZES = (

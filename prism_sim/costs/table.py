@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import msgspec
 
@@ -42,6 +43,8 @@ class StepTable(
     # prefill_s[i][j]: seconds added to the pairs' time at prefill_tokens[i] new tokens after
     # prefill_context[j] tokens. Empty: none.
     prefill_s: tuple[Row, ...] = ()
+    # (tokens, pair_s) of each sliding window: pairs there end after as many tokens.
+    window_pair_s: tuple[tuple[float, float], ...] = ()
     decode_batch: Row
     decode_context: Row
     # decode_s[i][j]: attention of decode_batch[i] requests of decode_context[j] tokens each.
@@ -69,10 +72,12 @@ class StepTable(
                 f"{self.name}: prefill_s: must have a row for each of prefill_tokens, with a value"
                 " for each of prefill_context"
             )
-        times_s = (self.host_s, self.request_s, self.pair_s)
+        windows_s = (value for window in self.window_pair_s for value in window)
+        times_s = (self.host_s, self.request_s, self.pair_s, *windows_s)
         if self.tp < 1 or not all(0 <= time_s < math.inf for time_s in times_s):
             raise ConfigError(
-                f"{self.name}: tp must be > 0; host_s, request_s and pair_s >= 0 and finite"
+                f"{self.name}: tp must be > 0; host_s, request_s, pair_s and window_pair_s >= 0 and"
+                " finite"
             )
 
     @property
@@ -156,6 +161,8 @@ class TableCost:
         table = self.table
         pairs = chunk.tokens * (chunk.context_tokens + (chunk.tokens + 1) / 2)
         seconds = table.pair_s * pairs
+        for window, pair_s in table.window_pair_s:
+            seconds += pair_s * _pairs_within(window, chunk)
         if table.prefill_s:
             seconds += _at(
                 table.prefill_tokens,
@@ -286,10 +293,32 @@ class _Line:
         return steps
 
 
-def linear_decode(context_s: float) -> tuple[Row, Row, tuple[Row, ...]]:
-    """Returns decode_batch, decode_context and decode_s for `context_s` per token of context."""
-    rows = tuple((0.0, batch * FAR_TOKENS * context_s) for batch in (1, 2))
-    return (1.0, 2.0), (0.0, FAR_TOKENS), rows
+def linear_decode(
+    context_s: float, windows_s: Mapping[int, float] = MappingProxyType({}), state_s: float = 0.0
+) -> tuple[Row, Row, tuple[Row, ...]]:
+    """Returns decode_batch, decode_context and decode_s.
+
+    Args:
+        context_s: Time per token of context.
+        windows_s: Window -> time per token of context within it.
+        state_s: Time per request, whatever its context.
+    """
+    knots = tuple(sorted({0.0, FAR_TOKENS, *map(float, windows_s)}))
+
+    def one_s(context: float) -> float:
+        within_s = sum(min(context, window) * each_s for window, each_s in windows_s.items())
+        return context * context_s + within_s + state_s
+
+    rows = tuple(tuple(batch * one_s(context) for context in knots) for batch in (1, 2))
+    return (1.0, 2.0), knots, rows
+
+
+def _pairs_within(window: float, chunk: PromptChunk) -> float:
+    """Returns the pairs of a new token and one that it attends to: itself and those before it, as
+    many as the window."""
+    growing = min(chunk.tokens, max(0.0, window - chunk.context_tokens))
+    pairs = growing * (chunk.context_tokens + (growing + 1) / 2)
+    return pairs + (chunk.tokens - growing) * window
 
 
 def with_host(table: StepTable, host_s: float) -> StepTable:

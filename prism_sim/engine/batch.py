@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 
 from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import KvNeed
 
 
 class Batch:
@@ -17,7 +18,9 @@ class Batch:
     __slots__ = (
         "_ends",
         "_fills",
+        "_need",
         "_serial",
+        "_young",
         "block_tokens",
         "context_tokens",
         "deferred",
@@ -25,8 +28,9 @@ class Batch:
         "step",
     )
 
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, need: KvNeed) -> None:
+        self._need = need
+        self.block_tokens = block_tokens = need.block_tokens
         # Number of decode steps so far.
         self.step = 0
         # KV tokens of all members before the next step.
@@ -36,6 +40,8 @@ class Batch:
         self.deferred: list[SimRequest] = []
         # Index: step % block_tokens. Value: number of members that need a new block at that step.
         self._fills = [0] * block_tokens
+        # Members whose KV is shorter than a window, where it grows too.
+        self._young: dict[int, SimRequest] = {}
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._serial = 0
 
@@ -49,6 +55,8 @@ class Batch:
         self.members[request.index] = request
         self.context_tokens += request.kv_tokens
         self._fills[(self.step - request.kv_tokens) % self.block_tokens] += 1
+        if request.kv_tokens < self._need.window_tokens:
+            self._young[request.index] = request
         self._serial += 1
         heapq.heappush(self._ends, (request.end_step, self._serial, request))
 
@@ -61,6 +69,7 @@ class Batch:
     def leave(self, request: SimRequest) -> None:
         """Removes a request and updates its counts to the steps so far. It may join again."""
         del self.members[request.index]
+        self._young.pop(request.index, None)
         self._settle(request)
         self.context_tokens -= request.kv_tokens
         self._fills[(self.step - request.kv_tokens) % self.block_tokens] -= 1
@@ -82,11 +91,22 @@ class Batch:
         """Returns the number of KV blocks that the next `steps` steps take."""
         size, fills = self.block_tokens, self._fills
         first = self.step % size
+        found = self._new_in_windows(steps) if self._young else 0
         if steps == 1:
-            return fills[first]
+            return found + fills[first]
         rounds, rest = divmod(steps, size)
-        found = rounds * len(self.members) + sum(fills[first : first + rest])
+        found += rounds * len(self.members) + sum(fills[first : first + rest])
         return found + sum(fills[: first + rest - size]) if first + rest > size else found
+
+    def _new_in_windows(self, steps: int) -> int:
+        """Returns the blocks that the next `steps` steps take besides the main pool."""
+        blocks, size = self._need.blocks, self.block_tokens
+        taken = 0
+        for request in self._young.values():
+            before = request.kv_tokens + self.step - request.join_step
+            after = before + steps
+            taken += blocks(after) - -(-after // size) - (blocks(before) - -(-before // size))
+        return taken
 
     def steps_within(self, blocks: int, steps: int) -> int:
         """Returns the largest part of `steps` that takes at most `blocks`; at least 1."""
@@ -104,6 +124,10 @@ class Batch:
         joining. REQUIRES: steps <= steps_to_end()."""
         self.step += steps
         self.context_tokens += steps * len(self.members)
+        for request in list(self._young.values()):
+            tokens = request.kv_tokens + self.step - request.join_step
+            if tokens >= self._need.window_tokens:
+                del self._young[request.index]
         ended = []
         while self.members and self.steps_to_end() == 0:
             request = heapq.heappop(self._ends)[2]

@@ -44,7 +44,7 @@ class SimEngine:
         self.max_running = settings.max_running
         self._listener = listener
         self._slower = slower
-        self.batch = Batch(kv.block_tokens)
+        self.batch = Batch(kv.need)
         self.prompts = Prompts(self._kernel, kv, settings, cost)
         self.run = kv.runner = DecodeRun(
             compute,

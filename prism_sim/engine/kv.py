@@ -18,6 +18,7 @@ from typing import Protocol
 
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
 from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import KvNeed
 from prism_sim.engine.batch import Batch
 from prism_sim.engine.memory import Account, Ledger
 
@@ -68,7 +69,7 @@ class KvSpace:
     Args:
         sites: Devices of the engine, rank 0 first.
         accounts: Its account on each of these.
-        block_tokens: Tokens of a KV block.
+        need: KV of a request.
         quantum_blocks: KV blocks in a quantum.
         quantum_bytes: Size of a quantum on one device.
     """
@@ -77,16 +78,19 @@ class KvSpace:
         self,
         sites: Sequence[MemorySite],
         accounts: Sequence[Account],
-        block_tokens: int,
+        need: KvNeed,
         quantum_blocks: int,
         quantum_bytes: int,
     ) -> None:
         self.sites = sites
         self.accounts = accounts
-        self.block_tokens = block_tokens
+        self.need = need
+        self.block_tokens = need.block_tokens
         self.quantum_blocks = quantum_blocks
         self.quantum_bytes = quantum_bytes
-        self.quantum_tokens = quantum_blocks * block_tokens
+        self.quantum_tokens = quantum_blocks * need.block_tokens
+        # Maximum number of blocks that a request takes in one step.
+        self.step_blocks = need.blocks(1)
         # Blocks of requests and of cached prefixes.
         self.live_blocks = 0
         self.quanta = 0
@@ -114,7 +118,7 @@ class KvSpace:
         self._peak_quanta = self.quanta
 
     def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
+        return self.need.blocks(tokens)
 
     def bytes_of(self, blocks: int) -> int:
         """Returns the size of the quanta that hold `blocks`, on one device."""

@@ -56,7 +56,7 @@ class Prompts:
             request = self.retracted[0]
             left = request.output_tokens - request.generated
             headroom = min(left, self._settings.headroom_tokens) if running > 1 else 1
-            spare = kv.blocks(request.kv_tokens + headroom) + decoding
+            spare = kv.blocks(request.kv_tokens + headroom) + decoding * kv.step_blocks
             spare -= kv.blocks(request.kv_tokens)
             if not kv.hold(request, self._kernel.time_s, spare):
                 return readmitted

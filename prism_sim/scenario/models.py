@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcached.layouts import state_layout
+from prism.config.checks.memory_needs import PoolNeed, side_need, window_kept
 from prism.config.schema.slo import SloYaml
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
 from prism.policies.multiplexing.kv_blocks import KvShape
-from prism_sim.core.setup import DegreeSetup, ModelSetup
+from prism_sim.core.setup import DegreeSetup, KvNeed, ModelSetup
 from prism_sim.costs.catalog import HOST_S, cost_model, model_shape
 from prism_sim.costs.gpus import GpuSpec
 from prism_sim.costs.shapes import ModelShape, known_shape
@@ -56,18 +58,23 @@ def model_setup(
     if model.weights is not None:
         weights_bytes = int(model.weights)
     static_bytes = int(engine.static)
+    if tp > 1 and not shape.is_uniform:
+        raise ConfigError(
+            f"{model.name}.tp: models with pools for sliding windows or states, or with different"
+            " KV in their layers, run on one GPU each; remove the key"
+        )
     rank_token_bytes = shape.kv_token_bytes(tp)
     parts = model_parts(model, shape, context)
     part = parts[tp]
     reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
-    blocks = -(-reserve // engine.block_tokens)
-    floor_bytes = -(-blocks // part.quantum_blocks) * part.quantum_bytes
+    floor_bytes = _floor_bytes(shape, reserve, part, context)
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
     if rank_bytes > context.capacity_bytes:
+        remedy = "raise its tp" if shape.is_uniform else "choose larger GPUs"
         raise TooLargeError(
             f"{model.name}: weights, engine and one request of {reserve} tokens need"
             f" {format_size(rank_bytes)} per GPU at tp {tp}, and a GPU has"
-            f" {format_size(context.capacity_bytes)}; raise its tp"
+            f" {format_size(context.capacity_bytes)}; {remedy}"
         )
     slo = model.slo or context.slo
     chunk = engine.prefill_chunk_tokens
@@ -81,7 +88,7 @@ def model_setup(
         share_bytes=static_bytes,
         token_bytes=rank_token_bytes * tp,
         kv_floor_bytes=floor_bytes * tp,
-        block_tokens=engine.block_tokens,
+        need=kv_need(shape, engine),
         slo_ttft_s=slo.ttft * context.slo_scale,
         slo_tpot_s=slo.tpot * context.slo_scale,
         parts=parts,
@@ -107,24 +114,64 @@ def model_parts(
         d: DegreeSetup(
             cost_model(context.gpu, name, d, host_s, context.cost_files),
             *kv_quantum(shape, d, context),
-            KvShape(
-                shape.layers,
-                max(1, -(-shape.kv_heads // d)),
-                shape.kv_dim,
-                shape.kv_dtype_bytes,
-                context.engine.block_tokens,
-            ),
+            _pooled_shape(shape, d, context.engine.block_tokens),
         )
-        for d in sorted({model.tp, *usual})
+        for d in (sorted({model.tp, *usual}) if shape.is_uniform else (1,))
     }
+
+
+def _pooled_shape(shape: ModelShape, tp: int, block_tokens: int) -> KvShape | None:
+    if not shape.is_uniform:
+        return None
+    kv_heads = max(1, -(-shape.kv_heads // tp))
+    return KvShape(shape.kv_layers, kv_heads, shape.kv_dim, shape.kv_dtype_bytes, block_tokens)
+
+
+def kv_pools(shape: ModelShape, context_tokens: int, engine: SimEngineYaml) -> tuple[PoolNeed, ...]:
+    """Returns the pools of a model, and what a request of `context_tokens` holds there."""
+    main, *windows = shape.kv_groups(engine.block_tokens)
+    pools = [PoolNeed("full", main.layout, context_tokens)]
+    for group in windows:
+        assert group.window_tokens is not None
+        kept = window_kept(group.layout, group.window_tokens, engine.prefill_chunk_tokens)
+        pools.append(PoolNeed("window", group.layout, min(context_tokens, kept)))
+    if state_bytes := shape.state_bytes():
+        pools.append(PoolNeed("state", state_layout(state_bytes), 1))
+    return tuple(pools)
+
+
+def kv_need(shape: ModelShape, engine: SimEngineYaml) -> KvNeed:
+    """Returns the KV of requests, as the live engine reports it."""
+    if shape.is_uniform:
+        return KvNeed(engine.block_tokens)
+    main, *others = kv_pools(shape, shape.decoder.context_tokens, engine)
+    return KvNeed(engine.block_tokens, **side_need(main.layout, {p.name: p for p in others}))
+
+
+def _floor_bytes(
+    shape: ModelShape, reserve_tokens: int, part: DegreeSetup, context: ModelContext
+) -> int:
+    """Returns the KV of one request of `reserve_tokens` on a device: several pools need the slabs
+    of the live engine's plan."""
+    if reserve_tokens and not kv_need(shape, context.engine).is_plain:
+        pools = kv_pools(shape, reserve_tokens, context.engine)
+        return sum(pool.need_bytes(context.page_bytes) for pool in pools)
+    blocks = -(-reserve_tokens // context.engine.block_tokens)
+    return -(-blocks // part.quantum_blocks) * part.quantum_bytes
 
 
 def kv_quantum(shape: ModelShape, tp: int, context: ModelContext) -> tuple[int, int]:
     """Returns (KV blocks, bytes on one device) of a quantum, the smallest growth of KV memory.
 
     With the layout "per_layer" a quantum is a page in each of the model's K and V buffers. With
-    "token_interleaved" it is the pages that hold one block.
+    "token_interleaved" it is the pages that hold one block. As in the live system, it is a block
+    where several pools grow by different slabs, and a slab per layer where layers differ.
     """
+    if not shape.is_uniform:
+        main, *others = kv_pools(shape, 1, context.engine)
+        block_bytes = main.layout.token_bytes * context.engine.block_tokens
+        slab_bytes = main.layout.quantum_bytes(context.page_bytes)
+        return (1, block_bytes) if others else (slab_bytes // block_bytes, slab_bytes)
     layout, block_tokens = context.engine.kv_layout, context.engine.block_tokens
     page_bytes, buffers = context.page_bytes, shape.buffers
     block_bytes = shape.kv_token_bytes(tp) * block_tokens

@@ -113,7 +113,7 @@ def test_what_is_null_or_left_open_has_its_default(tmp_path: Path) -> None:
     assert read_shape(config(tmp_path, num_key_value_heads=None)).kv_heads == 32
 
 
-LFM2 = {"model_type": "lfm2", "full_attn_idxs": [3], "max_position_embeddings": 99}
+LFM2 = {"model_type": "lfm2", "layer_types": ["conv"] * 32, "max_position_embeddings": 99}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ LFM2 = {"model_type": "lfm2", "full_attn_idxs": [3], "max_position_embeddings": 
     [
         ({"num_local_experts": 8}, "has num_local_experts 8, which changes no llama model"),
         ({"intermediate_size": None}, "lacks intermediate_size; complete the file"),
-        (LFM2, "layers of lfm2 do not all keep the same KV and nothing else"),
+        (LFM2, "lfm2 has no layer that keeps KV of all tokens, which the simulator does not"),
         ({"hidden_size": "large"}, "hidden_size"),
         ({"hidden_size": 3}, "config.json has hidden_size 3 for 32 heads"),
         ({"intermediate_size": "16384"}, r'config.json has intermediate_size "16384", which is'),

@@ -159,3 +159,66 @@ def test_impossible_tables_are_named(change: dict[str, object], says: str) -> No
     fields = msgspec.structs.asdict(BENT) | change
     with pytest.raises(ConfigError, match=says):
         StepTable(**fields)
+
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 131072,
+}
+GEMMA = {**HYBRID, "model_type": "gemma3_text", "head_dim": 128, "sliding_window": 1024}
+
+
+def costs_of(folder: Path, **config: object) -> TableCost:
+    (folder / "config.json").write_text(json.dumps(config))
+    return TableCost(roofline(gpu_spec("h100"), read_shape(folder)))
+
+
+@given(chunk=st.integers(1, 60), context=st.integers(0, 90), window=st.integers(1, 80))
+def test_prefill_in_windows_counts_the_pairs_within(chunk: int, context: int, window: int) -> None:
+    windows = ((float(window), 1.0),)
+    table = msgspec.structs.replace(BENT, pair_s=0.0, prefill_s=(), prefill_tokens=())
+    table = msgspec.structs.replace(table, prefill_context=())
+    apart = TableCost(msgspec.structs.replace(table, window_pair_s=windows))
+    added_s = apart.prefill_s(chunk, context) - TableCost(table).prefill_s(chunk, context)
+    pairs = sum(min(context + token, window) for token in range(1, chunk + 1))
+    assert added_s == pytest.approx(pairs, abs=1e-6)
+
+
+def test_windows_are_read_up_to_their_size(tmp_path: Path) -> None:
+    """Reads a sixth as much of longer contexts, since each sixth layer has full attention."""
+    hybrid = costs_of(tmp_path, **GEMMA)
+    full = costs_of(tmp_path, **{**GEMMA, "sliding_window": 1 << 20})
+    times_s = [hybrid.decode_s(8, 8 * context) for context in (0, 512, 1024, 2048, 9000, 90_000)]
+    assert times_s == sorted(times_s)
+    for context in (0, 100, 1024):
+        assert hybrid.decode_s(8, 8 * context) == pytest.approx(full.decode_s(8, 8 * context))
+        assert hybrid.prefill_s(context + 1) <= full.prefill_s(context + 1) * (1 + 1e-9)
+    grown, all_grown = (
+        cost.decode_s(8, 8 * 9024) - cost.decode_s(8, 8 * 1024) for cost in (hybrid, full)
+    )
+    assert grown == pytest.approx(all_grown / 6)
+    assert hybrid.prefill_s(8192, 90_000) < full.prefill_s(8192, 90_000)
+
+
+def test_states_are_read_once_a_step_and_request(tmp_path: Path) -> None:
+    cost = costs_of(tmp_path, **HYBRID)
+    shape, spec = read_shape(tmp_path), gpu_spec("h100")
+    read_s = shape.state_bytes() / (spec.bandwidth_bytes_s * spec.bandwidth_efficiency)
+    table = cost.table
+    assert table.decode_s == (
+        (read_s, *table.decode_s[0][1:]),
+        (2 * read_s, *table.decode_s[1][1:]),
+    )
+    one, two = (cost.decode_s(batch, 0) for batch in (1, 2))
+    assert two - one == pytest.approx(read_s, rel=0.05)
+    per_token_s = (cost.decode_s(1, 5000) - cost.decode_s(1, 0)) / 5000
+    kept_bytes = 6 * 4 * 256 * 2 * 2  # each fourth layer keeps KV
+    assert per_token_s == pytest.approx(read_s * kept_bytes / shape.state_bytes())
+    steps_s = sum(cost.decode_s(3, 3 * (100 + step)) for step in range(50))
+    assert cost.decode_run_s(3, 300, 50) == pytest.approx(steps_s)

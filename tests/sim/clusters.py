@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from prism.policies.multiplexing.kv_blocks import KvShape
 from prism_replay.trace import TraceRequest
-from prism_sim.core.setup import ClusterSetup, DegreeSetup, DeviceSetup, EngineSettings, ModelSetup
+from prism_sim.core.setup import (
+    ClusterSetup,
+    DegreeSetup,
+    DeviceSetup,
+    EngineSettings,
+    KvNeed,
+    ModelSetup,
+)
 from prism_sim.core.workload import Workload, workload
 from prism_sim.costs.model import GpuUsage, PromptChunk
 
@@ -67,7 +74,7 @@ def model(index: int, name: str, **changes: object) -> ModelSetup:
         weight_bytes=16 * MIB,
         token_bytes=1024,
         kv_floor_bytes=MIB,
-        block_tokens=16,
+        need=KvNeed(16),
         slo_ttft_s=1.0,
         slo_tpot_s=0.1,
         parts=parts(),

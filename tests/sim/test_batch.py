@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism_sim.core.request import SimRequest
+from prism_sim.core.setup import KvNeed
 from prism_sim.engine.batch import Batch
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(2, 40)), min_size=1, max_size=8)
 
 
-def joined(lengths: list[tuple[int, int]], block_tokens: int) -> Batch:
-    batch = Batch(block_tokens)
+def joined(lengths: list[tuple[int, int]], block_tokens: int, **need: float) -> Batch:
+    batch = Batch(KvNeed(block_tokens, **need))  # type: ignore[arg-type]
     for index, (prompt, output) in enumerate(lengths):
         request = SimRequest(
             index, 0, 0.0, prompt_tokens=prompt, output_tokens=output, deadline_s=0.0
@@ -38,6 +39,22 @@ def test_new_blocks_are_those_of_each_step(
     grown = blocks(lengths, first + steps, block_tokens) - blocks(lengths, first, block_tokens)
     assert batch.new_blocks(steps) == grown
     assert batch.context_tokens == sum(p for p, _ in lengths) + first * len(lengths)
+
+
+@given(LENGTHS, st.integers(0, 70), st.sampled_from([0.3, 2.0]), st.integers(0, 9), st.data())
+def test_windows_grow_until_they_are_full(
+    lengths: list[tuple[int, int]], window: int, share: float, state: int, data: st.DataObject
+) -> None:
+    need = KvNeed(4, window, share, state)
+    batch = joined(lengths, 4, window_tokens=window, window_share=share, state_tokens=state)
+    longest = batch.steps_to_end()
+    first = data.draw(st.integers(0, longest - 1))
+    batch.advance(first)
+    steps = data.draw(st.integers(1, longest - first))
+    before, after = (
+        sum(need.blocks(prompt + step) for prompt, _ in lengths) for step in (first, first + steps)
+    )
+    assert batch.new_blocks(steps) == after - before
 
 
 @given(LENGTHS)

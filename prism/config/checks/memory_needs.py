@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -124,14 +124,32 @@ def pools_of(model: ModelSpec, chunk_tokens: int) -> tuple[PoolNeed, ...]:
             dtype=model.kv_dtype,
             block_tokens=model.block_tokens,
         )
-        # Engines keep the window before an answer until it is as long as a window, free whole
-        # blocks, and keep one beyond the window for their prefix cache.
-        window = model.window_tokens
-        kept = window + max(window, chunk_tokens) + 2 * model.block_tokens
+        kept = window_kept(layout, model.window_tokens, chunk_tokens)
         pools.append(PoolNeed("window", layout, min(model.context_length, kept)))
     if model.state_bytes:
         pools.append(PoolNeed("state", state_layout(model.state_bytes), 1))
     return tuple(pools)
+
+
+def window_kept(layout: KVLayout, window_tokens: int, chunk_tokens: int) -> int:
+    """Returns the most tokens that a request keeps in the pool of a window.
+
+    Engines keep the window before an answer until it is as long as a window, free whole blocks, and
+    keep one beyond the window for their prefix cache.
+    """
+    return window_tokens + max(window_tokens, chunk_tokens) + 2 * layout.block_tokens
+
+
+def side_need(main: KVLayout, side: Mapping[str, PoolNeed]) -> dict[str, Any]:
+    """Returns what a request takes in the pools besides the main one, as the fields of
+    `prism.policies.data.RequestNeed`."""
+    need: dict[str, Any] = {}
+    if window := side.get("window"):
+        need["window_tokens"] = window.tokens
+        need["window_share"] = window.layout.token_bytes / main.token_bytes
+    if state := side.get("state"):
+        need["state_tokens"] = -(-state.layout.token_bytes // main.token_bytes)
+    return need
 
 
 def layout_of(model: ModelSpec) -> KVLayout:

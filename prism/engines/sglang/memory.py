@@ -29,7 +29,7 @@ class EngineMemory(ModelMemory):
         if side is None and pool != "full":
             raise RuntimeError(f"SGLang has a {pool} pool, but the model's specification has none")
         planned = side.layout if side else _per_layer(self.plan.layout)
-        tokens = side.virtual_tokens if side else self.plan.virtual_tokens
+        tokens = self.plan.side_tokens[pool] if side else self.plan.virtual_tokens
         if layout != planned:
             raise RuntimeError(
                 f"KV layout mismatch: SGLang needs {layout}, but the model's specification gives"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from prism.policies.data import side_kv_tokens
 from prism.policies.multiplexing.turns import TurnBatch, TurnPolicy
 from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.core.request import SimRequest
@@ -91,13 +92,13 @@ class DecodeDevice:
         joins the batch once its KV is copied."""
         group = self._groups.get(model.index)
         if group is None:
-            group = self._groups[model.index] = DecodeGroup(model, Batch(model.block_tokens))
+            group = self._groups[model.index] = DecodeGroup(model, Batch(model.need))
         group.outside[request.index] = request
         request.device = self._memory.device.number
         if self._current is None:
             self._begin_round()
         elif self._current is group:
-            copy_s = self._memory.copy_s(model, request.kv_tokens)
+            copy_s = self._memory.copy_s(model, model.need.held_tokens(request.kv_tokens))
             request.ready_s = self._kernel.time_s + copy_s
             self._kernel.after(copy_s, self._end_run, group)
 
@@ -117,7 +118,9 @@ class DecodeDevice:
         prefetch."""
         model, tokens = group.model, self._tokens(group)
         step_s = model.parts[1].cost.decode_s(len(group), tokens)
-        switch_s = self._memory.switch_s(model) + self._memory.copy_s(model, tokens)
+        requests = (*group.batch.members.values(), *group.outside.values())
+        beside = sum([side_kv_tokens(model.need, r.kv_tokens) for r in requests])
+        switch_s = self._memory.switch_s(model) + self._memory.copy_s(model, tokens + beside)
         return TurnBatch(model.name, step_s, model.slo_tpot_s, switch_s)
 
     def _tokens(self, group: DecodeGroup) -> int:
@@ -167,14 +170,15 @@ class DecodeDevice:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def _join(self, group: DecodeGroup) -> int:
+    def _join(self, group: DecodeGroup) -> float:
         """Adds requests to the batch, oldest first, while they and their next step fit. Returns the
         number of tokens whose KV is copied to the device."""
-        coming, now_s = 0, self._kernel.time_s
+        coming, now_s = 0.0, self._kernel.time_s
         for request in [r for r in group.outside.values() if r.ready_s <= now_s]:
             blocks = blocks_of(group.model, request.kv_tokens)
             if group.batch:
-                needed = group.blocks + blocks + len(group.batch) + 1
+                step_blocks = (len(group.batch) + 1) * group.model.need.blocks(1)
+                needed = group.blocks + blocks + step_blocks
                 if (
                     needed > self._room_blocks(group)
                     or len(group.batch) >= self._settings.max_running
@@ -185,7 +189,7 @@ class DecodeDevice:
             del group.outside[request.index]
             group.batch.join(request)
             self._hold(group, group.blocks + blocks)
-            coming += request.kv_tokens
+            coming += group.model.need.held_tokens(request.kv_tokens)
         return coming
 
     def _room_blocks(self, group: DecodeGroup) -> int:

@@ -38,7 +38,7 @@ class TurnMemory:
         whole_s = activation_s(model, ranks, settings, restarts=False, weights_node=where)
         return max(0.0, whole_s - settings.layout_s)
 
-    def copy_s(self, model: ModelSetup, tokens: int) -> float:
+    def copy_s(self, model: ModelSetup, tokens: float) -> float:
         """Returns the time to copy the KV of `tokens` between device and host."""
         return tokens * model.token_bytes / self._setup.activation.load_bytes_s
 
@@ -110,4 +110,4 @@ def kv_bytes(model: ModelSetup, blocks: int) -> int:
 
 def blocks_of(model: ModelSetup, tokens: int) -> int:
     """Returns the number of blocks that `tokens` of one request fill."""
-    return -(-tokens // model.block_tokens)
+    return model.need.blocks(tokens)

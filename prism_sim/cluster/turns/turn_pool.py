@@ -87,7 +87,7 @@ class TurnPool:
             self._end(request)
             return
         self._copying[request.index] = request
-        copy_s = memory.copy_s(model, request.kv_tokens)
+        copy_s = memory.copy_s(model, model.need.held_tokens(request.kv_tokens))
         self._kernel.after(copy_s, self._decode, model, request)
 
     def _decode(self, model: ModelSetup, request: SimRequest) -> None:
