@@ -33,7 +33,7 @@ from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, Engi
 from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS
+from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS
 from prism.errors import ConfigError, PrismError
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.model_spec import ModelSpec
@@ -126,7 +126,7 @@ def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32
     Args:
         dtype: Type of the weights; "auto" for the type of the files.
     """
-    files = inspect_model(path, "--model", WINDOW_POOLS)
+    files = inspect_model(path, "--model", WINDOW_POOLS, WINDOWS)
     if dtype == "auto":
         dtype = files.stored_dtype
     if dtype not in DTYPE_BYTES:

@@ -66,7 +66,8 @@ _MAMBA: dict[str, Any] = {
 TINY: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | _WINDOWS,
-    "ministral": _HEAD | _WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "ministral": _HEAD
+    | {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "ministral3": _HEAD,
     "qwen2": _SIZES,
     "qwen3": _HEAD | {"attention_bias": True},
@@ -84,7 +85,9 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4": _HEAD,
     "stablelm": _SIZES | {"use_qkv_bias": True},
     "smollm3": _SIZES,
-    "exaone4": _HEAD | _WINDOWS,
+    "exaone4": _SIZES
+    | _WINDOWS
+    | {"sliding_window_pattern": "LG", "layer_types": ["sliding_attention", "full_attention"] * 2},
     "seed_oss": _HEAD,
     "starcoder2": _SIZES | _WINDOWS,
     "nemotron": _HEAD,
@@ -142,18 +145,24 @@ TINY: dict[str, dict[str, Any]] = {
         **_SIZES,
         "moe_num_experts": 4,
         "moe_k": 2,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 64,
         "moe_layer_start_index": 1,
         "moe_num_shared_experts": 1,
     },
     "minimax_m2": _HEAD
-    | {"num_local_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid"},
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "rotary_dim": 16,
+    },
     "llama4_text": _HEAD
     | {
         "num_local_experts": 4,
         "intermediate_size_mlp": 160,
         "interleave_moe_layer_step": 2,
-        "attention_chunk_size": WINDOW,
+        "attention_chunk_size": 256,
     },
     "deepseek_v2": _DEEPSEEK | YARN | {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": _DEEPSEEK
@@ -189,7 +198,7 @@ TINY: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 64,
         "moe_shared_expert_intermediate_size": 64,
     },
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 192},

@@ -336,7 +336,7 @@ def _model(
         path = hub_folder(hub_name, base_dir, f"{key}.path", of_hub)
     adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
-    files = inspect_model(path, f"{key}.path", traits.window_pools)
+    files = inspect_model(path, f"{key}.path", traits.window_pools, traits.windows)
     if data.context_length is not None and data.context_length > files.context_length:
         raise ConfigError(
             f"{key}.context_length: {data.context_length} is more than the {files.context_length}"

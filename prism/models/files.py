@@ -102,8 +102,13 @@ class ModelFiles:
         return sum(layer.absorbed for layer in self.decoder.layers) * DTYPE_BYTES[dtype]
 
 
-def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> ModelFiles:
-    """Reads the checkpoint in directory `path`. `window_pools`: see EngineTraits. Raises
+def inspect_model(
+    path: Path,
+    key: str,
+    window_pools: Container[str] = (),
+    windows: Container[str] | None = None,
+) -> ModelFiles:
+    """Reads the checkpoint in directory `path`. `window_pools`, `windows`: see EngineTraits. Raises
     ConfigError that names `key` (the YAML key of the path), the file, and what to change."""
     if not path.is_dir():
         raise ConfigError(f"{key}: {path} is not a directory; correct the path")
@@ -116,15 +121,16 @@ def inspect_model(path: Path, key: str, window_pools: Container[str] = ()) -> Mo
     decoder = decoder_of(config, path, key)
     for values, name, expected in wrong_values(config, decoder):
         raise _mistake(values, name, expected, path, key)
-    windows = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
-    everywhere = len(windows) == len(decoder.layers)
+    sizes = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
+    everywhere = len(sizes) == len(decoder.layers)
+    ignored = windows is not None and decoder.model_type not in windows
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
     tensors = _weights(path, decoder.tied, key, in_part="text_config" in config)
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
-        context_length=min([decoder.context_tokens, *(windows if everywhere else ())]),
+        context_length=min([decoder.context_tokens, *(sizes if everywhere or ignored else ())]),
         num_layers=len(decoder.layers),
         pools=pools,
         parameters=sum(prod(tensor.spec.shape) for tensor in tensors),

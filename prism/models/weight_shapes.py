@@ -19,13 +19,13 @@ from prism.models.text_part import text_weight
 Tensors = Mapping[str, CheckpointTensor]
 
 _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|embeddings|word_embeddings)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 # Tensors that are not parameters: masks, rotary tables, corrections of routers, and layers that
 # predict further tokens.
 _IGNORED = re.compile(
     r"^mtp\.|\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.\w+$"
-    r"|\.(e_score_correction|expert)_bias$"
+    r"|(?<!\.moe_statics)\.(e_score_correction|expert)_bias$"
 )
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import warnings
+import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS
+from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS
 from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
@@ -89,8 +90,16 @@ MLA = tiny.TinyModel(
         "tie_word_embeddings": False,
     },
 )
+# Made again when their settings change.
 FAMILIES = [
-    tiny.TinyModel(f"family-{kind}", kind, "", context_length=512, settings=settings)
+    tiny.TinyModel(
+        f"family-{kind}",
+        kind,
+        "",
+        context_length=512,
+        settings=settings,
+        recipe=zlib.crc32(json.dumps(settings).encode()),
+    )
     for kind, settings in TINY.items()
 ]
 # One that answers in sentences, and the same again under another name.
@@ -108,7 +117,7 @@ def path_of(name: str) -> Path:
 
 
 def spec_of(name: str, context_length: int | None = None) -> ModelSpec:
-    files = inspect_model(path_of(name), name, WINDOW_POOLS)
+    files = inspect_model(path_of(name), name, WINDOW_POOLS, WINDOWS)
     shape = files.shape("float32", context_length)
     return ModelSpec(name=name, path=str(path_of(name)), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 

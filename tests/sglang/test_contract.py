@@ -94,6 +94,24 @@ SEAMS: dict[str, str | None] = {
     "models.qwen3_5:fused_sigmoid_mul": None,
     "models.qwen3_next:fused_qkvzba_split_reshape_cat": None,
     "layers.logits_processor:fused_softcap": "full_logits, final_logit_softcapping",
+    "layers.moe.fused_moe_native:moe_forward_native": ("layer, x, topk_output, moe_runner_config"),
+    "layers.moe.topk:fused_topk_native": (
+        "hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func"
+    ),
+    "models.llama4:Llama4Attention.forward": "self, positions, hidden_states, forward_batch",
+    "models.llama4:Llama4Attention._get_attn_scale": "self, positions",
+    "models.minimax_m2:rms_sumsq_serial": "x1, x2",
+    "models.minimax_m2:rms_apply_serial": "x1, x2, w1, w2, sum_sq, tp_world, eps",
+    # models
+    "configs.nemotron_h:NemotronHConfig._resolve_layers_block_type": (
+        "layers_block_type, hybrid_override_pattern, kwargs"
+    ),
+    "layers.radix_attention:RadixAttention.forward": (
+        "self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs"
+    ),
+    "models.hunyuan:RadixAttention": None,
+    "models.llama4:Llama4ForCausalLM.load_weights": "self, weights",
+    "models.mllama4:Llama4ForConditionalGeneration.load_weights": "self, weights",
     # weights
     "model_loader.loader:get_model_loader": "load_config, model_config",
     "model_loader.loader:DefaultModelLoader": "load_config",

@@ -12,7 +12,7 @@ import pytest
 
 from kvcached import Heads, Latent
 from kvcached.models import shape_of_config
-from prism.engines.sglang.platform.supported_models import SERVED, WINDOW_POOLS, refuses
+from prism.engines.sglang.platform.supported_models import SERVED, WINDOW_POOLS, WINDOWS, refuses
 from prism.engines.vllm.capabilities import SERVED as SERVED_BY_VLLM
 from prism.errors import ConfigError
 from prism.messages.engine import Deactivate, Deactivated, Submit
@@ -38,7 +38,7 @@ def path_of(kind: str) -> Path:
 
 
 def spec_of(kind: str, path: Path) -> ModelSpec:
-    shape = inspect_model(path, kind, WINDOW_POOLS).shape("float32", None)
+    shape = inspect_model(path, kind, WINDOW_POOLS, WINDOWS).shape("float32", None)
     return ModelSpec(name=kind, path=str(path), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 
 
@@ -109,7 +109,12 @@ def test_the_others_are_refused_before_a_cluster_starts(tmp_path: Path, kind: st
 
 
 CONDITIONS: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "windows"),
+    ("exaone4", {"head_dim": 32}, "has head_dim other than hidden_size / heads"),
+    (
+        "exaone4",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        "full attention in irregular layers",
+    ),
     ("olmo", {"num_key_value_heads": 3}, "fewer K and V heads than query heads"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "experts in some layers only"),
     ("qwen2_moe", {"mlp_only_layers": [1]}, "experts in some layers only"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, refuses
+from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS, refuses
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
 from prism.models.files import inspect_model
@@ -70,7 +70,7 @@ def test_answers_are_those_of_the_whole_model(
 ) -> None:
     write(kind, tmp_path)
     assert refuses(tmp_path) == ""
-    shape = inspect_model(tmp_path, kind, WINDOW_POOLS).shape("float32", None)
+    shape = inspect_model(tmp_path, kind, WINDOW_POOLS, WINDOWS).shape("float32", None)
     spec = ModelSpec(name=kind, path=str(tmp_path), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
     asked = {
         f"{kind}{n}": [(37 * i + n) % (VOCAB_SIZE - 16) + 16 for i in range(n)] for n in (7, 120)

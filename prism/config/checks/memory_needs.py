@@ -78,6 +78,9 @@ class EngineTraits:
     quantized: frozenset[str] = frozenset()
     # Families (`model_type`) whose layers with sliding windows have a separate pool.
     window_pools: frozenset[str] = frozenset()
+    # Families of which engines compute windows next to full attention (None: all). Others are
+    # served within their windows.
+    windows: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

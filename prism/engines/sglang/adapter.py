@@ -45,6 +45,7 @@ def traits() -> EngineTraits:
         lora=True,
         quantized=supported_models.quantizations(),
         window_pools=supported_models.WINDOW_POOLS,
+        windows=supported_models.WINDOWS,
     )
 
 

@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.platforms import current_platform
 
+from kvcached.engines.sglang.hybrid import corrections
 from kvcached.engines.sglang.hybrid.states import StateRows
 from kvcached.engines.sglang.hybrid.torch_attention import TorchAttention
 from kvcached.engines.sglang.hybrid.windows import KvcachedWindowAllocator
@@ -19,6 +20,7 @@ def install() -> None:
     """Replaces SGLang's classes. Idempotent."""
     kv_cache_configurator.SWATokenToKVPoolAllocator = KvcachedWindowAllocator
     kv_cache_configurator.HybridReqToTokenPool = StateRows
+    corrections.install()
     ATTENTION_BACKENDS["torch_native"] = TorchAttention
     ATTENTION_BACKENDS["triton"] = _triton_attention
     if isinstance(current_platform, NativeCpuPlatform):

@@ -6,6 +6,7 @@ Those of linear attention and Mamba compute one token after another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,11 @@ from sglang.srt.layers import logits_processor
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba import causal_conv1d, mamba
-from sglang.srt.models import qwen2_moe, qwen3_5, qwen3_next
+from sglang.srt.layers.moe import fused_moe_native, topk
+from sglang.srt.models import llama4, minimax_m2, qwen2_moe, qwen3_5, qwen3_next
 from torch.nn import functional
+
+_ATEN = torch.library.Library("aten", "IMPL")  # which registers while it is alive
 
 
 def install() -> None:
@@ -39,9 +43,67 @@ def install() -> None:
     TritonGDNKernel.extend = delta_rule
     TritonGDNKernel.packed_decode = delta_rule_next
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
+    topk.fused_topk_native = choose_experts
+    fused_moe_native.moe_forward_native = mix_experts
+    llama4.Llama4Attention.forward = attend_by_parts
+    minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = square_sums, norm_by_sums
+    _register_multiply()
     qwen3_next.fused_qkvzba_split_reshape_cat = split_groups
     qwen3_5.fused_qkvzba_split_reshape_cat_contiguous = split
     qwen3_5.fused_sigmoid_mul = elementwise.fused_sigmoid_mul = gate
+
+
+@cache
+def _register_multiply() -> None:
+    _ATEN.impl("mm.dtype", multiply, "CPU")
+
+
+# --- attention and norms -------------------------------------------------------------------------
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the product of two matrices in `dtype`, which torch computes on a GPU only."""
+    return a.to(dtype) @ b.to(dtype)
+
+
+def attend_by_parts(
+    layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
+) -> torch.Tensor:
+    """Returns Llama 4's attention (tokens, hidden). SGLang's expects rotary positions to change Q
+    and K in place, and norms them in bfloat16."""
+    qkv, _ = layer.qkv_proj(hidden_states)
+    q, k, v = qkv.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
+    if layer.rotary_emb is not None:
+        q, k = layer.rotary_emb(positions, q, k)
+    if layer.qk_norm is not None:
+        q, k = (layer.qk_norm(x.unflatten(-1, (-1, layer.head_dim))).flatten(1) for x in (q, k))
+    if layer.attn_temperature_tuning and not layer.use_rope:
+        q = (q * layer._get_attn_scale(positions)).to(q.dtype)
+    out, _ = layer.o_proj(layer.attn(q, k, v, forward_batch))
+    return out
+
+
+def square_sums(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of squares of each row (2, tokens), in float32."""
+    return torch.stack([x.float().square().sum(-1) for x in (x1, x2)])
+
+
+def norm_by_sums(  # noqa: PLR0917 (SGLang's signature)
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    sum_sq: torch.Tensor,
+    tp_world: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the RMS norms of both (tokens, dim), of all ranks' parts together (MiniMax-M2)."""
+    parts = zip((x1, x2), (w1, w2), sum_sq, strict=True)
+    normed = (
+        (x.float() * torch.rsqrt(total[:, None] / (x.shape[-1] * tp_world) + eps) * w).to(x.dtype)
+        for x, w, total in parts
+    )
+    return next(normed), next(normed)
 
 
 # --- logits and experts --------------------------------------------------------------------------
@@ -67,6 +129,39 @@ def add_shared_expert(
 ) -> None:
     """Adds the gated output of a shared expert to that of the routed ones (Qwen2-MoE)."""
     final_hidden_states.add_(shared_expert(hidden_states, gate_weight, shared_output))
+
+
+_choose_experts = topk.fused_topk_native
+_mix_experts = fused_moe_native.moe_forward_native
+
+
+def choose_experts(*, correction_bias: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    """Returns the weights and numbers of each token's experts. Ernie 4.5 has its correction as a
+    matrix of one row."""
+    bias = None if correction_bias is None else correction_bias.flatten()
+    return _choose_experts(correction_bias=bias, **kwargs)
+
+
+def mix_experts(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+    """Returns the sum of each token's experts (tokens, hidden). SGLang's own lacks experts without
+    a gate (Nemotron-H), and those whose inputs are weighted instead of outputs (Llama 4)."""
+    if config.is_gated and not config.apply_router_weight_on_input:
+        return _mix_experts(layer, x, chosen, config)
+    out = torch.zeros_like(x)
+    for expert in chosen.topk_ids.unique().tolist():
+        rows, places = torch.where(chosen.topk_ids == expert)
+        weight = chosen.topk_weights[rows, places, None].to(x.dtype)
+        up = functional.linear(x[rows], layer.w13_weight[expert])
+        if config.apply_router_weight_on_input:
+            up = weight * up
+            weight = torch.ones_like(weight)
+        if config.is_gated:
+            gate, up = up.chunk(2, dim=-1)
+            up = functional.silu(gate) * up
+        else:
+            up = functional.relu(up).square()
+        out.index_add_(0, rows, weight * functional.linear(up, layer.w2_weight[expert]))
+    return out
 
 
 # --- short convolutions ------------------------------------------------------------------------

@@ -26,7 +26,10 @@ SERVED = frozenset(
         "cohere2",
         "deepseek_v2",
         "deepseek_v3",
+        "dots1",
         "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
         "falcon_h1",
         "gemma",
         "gemma2",
@@ -42,13 +45,18 @@ SERVED = frozenset(
         "granite",
         "granitemoe",
         "granitemoehybrid",
+        "hunyuan_v1_dense",
         "lfm2",
         "lfm2_moe",
         "llama",
+        "llama4_text",
         "minicpm3",
+        "minimax_m2",
+        "ministral",
         "ministral3",
         "mistral",
         "mixtral",
+        "nemotron_h",
         "olmo",
         "olmo2",
         "olmo3",
@@ -56,6 +64,7 @@ SERVED = frozenset(
         "opt",
         "phi",
         "phi3",
+        "phimoe",
         "qwen2",
         "qwen2_moe",
         "qwen3",
@@ -69,16 +78,21 @@ SERVED = frozenset(
         "starcoder2",
     }
 )
-# Families of which SGLang computes windows next to full attention; it ignores those of others.
-_WINDOWS = frozenset({"cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3"})
+# Families of which SGLang computes windows next to full attention. It ignores those of others, or
+# computes them with some backends only (chunks of Llama 4).
+WINDOWS = frozenset({"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3"})
 # Families among them whose layers with windows have a separate pool.
 WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gpt_oss"})
 # Families for which SGLang does not accept its attention in plain torch by that name.
-_NEED_TRITON = frozenset({"gpt_oss"})
+_NEED_TRITON = frozenset({"exaone4", "gpt_oss"})
+# Classes of SGLang that compute a family under another name than transformers'.
+_CLASSES = {"dots1": "Glm4MoeForCausalLM", "phimoe": "PhiMoEForCausalLM"}
 # Families with full attention in each nth layer, whose n transformers 5 no longer saves.
 _LINEAR_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 # Families of which SGLang takes the query heads for the number of K and V heads.
 _MULTI_HEAD = frozenset({"olmo", "olmoe", "phi"})
+# Families of which SGLang does not read `head_dim`.
+_SPLIT_HEADS = frozenset({"exaone4"})
 # Methods of quantized weights, by the names that checkpoints and SGLang on a GPU have for them.
 _QUANTIZATIONS = {
     "awq": "awq_marlin",
@@ -116,9 +130,12 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
 
     It needs `hidden_act` of Gemma 2, which transformers 5 no longer saves, takes Cohere 2's window
     as the tokens before a token, without itself, and gives windows a separate pool only where
-    the config says so.
+    the config says so. It reads other keys than transformers for Exaone 4 and Nemotron-H.
     """
     kind, changed = config.get("model_type"), dict[str, Any]()
+    rope = config.get("rope_parameters") or {}
+    if kind in _CLASSES:
+        changed["architectures"] = [_CLASSES[kind]]
     if kind == "gemma2" and "hidden_act" not in config:
         changed["hidden_act"] = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if kind == "cohere2" and (window := config.get("sliding_window", 4096)):
@@ -126,7 +143,14 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
     if kind in _LINEAR_ATTENTION and "full_attention_interval" not in config:
         attends = [bool(layer.kv) for layer in shape_of_config(config).layers]
         changed["full_attention_interval"] = attends.index(True) + 1
-    rope = config.get("rope_parameters") or {}
+    if kind == "dots1":  # differs from GLM-4-MoE in these
+        changed |= {"use_qk_norm": True, "partial_rotary_factor": 1.0}
+    if kind == "exaone4":
+        every = _full_every(config)
+        changed["sliding_window_pattern"] = "L" * (every - 1) + "G" if every > 1 else None
+        changed["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    if kind == "nemotron_h" and "n_groups" in config:
+        changed["mamba_n_groups"] = config["n_groups"]
     if kind == "olmo3" and "full_attention" in rope:
         changed["rope_parameters"] = rope["full_attention"]
     if kind in WINDOW_POOLS:
@@ -135,6 +159,13 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
             pattern = [int(slide) for slide in slides]
             changed |= {"is_hybrid_swa": True, "hybrid_layer_pattern": pattern}
     return changed
+
+
+def _full_every(config: dict[str, Any]) -> int:
+    """Returns the n of a model with full attention in each nth layer, 0 for other models."""
+    slides = [bool(layer.window_tokens) for layer in shape_of_config(config).layers]
+    every = (*slides, False).index(False) + 1
+    return every if slides == [bool((i + 1) % every) for i in range(len(slides))] else 0
 
 
 def host_attention(config: dict[str, Any]) -> str:
@@ -149,12 +180,14 @@ def _answers_differ(config: dict[str, Any]) -> str:
     if kind not in SERVED:
         served = ", ".join(sorted(SERVED))
         return f"has model_type {kind!r}, which SGLang engines do not serve; they serve {served}"
-    if len({layer.window_tokens for layer in shape.layers}) > 1 and kind not in _WINDOWS:
-        return f"has sliding windows in some layers, which SGLang does not compute for {kind}"
     if kind in _MULTI_HEAD and any(_is_grouped(layer) for layer in shape.layers):
         return f"has fewer K and V heads than query heads, which SGLang cannot load for {kind}"
     if kind.startswith("qwen") and len({bool(layer.mlp.experts) for layer in shape.layers}) > 1:
         return f"has experts in some layers only, which SGLang cannot load for {kind}"
+    if kind == "exaone4" and not _full_every(config):
+        return "has full attention in irregular layers, which SGLang does not compute for exaone4"
+    if kind in _SPLIT_HEADS and any(_is_odd(layer, shape.hidden_size) for layer in shape.layers):
+        return f"has head_dim other than hidden_size / heads, which SGLang cannot load for {kind}"
     return _ignored(kind, config)
 
 
@@ -169,6 +202,10 @@ def _ignored(kind: str, config: dict[str, Any]) -> str:
 
 def _is_grouped(layer: LayerShape) -> bool:
     return isinstance(layer.kv, Heads) and layer.kv.num_kv_heads != layer.heads
+
+
+def _is_odd(layer: LayerShape, hidden: int) -> bool:
+    return isinstance(layer.kv, Heads) and layer.kv.head_dim * layer.heads != hidden
 
 
 def refuses(model: Path, embeds: bool = False) -> str:
@@ -186,12 +223,12 @@ def refuses(model: Path, embeds: bool = False) -> str:
         return f"{model}/config.json {why}; give another model"
     kind, architecture = config["model_type"], config["architectures"][0]
     known = _text_models(kind)
-    if known and architecture not in known:
+    if known and architecture not in (*known, _CLASSES.get(kind)):
         return (
             f"{model}/config.json names {architecture}, which is not an architecture of model_type"
             f" {kind!r}; correct one of them"
         )
-    if embeds and not _can_embed(architecture):
+    if embeds and not _can_embed(_CLASSES.get(kind, architecture)):
         return (
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
             " another model or set embeddings: false"
