@@ -35,6 +35,14 @@ def _attention(hidden: int, heads: int, kv: Heads, *, shared: bool, v: bool = Tr
     return 2 * linear(hidden, q) + kv.head_dim + own
 
 
+def _unused(hidden: int, kv: Heads, *, shared: bool, v: bool = True) -> int:
+    """Returns the numbers of projections that engines add to those of `_attention`."""
+    one = linear(hidden, kv.num_kv_heads * kv.head_dim)
+    if shared:
+        return 2 * one + kv.head_dim
+    return 0 if v else one
+
+
 def _per_layer_inputs(hidden: int, width: int) -> int:
     """Returns a layer's parameters for its own embedding of a token, of `width` numbers."""
     return 2 * linear(hidden, width) + hidden if width else 0
@@ -67,7 +75,13 @@ def gemma3n(keys: ConfigKeys) -> ModelShape:
         window = keys.integer("sliding_window") if kind == SLIDING else None
         flops = pair_flops(heads, kv)
         return LayerShape(
-            mixer, mlp(hidden, ffns[layer]), heads, flops, None if shared else kv, window
+            mixer,
+            mlp(hidden, ffns[layer]),
+            heads,
+            flops,
+            None if shared else kv,
+            window,
+            absorbed=_unused(hidden, kv, shared=shared),
         )
 
     made = [one(i, kind) for i, kind in enumerate(_kinds(keys, layers, 5))]
@@ -100,7 +114,9 @@ def gemma4(keys: ConfigKeys) -> ModelShape:
         mixer = common + dense + _attention(hidden, heads, kv, shared=shared, v=has_v)
         window = None if full else keys.integer("sliding_window")
         own = None if shared else kv
-        return LayerShape(mixer, sparse, heads, pair_flops(heads, kv), own, window)
+        unused = _unused(hidden, kv, shared=shared, v=has_v)
+        flops = pair_flops(heads, kv)
+        return LayerShape(mixer, sparse, heads, flops, own, window, absorbed=unused)
 
     kinds = _kinds(keys, layers, 6)
     kinds[-1] = FULL

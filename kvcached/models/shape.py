@@ -53,7 +53,8 @@ class LayerShape:
     index_bytes: int = 0
     """Bytes per token of an index of keys, whatever the dtype of the KV cache."""
     absorbed: int = 0
-    """Numbers of a second copy of the up-projections, with which engines attend to latents."""
+    """Numbers that engines keep in addition: a second copy of the up-projections, with which they
+    attend to latents, or projections of K and V that repeat others or are not used."""
 
     @property
     def parameters(self) -> int:

@@ -180,15 +180,13 @@ def decoder_of(config: dict[str, Any], path: Path, key: str) -> ModelShape:
 def _pools(decoder: ModelShape, model: str, *, split: bool) -> Pools:
     """Returns the layers by pool; with `split`, those with a sliding window have a separate one.
     Raises ConfigError if layers of a pool differ or keep more."""
-    layers = [layer for layer in decoder.layers if layer.kv or (layer.heads and not layer.state)]
+    layers = [layer for layer in decoder.layers if layer.kv]
     windows = [layer for layer in layers if split and layer.window_tokens]
     full = [layer for layer in layers if not (split and layer.window_tokens)]
     kept = {layer.kv for layer in full}
     window = {(layer.kv, layer.window_tokens) for layer in windows}
     problem = ""
-    if any(layer.kv is None for layer in layers):
-        problem = "has layers that read the K and V of others"
-    elif not kept:
+    if not kept:
         problem = "has a sliding window or a state in every layer"
     elif len(kept) > 1 or len(window) > 1:
         problem = "has layers with different numbers of K and V heads"

@@ -27,6 +27,7 @@ _IGNORED = re.compile(
     r"^mtp\.|\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.\w+$"
     r"|(?<!\.moe_statics)\.(e_score_correction|expert)_bias$"
 )
+_OF_KV = re.compile(r"\.[kv]_(proj|norm)\.weight$")
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -55,7 +56,7 @@ def weights_differ(model: Path, config: Mapping[str, Any], *, in_part: bool = Fa
         else:
             others[name] = tensor
     found = max(layers, default=-1) + 1 - int(config.get("num_nextn_predict_layers") or 0)
-    own = [layers[number] for number in range(len(shape.layers))]
+    own = [_used(layers[number], layer) for number, layer in enumerate(shape.layers)]
     problems = chain(
         _wrong_tables(others, shape),
         _wrong_count(own, found),
@@ -63,6 +64,13 @@ def weights_differ(model: Path, config: Mapping[str, Any], *, in_part: bool = Fa
         _wrong_rest(others, shape),
     )
     return next(problems, "")
+
+
+def _used(tensors: Tensors, layer: LayerShape) -> Tensors:
+    """Returns a layer's tensors without those of K and V, if it reads another layer's."""
+    if layer.kv is not None or not layer.heads:
+        return tensors
+    return {name: each for name, each in tensors.items() if not _OF_KV.search(name)}
 
 
 def _wrong_tables(others: Tensors, shape: ModelShape) -> Iterator[str]:

@@ -90,18 +90,15 @@ MLA = tiny.TinyModel(
         "tie_word_embeddings": False,
     },
 )
-# Made again when their settings change.
-FAMILIES = [
-    tiny.TinyModel(
-        f"family-{kind}",
-        kind,
-        "",
-        context_length=512,
-        settings=settings,
-        recipe=zlib.crc32(json.dumps(settings).encode()),
-    )
-    for kind, settings in TINY.items()
-]
+
+
+def family(name: str, kind: str, settings: dict[str, Any]) -> tiny.TinyModel:
+    """Returns a tiny model, which is made again when its settings change."""
+    recipe = zlib.crc32(json.dumps(settings).encode())
+    return tiny.TinyModel(name, kind, "", context_length=512, settings=settings, recipe=recipe)
+
+
+FAMILIES = [family(f"family-{kind}", kind, settings) for kind, settings in TINY.items()]
 # One that answers in sentences, and the same again under another name.
 SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
 RECIPES: dict[str, Recipe] = {

@@ -109,7 +109,17 @@ SEAMS: dict[str, str | None] = {
     "layers.radix_attention:RadixAttention.forward": (
         "self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs"
     ),
+    "configs.model_config:get_hybrid_layer_ids": "model_architectures, hf_text_config",
+    "model_executor.model_runner:adjust_config_with_unaligned_cpu_tp": (
+        "model_config, load_config, tp_size"
+    ),
+    "models.gemma3n_causal:Gemma3nForCausalLM.load_weights": "self, weights",
+    "models.gemma3n_causal:RadixAttention": None,
+    "models.gemma4_causal:Gemma4ForCausalLM.load_weights": "self, weights",
+    "models.gemma4_causal:Gemma4Router.forward": "self, x",
     "models.hunyuan:RadixAttention": None,
+    "utils.hf_transformers.config:_apply_gemma4_attention_overrides": "config",
+    "utils.hf_transformers.config:get_hf_text_config": "config",
     "models.llama4:Llama4ForCausalLM.load_weights": "self, weights",
     "models.mllama4:Llama4ForConditionalGeneration.load_weights": "self, weights",
     # weights

@@ -35,6 +35,11 @@ QWEN_VISION = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_head
 # model_type -> that of its language model, and the vision model's settings
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", VISION | {"model_type": "siglip_vision_model"}),
+    "gemma4": ("gemma4_text", VISION | {"model_type": "gemma4_vision", "head_dim": 16}),
+    "llama4": (
+        "llama4_text",
+        VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
     "mistral3": ("ministral3", VISION | {"model_type": "pixtral", "head_dim": 16}),
     "qwen3_5": ("qwen3_5_text", QWEN_VISION | {"out_hidden_size": 96}),
 }
@@ -88,6 +93,6 @@ def test_answers_are_those_of_the_whole_model(
 def test_a_language_model_of_a_refused_family_is_refused(tmp_path: Path) -> None:
     write("gemma3", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["model_type"] = "gemma4_text"
+    config["text_config"] = TINY["nemotron"] | {"model_type": "nemotron"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "has model_type 'gemma4_text', which SGLang engines do not serve" in refuses(tmp_path)
+    assert "has model_type 'nemotron', which SGLang engines do not serve" in refuses(tmp_path)

@@ -29,7 +29,8 @@ def install() -> None:
 
         torch_kernels.install()
     # SGLang gives windows of Gemma 3 no pool, since its test of those of Gemma 2 fails.
-    model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
+    for name in ("Gemma3ForCausalLM", "Gemma3nForCausalLM"):
+        model_override_base._MODEL_OVERRIDE_FNS.pop(name, None)
 
 
 def _triton_attention(model_runner: Any) -> Any:

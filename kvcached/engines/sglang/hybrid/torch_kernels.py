@@ -19,7 +19,8 @@ from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba import causal_conv1d, mamba
 from sglang.srt.layers.moe import fused_moe_native, topk
-from sglang.srt.models import llama4, minimax_m2, qwen2_moe, qwen3_5, qwen3_next
+from sglang.srt.model_executor import model_runner
+from sglang.srt.models import gemma4_causal, llama4, minimax_m2, qwen2_moe, qwen3_5, qwen3_next
 from torch.nn import functional
 
 _ATEN = torch.library.Library("aten", "IMPL")  # which registers while it is alive
@@ -43,8 +44,10 @@ def install() -> None:
     TritonGDNKernel.extend = delta_rule
     TritonGDNKernel.packed_decode = delta_rule_next
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
+    model_runner.adjust_config_with_unaligned_cpu_tp = padded_sizes
     topk.fused_topk_native = choose_experts
     fused_moe_native.moe_forward_native = mix_experts
+    gemma4_causal.Gemma4Router.forward = route
     llama4.Llama4Attention.forward = attend_by_parts
     minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = square_sums, norm_by_sums
     _register_multiply()
@@ -56,6 +59,13 @@ def install() -> None:
 @cache
 def _register_multiply() -> None:
     _ATEN.impl("mm.dtype", multiply, "CPU")
+
+
+def padded_sizes(model_config: Any, *args: Any) -> Any:
+    """Returns the config with sizes that SGLang pads on a CPU, except for models with a list of
+    sizes, for which it fails (Gemma 3n)."""
+    listed = isinstance(getattr(model_config.hf_config, "intermediate_size", None), list)
+    return model_config if listed else _padded_sizes(model_config, *args)
 
 
 # --- attention and norms -------------------------------------------------------------------------
@@ -131,6 +141,7 @@ def add_shared_expert(
     final_hidden_states.add_(shared_expert(hidden_states, gate_weight, shared_output))
 
 
+_padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
 _choose_experts = topk.fused_topk_native
 _mix_experts = fused_moe_native.moe_forward_native
 
@@ -140,6 +151,13 @@ def choose_experts(*, correction_bias: torch.Tensor | None = None, **kwargs: Any
     matrix of one row."""
     bias = None if correction_bias is None else correction_bias.flatten()
     return _choose_experts(correction_bias=bias, **kwargs)
+
+
+def route(router: Any, x: torch.Tensor) -> torch.Tensor:
+    """Returns the router's logits (tokens, experts) of Gemma 4. SGLang gives the scale to a norm
+    that has none on a CPU."""
+    logits, _ = router.proj(router.norm(x) * router.scale * router.hidden_size**-0.5)
+    return logits
 
 
 def mix_experts(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached import Heads
-from kvcached.models import LayerShape, shape_of_config
+from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.models.text_part import text_config
 from prism.models.weight_shapes import weights_differ
 
@@ -34,6 +34,8 @@ SERVED = frozenset(
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
         "glm4",
         "glm4_moe",
         "glm4_moe_lite",
@@ -78,13 +80,34 @@ SERVED = frozenset(
         "starcoder2",
     }
 )
+_NO_CLASS = "SGLang has no class for it, and cannot run transformers' class"
+# Families that are known, and why they are not served.
+_REFUSED = {
+    "bamba": _NO_CLASS,
+    "bloom": _NO_CLASS,
+    "deepseek_v32": "it keeps an index of keys next to KV, for sparse attention",
+    "falcon": _NO_CLASS,
+    "glm": _NO_CLASS,
+    "nemotron": _NO_CLASS,
+}
 # Families of which SGLang computes windows next to full attention. It ignores those of others, or
 # computes them with some backends only (chunks of Llama 4).
-WINDOWS = frozenset({"cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3"})
+WINDOWS = frozenset(
+    {
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gpt_oss",
+        "olmo3",
+    }
+)
 # Families among them whose layers with windows have a separate pool.
-WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gpt_oss"})
+WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss"})
 # Families for which SGLang does not accept its attention in plain torch by that name.
-_NEED_TRITON = frozenset({"exaone4", "gpt_oss"})
+_NEED_TRITON = frozenset({"exaone4", "gemma4_text", "gpt_oss"})
 # Classes of SGLang that compute a family under another name than transformers'.
 _CLASSES = {"dots1": "Glm4MoeForCausalLM", "phimoe": "PhiMoEForCausalLM"}
 # Families with full attention in each nth layer, whose n transformers 5 no longer saves.
@@ -109,6 +132,8 @@ _SILU = SERVED - {
     "gemma",
     "gemma2",
     "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
@@ -179,16 +204,28 @@ def _answers_differ(config: dict[str, Any]) -> str:
     kind = shape.model_type
     if kind not in SERVED:
         served = ", ".join(sorted(SERVED))
-        return f"has model_type {kind!r}, which SGLang engines do not serve; they serve {served}"
+        why = f" ({_REFUSED[kind]})" if kind in _REFUSED else ""
+        return (
+            f"has model_type {kind!r}, which SGLang engines do not serve{why}; they serve {served}"
+        )
     if kind in _MULTI_HEAD and any(_is_grouped(layer) for layer in shape.layers):
         return f"has fewer K and V heads than query heads, which SGLang cannot load for {kind}"
     if kind.startswith("qwen") and len({bool(layer.mlp.experts) for layer in shape.layers}) > 1:
         return f"has experts in some layers only, which SGLang cannot load for {kind}"
+    return _irregular(shape, config) or _ignored(kind, config)
+
+
+def _irregular(shape: ModelShape, config: dict[str, Any]) -> str:
+    """Returns what no released model of the family has and SGLang does not expect, "" if there is
+    nothing."""
+    kind = shape.model_type
+    if kind == "gemma3n_text" and not _reads_the_last_two(shape):
+        return "has shared layers after other than a sliding and a full one, which SGLang expects"
     if kind == "exaone4" and not _full_every(config):
         return "has full attention in irregular layers, which SGLang does not compute for exaone4"
     if kind in _SPLIT_HEADS and any(_is_odd(layer, shape.hidden_size) for layer in shape.layers):
         return f"has head_dim other than hidden_size / heads, which SGLang cannot load for {kind}"
-    return _ignored(kind, config)
+    return ""
 
 
 def _ignored(kind: str, config: dict[str, Any]) -> str:
@@ -202,6 +239,13 @@ def _ignored(kind: str, config: dict[str, Any]) -> str:
 
 def _is_grouped(layer: LayerShape) -> bool:
     return isinstance(layer.kv, Heads) and layer.kv.num_kv_heads != layer.heads
+
+
+def _reads_the_last_two(shape: ModelShape) -> bool:
+    """Returns whether the last layers with their own KV have a window and full attention, in this
+    order: those are the ones that SGLang's other layers of Gemma 3n read."""
+    own = [bool(layer.window_tokens) for layer in shape.layers if layer.kv]
+    return len(own) == len(shape.layers) or own[-2:] == [True, False]
 
 
 def _is_odd(layer: LayerShape, hidden: int) -> bool:
