@@ -5,7 +5,14 @@ blocks are freed separately, `engine_blocks` blocks that engines arrange, `choic
 picks an arrangement. Plain data: nothing here uses a device.
 """
 
-from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALayout
+from kvcached.layouts.attention import (
+    Heads,
+    Latent,
+    Layout,
+    MixedLayout,
+    MLALayout,
+    heads_of_rank,
+)
 from kvcached.layouts.base import ARRANGEMENTS, DTYPE_BYTES, Arrangement, KVLayout, TensorPlacement
 from kvcached.layouts.choice import LayoutChoice, choose_layout
 from kvcached.layouts.engine_blocks import PackedLayout, state_layout
@@ -27,5 +34,6 @@ __all__ = [
     "PackedLayout",
     "TensorPlacement",
     "choose_layout",
+    "heads_of_rank",
     "state_layout",
 ]

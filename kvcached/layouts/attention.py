@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+def heads_of_rank(heads: int, ranks: int) -> int:
+    """Returns the KV heads on each of `ranks` tensor-parallel ranks: its part of them, or one if
+    there are fewer, which several ranks then have. Returns 0 if the ranks would have different
+    numbers."""
+    return max(1, heads // ranks) if not heads % ranks or not ranks % heads else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """K and V of MHA, GQA (fewer KV heads than query heads) or MQA (one)."""
@@ -36,6 +43,16 @@ class Heads:
             TokenPart(layer, "v", self.num_kv_heads, self.v_head_dim or self.head_dim),
         )
 
+    def of_rank(self, ranks: int) -> Heads:
+        """Returns the heads on each of `ranks` tensor-parallel ranks. Raises
+        InvalidArgumentError if they cannot share them."""
+        heads = heads_of_rank(self.num_kv_heads, ranks)
+        if not heads:
+            raise InvalidArgumentError(
+                f"{self.num_kv_heads} KV heads cannot be shared by {ranks} ranks; choose a divisor"
+            )
+        return replace(self, num_kv_heads=heads)
+
 
 @dataclass(frozen=True, slots=True)
 class Latent:
@@ -51,6 +68,10 @@ class Latent:
     def parts(self, layer: int) -> tuple[TokenPart, ...]:
         """Returns one row for all heads: kv_lora_rank numbers, then rope_dim."""
         return (TokenPart(layer, "latent", 1, self.kv_lora_rank + self.rope_dim),)
+
+    def of_rank(self, ranks: int) -> Latent:
+        """Returns the whole latent, which the query heads of every rank read."""
+        return self
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def lfm2(keys: ConfigKeys) -> ModelShape:
     kernel, bias = keys.integer("conv_L_cache"), keys.flag("conv_bias")
     conv = linear(hidden, 3 * hidden, bias) + linear(hidden, hidden, bias)
     conv += hidden * (kernel + (1 if bias else 0))
-    state = State(hidden * (kernel - 1))
+    state = State(hidden * (kernel - 1), heads=hidden)
 
     def one(kind: str, dense: Mlp) -> LayerShape:
         if kind == CONV:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from kvcached.errors import InvalidArgumentError
@@ -19,7 +20,7 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> int:
 def mlp(hidden: int, ffn: int, *, gated: bool = True, bias: bool = False) -> Mlp:
     """Returns an MLP of three matrices (gated) or two."""
     up = linear(hidden, ffn, bias) * (2 if gated else 1)
-    return Mlp(up + linear(ffn, hidden, bias))
+    return Mlp(up + linear(ffn, hidden, bias), columns=ffn)
 
 
 def experts(
@@ -40,7 +41,8 @@ def experts(
             f"config.json routes a token to {used} of {number} experts; correct one of them"
         )
     common = shared + (linear(hidden, number) if router is None else router)
-    return Mlp(common + number * each.parameters, number, used, each.parameters)
+    total = common + number * each.parameters
+    return Mlp(total, number, used, each.parameters, each.columns)
 
 
 def heads_of(keys: ConfigKeys) -> tuple[int, Heads]:
@@ -149,7 +151,14 @@ class Mamba2:
     @property
     def state(self) -> State:
         """Numbers that a sequence keeps."""
-        return State(self._channels * (self.kernel - 1), self.inner * self.state_size)
+        taps, is_grouped = self.kernel - 1, self.groups > 1
+        return State(
+            self._channels * taps,
+            self.inner * self.state_size,
+            heads=gcd(self.heads, self.groups) if is_grouped else self.heads,
+            taps=taps,
+            whole_channels=0 if is_grouped else 2 * self.state_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,4 +196,8 @@ class DeltaNet:
     @property
     def state(self) -> State:
         """Numbers that a sequence keeps."""
-        return State(self._channels * (self.kernel - 1), self.v_heads * self.k_dim * self.v_dim)
+        return State(
+            self._channels * (self.kernel - 1),
+            self.v_heads * self.k_dim * self.v_dim,
+            heads=gcd(self.k_heads, self.v_heads),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvcached.checks import checked, instance_of, positive, text
@@ -86,22 +87,23 @@ def _dtype(part: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return next(known, "bfloat16")
 
 
-@checked(config=instance_of(Mapping), dtype=text, block_tokens=positive)
+@checked(config=instance_of(Mapping), dtype=text, block_tokens=positive, ranks=positive)
 def layout_of_config(
-    config: Mapping[str, Any], dtype: str | None = None, block_tokens: int = 16
+    config: Mapping[str, Any], dtype: str | None = None, block_tokens: int = 16, ranks: int = 1
 ) -> KVLayout | HybridLayout:
-    """Returns a per-layer layout of the KV of all layers that keep any.
+    """Returns a per-layer layout of the KV of all layers that keep any, on each of `ranks`
+    tensor-parallel ranks.
 
     `dtype` is the KV cache's (None: the model's own). Layers are numbered without those that keep
     no KV. What a layer keeps per sequence is in `shape_of_config(config).state_bytes`. Raises the
     errors of `shape_of_config`, and InvalidArgumentError for models that keep no KV at all, or that
     keep an index with it.
     """
-    return layout_of_shape(shape_of_config(config), dtype, block_tokens)
+    return layout_of_shape(shape_of_config(config), dtype, block_tokens, ranks)
 
 
 def layout_of_shape(
-    shape: ModelShape, dtype: str | None = None, block_tokens: int = 16
+    shape: ModelShape, dtype: str | None = None, block_tokens: int = 16, ranks: int = 1
 ) -> KVLayout | HybridLayout:
     """Returns the layout of `layout_of_config` for a shape."""
     kept = [layer for layer in shape.layers if layer.kv is not None]
@@ -112,6 +114,7 @@ def layout_of_shape(
             f"{shape.model_type} models keep an index of keys in another type with the KV; make a"
             " layout for each"
         )
+    kept = [replace(layer, kv=layer.kv.of_rank(ranks)) for layer in kept if layer.kv]
     dtype = dtype or shape.dtype
     windows = sorted({layer.window_tokens for layer in kept if layer.window_tokens is not None})
     groups = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from kvcached.layouts.attention import Heads, Latent
 
@@ -15,6 +16,12 @@ class State:
     """Last inputs of a short convolution (channels x (kernel - 1)), in the model's dtype."""
     recurrent: int = 0
     """State of a linear recurrence, in float32."""
+    heads: int = 1
+    """Heads, groups or channels of which each tensor-parallel rank has the same number."""
+    taps: int = 0
+    """Inputs of a channel in `conv` (0: not known)."""
+    whole_channels: int = 0
+    """Channels of `conv` that each rank has: B and C of Mamba 2 with one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,8 @@ class Mlp:
     """Experts that one token is routed to."""
     expert_parameters: int = 0
     """Parameters of one expert."""
+    columns: int = 0
+    """Numbers between its matrices, of each expert (0: not known)."""
 
     @property
     def active_parameters(self) -> int:
@@ -110,5 +119,36 @@ class ModelShape:
     def state_bytes(self, dtype_bytes: int) -> int:
         """Returns the bytes of one sequence's state over all layers. `dtype_bytes`: of a number of
         the model's dtype."""
-        states = [layer.state for layer in self.layers if layer.state]
-        return sum(state.conv * dtype_bytes + state.recurrent * 4 for state in states)
+        return sum(state.conv * dtype_bytes + state.recurrent * 4 for state in self._states)
+
+    def whole_state_bytes(self, dtype_bytes: int) -> int:
+        """Returns the part of `state_bytes` that each tensor-parallel rank has; the rest is
+        divided."""
+        return sum(state.whole_channels * state.taps for state in self._states) * dtype_bytes
+
+    @property
+    def whole_channel_parameters(self) -> int:
+        """Parameters of projections and convolutions for the channels of states that each
+        tensor-parallel rank has."""
+        return sum(s.whole_channels * (self.hidden_size + s.taps + 1) for s in self._states)
+
+    @property
+    def kv_head_parameters(self) -> int:
+        """Parameters of the projections for one KV head, of K and V in all layers."""
+        kept = [layer.kv for layer in self.layers if isinstance(layer.kv, Heads)]
+        return self.hidden_size * sum(part.dim for kv in kept for part in kv.parts(0))
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Numbers by name of which each tensor-parallel rank has the same part. KV heads are not
+        among them, since ranks may have the same one."""
+        numbers = {
+            "query heads": gcd(*(layer.heads for layer in self.layers)),
+            "columns of MLPs": gcd(*(layer.mlp.columns for layer in self.layers)),
+            "heads of states": gcd(*(state.heads for state in self._states)),
+        }
+        return {name: number for name, number in numbers.items() if number}
+
+    @property
+    def _states(self) -> list[State]:
+        return [layer.state for layer in self.layers if layer.state]

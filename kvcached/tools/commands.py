@@ -144,6 +144,7 @@ def layout(
     dtype: Annotated[str | None, typer.Option(help="of the KV cache; the model's own")] = None,
     block_tokens: Annotated[int, typer.Option(help="tokens of a block")] = 16,
     context: Annotated[int, typer.Option(help="tokens of one request", min=1)] = 4096,
+    tp: Annotated[int, typer.Option(help="devices of the model; shows one of them", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
     """Shows the possible layouts of a model's KV cache, their costs, and the one to take.
@@ -154,7 +155,7 @@ def layout(
     Examples: kvctl layout models/llama --device-size 80GiB --models 8
     """
     place = Place(parse_size(page), parse_size(device_size), models, context)
-    rows = rows_of(read_groups(config, dtype, block_tokens), place)
+    rows = rows_of(read_groups(config, dtype, block_tokens, tp), place)
     records = [row_record(row, place.page_bytes) for row in rows]
     _print(as_json, records, lambda: layout_table(rows, place))
 

@@ -49,8 +49,11 @@ class Row:
     request_bytes: int
 
 
-def read_groups(path: Path, dtype: str | None, block_tokens: int) -> tuple[LayerGroup, ...]:
-    """Returns the groups of layers of a config.json (or its directory)."""
+def read_groups(
+    path: Path, dtype: str | None, block_tokens: int, ranks: int = 1
+) -> tuple[LayerGroup, ...]:
+    """Returns the groups of layers of a config.json (or its directory), on each of `ranks`
+    tensor-parallel ranks."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
@@ -58,7 +61,7 @@ def read_groups(path: Path, dtype: str | None, block_tokens: int) -> tuple[Layer
         raise InvalidArgumentError(f"cannot read {file}: {error}; pass a config.json") from error
     if not isinstance(config, dict):
         raise InvalidArgumentError(f"{file} is not a JSON object; pass a config.json")
-    layout = layout_of_config(config, dtype, block_tokens)
+    layout = layout_of_config(config, dtype, block_tokens, ranks)
     if isinstance(layout, HybridLayout):
         return layout.groups
     return (LayerGroup("all layers", tuple(range(layout.layer_count)), layout),)

@@ -60,7 +60,11 @@ FIXED = {
     "window_kv_heads": "path",
     "window_head_dim": "path",
     "state_bytes": "path",
+    "whole_state_bytes": "path",
+    "divided": "path",
     "weight_bytes": "path",
+    "whole_weight_bytes": "path",
+    "kv_head_weight_bytes": "path",
 }
 # Fields that follow from these and from the number of models.
 DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")

@@ -21,7 +21,7 @@ from prism.config.checks.adapters import (
     with_layout,
 )
 from prism.config.checks.embedding_models import embedding_of
-from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory
+from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory, undivided
 from prism.config.checks.model_paths import (
     OfHub,
     absolute,
@@ -53,7 +53,7 @@ from prism.config.schema.lora import lora_spec
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.model_spec import ModelSpec
-from prism.models.files import DTYPE_BYTES, inspect_model
+from prism.models.files import DTYPE_BYTES, ModelFiles, inspect_model
 from prism.models.hub.hub_model import cached
 from prism.scheduler import decision_journal
 from prism.scheduler.decision_journal import JournalConfig
@@ -196,23 +196,29 @@ def _check_spread(model: ModelSpec, key: str) -> None:
         )
     if model.tp == 1:
         return
-    if not model.is_plain:
-        raise ConfigError(
-            f"{key}.tp: models with pools for sliding windows or states run on one device each;"
-            " remove the key"
-        )
     if model.embedding:
         raise ConfigError(f"{key}.tp: an embedding model must be on one device; use tp 1")
     if model.pinned_device is not None:
         raise ConfigError(f"{key}.device: cannot be combined with tp {model.tp}; remove the key")
-    if model.latent_rope_dim is not None:
+    if part := undivided(model, model.tp):
         raise ConfigError(
-            f"{key}.tp: a model with latent attention must be on one device; use tp 1"
+            f"{key}.tp: {part} cannot be shared by {model.tp} devices; choose a divisor"
         )
-    if model.num_kv_heads % model.tp:
+
+
+def _check_divides(files: ModelFiles, tp: int, adapter: str, key: str) -> None:
+    """Raises ConfigError for a model that the adapter's engines cannot divide."""
+    traits, kind = adapter_named(adapter).traits(), files.decoder.model_type
+    if not traits.spreads:
+        raise ConfigError(f"{key}: {adapter} engines run on one device each; remove the key")
+    if kind in traits.one_device:
         raise ConfigError(
-            f"{key}.tp: {model.num_kv_heads} KV heads cannot be shared by {model.tp} devices;"
-            " choose a divisor"
+            f"{key}: {adapter} engines run {kind} models on one device each; remove the key"
+        )
+    heads = files.pools.num_kv_heads
+    if kind in traits.divided_heads and heads % tp:
+        raise ConfigError(
+            f"{key}: {heads} KV heads of {kind} cannot be shared by {tp} devices; choose a divisor"
         )
 
 
@@ -336,7 +342,9 @@ def _model(
         path = hub_folder(hub_name, base_dir, f"{key}.path", of_hub)
     adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
-    files = inspect_model(path, f"{key}.path", traits.window_pools, traits.windows)
+    files = inspect_model(
+        path, f"{key}.path", traits.window_pools, traits.windows, traits.whole_weights
+    )
     if data.context_length is not None and data.context_length > files.context_length:
         raise ConfigError(
             f"{key}.context_length: {data.context_length} is more than the {files.context_length}"
@@ -346,8 +354,8 @@ def _model(
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
-    if data.tp > 1 and not traits.spreads:
-        raise ConfigError(f"{key}.tp: {adapter} engines run on one device each; remove the key")
+    if data.tp > 1:
+        _check_divides(files, data.tp, adapter, f"{key}.tp")
     if data.lora and not traits.lora:
         raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
     if method := files.quantization:

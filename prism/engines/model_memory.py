@@ -239,8 +239,6 @@ class ModelMemory:
 
         KV needs no comparison: engines lay it out as the scheduler says, or fail.
         """
-        if self.ranks.size > 1:
-            return  # ranks also have copies of what cannot be divided
         measured = sum(spec.size_bytes for spec in self.weights.pages.specs.values())
         tolerance = _DIFFERENCE_MAX * self._computed_bytes
         least_bytes = self._computed_bytes - self._derived_bytes - tolerance

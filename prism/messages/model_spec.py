@@ -78,8 +78,15 @@ class ModelSpec(Wire, frozen=True):
     window_kv_heads: int = 0
     window_head_dim: int = 0
     state_bytes: int = 0  # of a sequence, whatever its length (Mamba, linear attention)
+    whole_state_bytes: int = 0  # part of them that each device of several has
+    # Numbers that `tp` must divide, in addition to KV heads: what they count, and the number.
+    divided: dict[str, int] = {}
     # Part of `weight_bytes`: tensors that engines derive from others, at first in their own memory.
     derived_bytes: int = 0
+    # Parts of `weight_bytes`: what each device of several has, such as norms and routers, and the
+    # projections of one KV head.
+    whole_weight_bytes: int = 0
+    kv_head_weight_bytes: int = 0
     tp: int = 1  # number of devices (tensor parallel)
     # Parsers of answers: a name of the engine, "auto" or "none".
     tool_parser: str = "auto"

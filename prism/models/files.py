@@ -48,8 +48,26 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """Sizes of tensors in files."""
+
+    parameters: int
+    # Bytes by dtype.
+    stored_bytes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[CheckpointTensor]) -> Weights:
+        """Returns the sizes of `tensors`."""
+        parameters, stored = 0, Counter[str]()
+        for tensor in tensors:
+            parameters += prod(tensor.spec.shape)
+            stored[tensor.spec.dtype] += tensor.spec.size_bytes
+        return cls(parameters, stored)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Geometry and parameter count of a checkpoint."""
+    """Geometry and weights of a checkpoint."""
 
     architecture: str
     # Dtype in config.json, by default float32.
@@ -58,12 +76,17 @@ class ModelFiles:
     context_length: int
     num_layers: int
     pools: Pools
-    parameters: int
     # Method of quantized weights, "" for others.
     quantization: str
-    # Bytes of these by dtype in the files.
-    stored_bytes: Mapping[str, int]
+    weights: Weights
+    # Part of the weights that each of several devices has.
+    whole: Weights
     decoder: ModelShape
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return self.weights.parameters
 
     def shape(self, dtype: str, context_length: int | None) -> dict[str, Any]:
         """Returns fields of a ModelSpec for the model in `dtype`. `context_length` is capped at the
@@ -76,7 +99,12 @@ class ModelFiles:
             "num_layers": self.num_layers,
             **asdict(self.pools),
             "state_bytes": self.decoder.state_bytes(DTYPE_BYTES[dtype]),
+            "whole_state_bytes": self.decoder.whole_state_bytes(DTYPE_BYTES[dtype]),
+            "divided": self.decoder.divided,
             "weight_bytes": self.weight_bytes(dtype),
+            "whole_weight_bytes": self._loaded_bytes(self.whole, dtype)
+            + self._bytes_of(self.decoder.whole_channel_parameters, dtype),
+            "kv_head_weight_bytes": self._bytes_of(self.decoder.kv_head_parameters, dtype),
             "derived_bytes": self.derived_bytes(dtype),
             "token_bytes": self.token_bytes(dtype),
         }
@@ -84,12 +112,19 @@ class ModelFiles:
     def weight_bytes(self, dtype: str) -> int:
         """Returns the bytes of the weights in an engine, with those that it derives. Quantized ones
         stay as they are stored; the others of half precision are loaded in `dtype`."""
-        derived_bytes = self.derived_bytes(dtype)
+        return self._loaded_bytes(self.weights, dtype) + self.derived_bytes(dtype)
+
+    def _loaded_bytes(self, weights: Weights, dtype: str) -> int:
         if not self.quantization:
-            return self.parameters * DTYPE_BYTES[dtype] + derived_bytes
+            return weights.parameters * DTYPE_BYTES[dtype]
         scale = dict.fromkeys(("bfloat16", "float16"), DTYPE_BYTES[dtype] / 2)
-        stored = self.stored_bytes.items()
-        return derived_bytes + sum(int(size * scale.get(name, 1)) for name, size in stored)
+        stored = weights.stored_bytes.items()
+        return sum(int(size * scale.get(name, 1)) for name, size in stored)
+
+    def _bytes_of(self, parameters: int, dtype: str) -> int:
+        """Returns the bytes of some of the model's parameters, by the mean of all."""
+        loaded_bytes = self._loaded_bytes(self.weights, dtype)
+        return loaded_bytes * parameters // self.decoder.parameters
 
     def token_bytes(self, dtype: str) -> int:
         """Returns the bytes of one token's KV in the main pool."""
@@ -107,9 +142,11 @@ def inspect_model(
     key: str,
     window_pools: Container[str] = (),
     windows: Container[str] | None = None,
+    whole_weights: str = "^$",
 ) -> ModelFiles:
-    """Reads the checkpoint in directory `path`. `window_pools`, `windows`: see EngineTraits. Raises
-    ConfigError that names `key` (the YAML key of the path), the file, and what to change."""
+    """Reads the checkpoint in directory `path`. `window_pools`, `windows`, `whole_weights`: see
+    EngineTraits. Raises ConfigError that names `key` (the YAML key of the path), the file, and what
+    to change."""
     if not path.is_dir():
         raise ConfigError(f"{key}: {path} is not a directory; correct the path")
     config = read_config(path, key)
@@ -133,9 +170,13 @@ def inspect_model(
         context_length=min([decoder.context_tokens, *(sizes if everywhere or ignored else ())]),
         num_layers=len(decoder.layers),
         pools=pools,
-        parameters=sum(prod(tensor.spec.shape) for tensor in tensors),
         quantization=quantized_by(config, path),
-        stored_bytes=_bytes_by_dtype(tensors),
+        weights=Weights.of(tensors.values()),
+        whole=Weights.of(
+            tensor
+            for name, tensor in tensors.items()
+            if re.search(whole_weights, f"{decoder.model_type}:{name}")
+        ),
         decoder=decoder,
     )
 
@@ -280,10 +321,10 @@ def _mistake(
     )
 
 
-def _weights(path: Path, tied: bool, key: str, *, in_part: bool) -> list[CheckpointTensor]:
-    """Returns the tensors that an engine allocates; of those of a model with other parts, with
-    `in_part`, the language model's. With tied embeddings lm_head shares the embedding's memory,
-    even if the file stores it again."""
+def _weights(path: Path, tied: bool, key: str, *, in_part: bool) -> dict[str, CheckpointTensor]:
+    """Returns the tensors that an engine allocates, by name. Of those of a model with other parts,
+    with `in_part`, they are the language model's. With tied embeddings lm_head shares the
+    embedding's memory, even if the file stores it again."""
     from kvcached import Checkpoint
     from kvcached.errors import WeightFileError
 
@@ -291,16 +332,9 @@ def _weights(path: Path, tied: bool, key: str, *, in_part: bool) -> list[Checkpo
         tensors = Checkpoint.open(path).tensors
     except WeightFileError as error:
         raise ConfigError(f"{key}: {error}") from error
-    return [
-        tensor
+    return {
+        name: tensor
         for name, tensor in tensors.items()
         if not in_part or text_weight(name) is not None
         if not _BUFFERS.search(name) and not (tied and name.endswith("lm_head.weight"))
-    ]
-
-
-def _bytes_by_dtype(tensors: Iterable[CheckpointTensor]) -> dict[str, int]:
-    found = Counter[str]()
-    for tensor in tensors:
-        found[tensor.spec.dtype] += tensor.spec.size_bytes
-    return dict(found)
+    }

@@ -21,11 +21,11 @@ from tests.config.model_edits import (
     GEMMA3,
     GENERATION,
     INDEX,
-    LATENT,
     MISTRAL,
     SLIDES,
     TEMPLATE,
     WEIGHTS,
+    WRONG_TP,
     Edit,
     Q,
     both,
@@ -454,14 +454,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         of_yaml(dtype="int8"),
         "models[0].dtype: unknown value 'int8'; choose one of auto, float32, bfloat16, float16",
     ),
-    "tp that does not divide the heads": (
-        of_yaml(tp=3),
-        "models[0].tp: 2 KV heads cannot be shared by 3 devices; choose a divisor",
-    ),
-    "tp with latent attention": (
-        both(LATENT, of_yaml(tp=2)),
-        "models[0].tp: a model with latent attention must be on one device; use tp 1",
-    ),
+    **WRONG_TP,
     "an adapter's path that is wrong": (
         of_yaml(lora=[{"name": "x", "path": "nowhere"}]),
         "models[0].lora[0].path: cannot read {folder}/nowhere/adapter_config.json: No such"

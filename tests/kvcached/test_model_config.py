@@ -94,6 +94,14 @@ def test_a_latent_and_another_dtype() -> None:
     assert eighth.token_bytes == 61 * 576
 
 
+def test_ranks_divide_heads_and_have_the_same_latent() -> None:
+    assert layout_of_config(LLAMA, ranks=4) == Layout(32, 2, 128)
+    assert layout_of_config(LLAMA, ranks=16) == Layout(32, 1, 128)
+    assert layout_of_config(DEEPSEEK_V3, ranks=8) == layout_of_config(DEEPSEEK_V3)
+    with pytest.raises(InvalidArgumentError, match="8 KV heads cannot be shared by 3 ranks"):
+        layout_of_config(LLAMA, ranks=3)
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -23,6 +23,8 @@ from tests.engines.harness import DEVICE, DeviceUnderTest
 PAGE_BYTES = 64 << 10
 STATIC_BYTES = 1 << 20
 
+PEER = "host:1"
+
 MakeDevice = Callable[..., DeviceUnderTest]
 
 
@@ -78,6 +80,26 @@ def opened_device(
         finally:
             device.close()
             ledger.destroy()
+
+
+@contextlib.contextmanager
+def opened_pair(
+    capacity_bytes: int, chunk_tokens: int = 64, weight_store: str = "", **settings: Any
+) -> Iterator[DeviceUnderTest]:
+    """Opens two devices, and an engine "e0" with a rank on each. `settings`: of the cluster."""
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        config = config_of(Path(directory), capacity_bytes, chunk_tokens)
+        [first] = config.devices
+        devices = [first, msgspec.structs.replace(first, name=PEER)]
+        engine = msgspec.structs.replace(config.engine, weight_store=weight_store)
+        config = msgspec.structs.replace(config, devices=devices, engine=engine, **settings)
+        device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
+        try:
+            device.fork(peers=(PEER,))
+            yield device
+        finally:
+            device.close()
+            kvcached.Device.unlink(config.namespace, PEER)
 
 
 def ledger_of(device: DeviceUnderTest) -> kvcached.Device:

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-import kvcached
 from prism.messages.engine import Submit
 from prism.models.lora_files import WEIGHTS
 from tests.engines.harness import DeviceUnderTest
 from tests.sglang.adapters import make_adapter, merged
-from tests.sglang.conftest import config_of
+from tests.sglang.conftest import opened_pair
 from tests.sglang.models import LLAMA, TIE, gap_of, network, path_of, prompts
 from tests.sglang.test_lora import TOKENS, asked, with_adapters
 
 pytestmark = pytest.mark.sglang
-PEER = "host:1"
 
 
 @pytest.fixture
 def pair() -> Iterator[DeviceUnderTest]:
-    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
-        config = config_of(Path(directory), 64 << 20)
-        [first] = config.devices
-        devices = [first, msgspec.structs.replace(first, name=PEER)]
-        config = msgspec.structs.replace(config, devices=devices)
-        device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
-        try:
-            device.fork(peers=(PEER,))
-            yield device
-        finally:
-            device.close()
-            kvcached.Device.unlink(config.namespace, PEER)
+    with opened_pair(64 << 20) as device:
+        yield device
 
 
 def test_each_adapter_says_what_its_merged_model_says(

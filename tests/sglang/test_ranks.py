@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -15,36 +13,21 @@ import kvcached
 from prism.messages.engine import Activated, Deactivate, Deactivated, Export, Exported, Submit
 from prism.messages.requests import Grammar
 from tests.engines.harness import DeviceUnderTest, request
-from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, config_of
+from tests.sglang.conftest import PAGE_BYTES, PEER, STATIC_BYTES, opened_pair
 from tests.sglang.models import LLAMA, TIE, greedy, largest_gap, path_of, prompts, spec_of
 from tests.sglang.slow_grammars import SLOW
 
 pytestmark = pytest.mark.sglang
 
-PEER = "host:1"
-CAPACITY = 64 << 20
 CONTEXT = 512
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceUnderTest, Activated]]:
     """Yields one engine of two ranks that serves a model, with its weights in a store."""
-    store = tmp_path_factory.mktemp("store")
-    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
-        config = config_of(Path(directory), CAPACITY)
-        [first] = config.devices
-        devices = [first, msgspec.structs.replace(first, name=PEER)]
-        engine = msgspec.structs.replace(config.engine, weight_store=str(store))
-        config = msgspec.structs.replace(
-            config, devices=devices, engine=engine, kv_offer_s=60.0, kv_fetch_s=60.0
-        )
-        device = DeviceUnderTest("sglang", config, {"OMP_NUM_THREADS": "1"})
-        try:
-            device.fork(peers=(PEER,))
-            yield device, device.activate(spec_of(LLAMA, CONTEXT))
-        finally:
-            device.close()
-            kvcached.Device.unlink(config.namespace, PEER)
+    moves, store = {"kv_offer_s": 60.0, "kv_fetch_s": 60.0}, str(tmp_path_factory.mktemp("store"))
+    with opened_pair(64 << 20, weight_store=store, **moves) as device:
+        yield device, device.activate(spec_of(LLAMA, CONTEXT))
 
 
 def peer_of(device: DeviceUnderTest) -> kvcached.Device:

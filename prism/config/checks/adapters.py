@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 import msgspec
 
 import prism
-from prism.config.checks.memory_needs import KV_LAYOUTS, arranged, check_static
+from prism.config.checks.memory_needs import KV_LAYOUTS, arranged, check_static, shard_of
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
@@ -139,4 +139,8 @@ def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> Mode
     is_plain = model.tp > 1 or model.latent_rope_dim is not None or not model.is_plain
     of_engines = adapter_named(config.adapter_of(model)).traits().arrangements
     asked = KV_LAYOUTS["per_layer" if is_plain else kv_layout]
-    return arranged(model, config, of_engines or asked)
+    model = arranged(model, config, of_engines or asked)
+    if model.tp == 1:
+        return model
+    token_bytes = shard_of(model, model.tp).token_bytes * model.tp  # some KV is on every device
+    return msgspec.structs.replace(model, token_bytes=token_bytes)

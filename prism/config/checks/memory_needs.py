@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from kvcached import KVLayout, Layout, MLALayout, choose_layout
-from kvcached.layouts import Arrangement, state_layout
+from kvcached.layouts import Arrangement, heads_of_rank, state_layout
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.units import format_size, whole_mib
 from prism.errors import ActivationError, ConfigError
@@ -72,6 +72,10 @@ class EngineTraits:
     arrangements: tuple[Arrangement, ...] = ()
     # True if a model may be spread over several devices.
     spreads: bool = True
+    # Families (`model_type`) that nevertheless run on one device each, and those that can be spread
+    # if `tp` divides their KV heads; of others, several devices may have the same head.
+    one_device: frozenset[str] = frozenset()
+    divided_heads: frozenset[str] = frozenset()
     # True if LoRA adapters are supported.
     lora: bool = False
     # Methods of quantized weights that engines on GPUs load, as a config.json names them.
@@ -81,6 +85,8 @@ class EngineTraits:
     # Families of which engines compute windows next to full attention (None: all). Others are
     # served within their windows.
     windows: frozenset[str] | None = None
+    # Regular expression of the weights that each rank has, searched in "model_type:tensor".
+    whole_weights: str = "^$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,28 +181,41 @@ def _layout(model: ModelSpec, rope_dim: int | None) -> KVLayout:
     return MLALayout(kv_lora_rank=model.head_dim - rope_dim, rope_dim=rope_dim, **common)
 
 
-def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
-    """Returns the part of `model` on one of `ranks` tensor-parallel ranks: its part of the KV
-    heads, per layer, and about its part of the weights. Every rank keeps whole latents.
+def undivided(model: ModelSpec, ranks: int) -> str:
+    """Returns what of `model` cannot be shared by `ranks` tensor-parallel ranks, "" if all can."""
+    if model.latent_rope_dim is None and not heads_of_rank(model.num_kv_heads, ranks):
+        return f"{model.num_kv_heads} KV heads"
+    if model.window_layers and not heads_of_rank(model.window_kv_heads, ranks):
+        return f"{model.window_kv_heads} KV heads of layers with a window"
+    rest = (f"{number} {name}" for name, number in model.divided.items() if number % ranks)
+    return next(rest, "")
 
-    Raises ActivationError if the heads cannot be divided.
+
+def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
+    """Returns the part of `model` on one of `ranks` tensor-parallel ranks: its KV heads, per layer,
+    its part of the states, and about its part of the weights. Every rank keeps whole latents.
+
+    Raises ActivationError if the ranks cannot share the model.
     """
+    if odd := undivided(model, ranks):
+        raise ActivationError(
+            f"model {model.name}: its {odd} cannot be shared by {ranks} ranks; give it another tp"
+        )
+
+    def part(size_bytes: int, whole_bytes: int = 0) -> int:
+        return whole_bytes + ceil((size_bytes - whole_bytes) / ranks)
+
     is_latent = model.latent_rope_dim is not None
-    if not is_latent and model.num_kv_heads % ranks:
-        raise ActivationError(
-            f"model {model.name}: its {model.num_kv_heads} KV heads cannot be shared by {ranks} "
-            "ranks; give it another tp"
-        )
-    if not model.is_plain:
-        raise ActivationError(
-            f"model {model.name}: its windows or states cannot be shared by {ranks} ranks in this"
-            " version; leave its tp out"
-        )
+    kv_heads = 1 if is_latent else heads_of_rank(model.num_kv_heads, ranks)
+    more_heads = 0 if is_latent else kv_heads * ranks - model.num_kv_heads
+    more_bytes = more_heads * model.kv_head_weight_bytes
     shard = msgspec.structs.replace(
         model,
-        num_kv_heads=1 if is_latent else model.num_kv_heads // ranks,
-        weight_bytes=ceil(model.weight_bytes / ranks),
-        derived_bytes=ceil(model.derived_bytes / ranks),
+        num_kv_heads=kv_heads,
+        window_kv_heads=model.window_layers and heads_of_rank(model.window_kv_heads, ranks),
+        state_bytes=part(model.state_bytes, model.whole_state_bytes),
+        weight_bytes=part(model.weight_bytes + more_bytes, model.whole_weight_bytes),
+        derived_bytes=part(model.derived_bytes),
         kv_arrangement="per_layer",
         tp=1,
     )

@@ -170,11 +170,12 @@ def _worst(own: OutsideMemory | None, everyone: Sequence[OutsideMemory]) -> Outs
 
 
 def _error(failures: Sequence[tuple[int, ActivationFailed]]) -> ActivationError:
-    """Returns the error of the rank that lacks the most memory. The others may report only that a
-    rank is gone."""
-    rank, worst = max(failures, key=lambda failure: failure[1].missing_bytes)
+    """Returns the error of the rank that lacks the most memory, or of all ranks if none lacks any:
+    some may report only that another one has failed."""
+    worst = max((failure for _, failure in failures), key=lambda failure: failure.missing_bytes)
     kind = SelfCheckError if worst.needs_fresh_engine else ActivationError
-    return kind(f"rank {rank}: {worst.message}", worst.missing_bytes)
+    told = [(r, f) for r, f in failures if f is worst or not worst.missing_bytes]
+    return kind("; ".join(f"rank {r}: {f.message}" for r, f in told), worst.missing_bytes)
 
 
 def _seeded(request: Request) -> Request:

@@ -66,12 +66,12 @@ class ActiveModel:
         """Frees memory: spare pages, then blocks of the radix cache, chosen page by page; with
         several ranks the least recently used tokens."""
         tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
+        for kv in self.memory.side.values():
+            kv.trim()
         if self.memory.ranks.size > 1:
             return self.memory.rank_kv(self.memory.kv).shrink(
                 size_bytes, partial(allocator.evict_cache, tree)
             )
-        for kv in self.memory.side.values():
-            kv.trim()
         return self.memory.kv.shrink(size_bytes, self._prefixes())
 
     def evictable_bytes(self) -> int:

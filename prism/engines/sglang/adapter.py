@@ -39,13 +39,16 @@ def preload(device: str = "host:0") -> None:
 
 
 def traits() -> EngineTraits:
-    """Returns the traits: as configured, with LoRA adapters, quantized weights, and pools for
-    windows."""
+    """Returns the traits: as configured, with LoRA adapters, quantized weights, pools for windows,
+    and what can be divided over ranks."""
     return EngineTraits(
         lora=True,
         quantized=supported_models.quantizations(),
         window_pools=supported_models.WINDOW_POOLS,
         windows=supported_models.WINDOWS,
+        whole_weights=supported_models.WHOLE_WEIGHTS,
+        one_device=supported_models.ONE_DEVICE,
+        divided_heads=supported_models.DIVIDED_HEADS,
     )
 
 

@@ -24,13 +24,14 @@ from prism.engines.sglang.platform import stubs
 stubs.install()
 
 from sglang.srt import platforms  # noqa: E402
+from sglang.srt.configs import update_config  # noqa: E402
 from sglang.srt.distributed.parallel_state import (  # noqa: E402
     destroy_distributed_environment,
     destroy_model_parallel,
 )
 from sglang.srt.layers.rotary_embedding import factory as rotary_factory  # noqa: E402
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator  # noqa: E402
-from sglang.srt.model_executor import input_buffers  # noqa: E402
+from sglang.srt.model_executor import input_buffers, model_runner  # noqa: E402
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # noqa: E402
 from sglang.srt.model_executor.runner import eager_runner  # noqa: E402
 from sglang.srt.runtime_context import (  # noqa: E402
@@ -78,7 +79,16 @@ def input_buffers_of(*, max_num_token: int, max_bs: int, **options: Any) -> Any:
     return _build_input_buffers(max_num_token=min(max_num_token, largest), max_bs=max_bs, **options)
 
 
+def sizes_as_on_gpu(model_config: Any, load_config: Any, ranks: int) -> Any:
+    """Returns the configuration without the padding of SGLang on a CPU, which makes heads and MLPs
+    of several ranks larger than the ledger counts. Only the keys that its models read are added."""
+    for config in (model_config.hf_config, model_config.hf_text_config):
+        update_config.adjust_tp_num_heads_if_necessary(config, ranks, True)
+    return model_config
+
+
 eager_runner.build_eager_registry = input_buffers_of
+model_runner.adjust_config_with_unaligned_cpu_tp = sizes_as_on_gpu
 
 
 def build(

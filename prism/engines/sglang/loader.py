@@ -14,6 +14,7 @@ from sglang.srt.layers.quantization.unquant import (
     UnquantizedLinearMethod,
 )
 from sglang.srt.model_loader import loader as stock
+from sglang.srt.models.transformers import TransformersBase
 from torch import nn
 
 from kvcached.engines.sglang.memory import active_memory
@@ -22,6 +23,10 @@ from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.weights.model_weights import ModelWeights
 from prism.models.text_part import PART, text_weight
+
+# Parameters on the meta device get their memory, in pages, after the model is built. SGLang would
+# make others for transformers' modules, without the loaders that divide them over ranks.
+TransformersBase._init_parameters = lambda _self, _module: None
 
 _UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
 

@@ -106,6 +106,18 @@ WINDOWS = frozenset(
 )
 # Families among them whose layers with windows have a separate pool.
 WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss"})
+# Weights that SGLang does not divide over ranks: norms, routers, down-projections to latents,
+# positions, and embeddings of Gemma 3.
+WHOLE_WEIGHTS = (
+    r"norm|\.ln_|\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\."
+    r"|\.(wpe|embed_positions|project_in|project_out)\.|^gemma3_text:.*embed_tokens"
+)
+# Families that SGLang cannot load on several ranks.
+ONE_DEVICE = frozenset({"gpt2", "olmoe", "phi", "starcoder2"})
+# Families of which it cannot load the same KV head on several ranks.
+DIVIDED_HEADS = frozenset(
+    {"cohere", "ernie4_5", "ministral", "olmo2", "olmo3", "seed_oss", "smollm3"}
+)
 # Families for which SGLang does not accept its attention in plain torch by that name.
 _NEED_TRITON = frozenset({"exaone4", "gemma4_text", "gpt_oss"})
 # Classes of SGLang that compute a family under another name than transformers'.
