@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from kvcached.checks import checked, instance_of, positive, text
@@ -99,11 +98,11 @@ def layout_of_config(
     errors of `shape_of_config`, and InvalidArgumentError for models that keep no KV at all, or that
     keep an index with it.
     """
-    return layout_of_shape(shape_of_config(config), dtype, block_tokens, ranks)
+    return layout_of_shape(shape_of_config(config).kept_by_rank(ranks), dtype, block_tokens)
 
 
 def layout_of_shape(
-    shape: ModelShape, dtype: str | None = None, block_tokens: int = 16, ranks: int = 1
+    shape: ModelShape, dtype: str | None = None, block_tokens: int = 16
 ) -> KVLayout | HybridLayout:
     """Returns the layout of `layout_of_config` for a shape."""
     kept = [layer for layer in shape.layers if layer.kv is not None]
@@ -114,7 +113,6 @@ def layout_of_shape(
             f"{shape.model_type} models keep an index of keys in another type with the KV; make a"
             " layout for each"
         )
-    kept = [replace(layer, kv=layer.kv.of_rank(ranks)) for layer in kept if layer.kv]
     dtype = dtype or shape.dtype
     windows = sorted({layer.window_tokens for layer in kept if layer.window_tokens is not None})
     groups = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
+from kvcached.errors import InvalidArgumentError
 from kvcached.layouts.attention import Heads, Latent
 
 
@@ -22,6 +23,21 @@ class State:
     """Inputs of a channel in `conv` (0: not known)."""
     whole_channels: int = 0
     """Channels of `conv` that each rank has: B and C of Mamba 2 with one group."""
+
+    @property
+    def whole_conv(self) -> int:
+        """Part of `conv` that each tensor-parallel rank has."""
+        return self.whole_channels * self.taps
+
+    def of_rank(self, ranks: int) -> State:
+        """Returns the state on each of `ranks` tensor-parallel ranks. Raises InvalidArgumentError
+        if they cannot share it."""
+        if self.heads % ranks:
+            raise InvalidArgumentError(
+                f"{self.heads} heads of states cannot be shared by {ranks} ranks; choose a divisor"
+            )
+        conv = self.whole_conv + (self.conv - self.whole_conv) // ranks
+        return replace(self, conv=conv, recurrent=self.recurrent // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +140,7 @@ class ModelShape:
     def whole_state_bytes(self, dtype_bytes: int) -> int:
         """Returns the part of `state_bytes` that each tensor-parallel rank has; the rest is
         divided."""
-        return sum(state.whole_channels * state.taps for state in self._states) * dtype_bytes
+        return sum(state.whole_conv for state in self._states) * dtype_bytes
 
     @property
     def whole_channel_parameters(self) -> int:
@@ -148,6 +164,19 @@ class ModelShape:
             "heads of states": gcd(*(state.heads for state in self._states)),
         }
         return {name: number for name, number in numbers.items() if number}
+
+    def kept_by_rank(self, ranks: int) -> ModelShape:
+        """Returns the shape with the KV and states of each of `ranks` tensor-parallel ranks. Raises
+        InvalidArgumentError if they cannot share them."""
+        layers = tuple(
+            replace(
+                layer,
+                kv=layer.kv and layer.kv.of_rank(ranks),
+                state=layer.state and layer.state.of_rank(ranks),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
     @property
     def _states(self) -> list[State]:

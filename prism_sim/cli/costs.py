@@ -39,7 +39,8 @@ def show(
     cost = cost_model(gpu, model, tp, host_ms / 1000)
     shape, spec = model_shape(model), gpu_spec(gpu)
     console = Console()
-    state = f" and {format_size(shape.state_bytes())} a request" if shape.state_bytes() else ""
+    state_bytes = shape.kept_by_rank(tp).state_bytes() if shape.state_bytes() else 0
+    state = f" and {format_size(state_bytes)} a request" if state_bytes else ""
     console.print(
         f"{shape.name} on {tp} x {spec.name}: weights {format_size(shape.weight_bytes(tp))} of"
         f" {format_size(spec.memory_bytes)} per GPU, KV {format_size(shape.kv_token_bytes(tp))} a"

@@ -42,7 +42,8 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
         flops[model.window_of(layer)] += layer.pair_flops
     pair_s = {window: each / tp / flops_s for window, each in flops.items()}
     read_s = {w: each / bandwidth_bytes_s for w, each in model.read_token_bytes(tp).items()}
-    state_s = model.state_bytes() / bandwidth_bytes_s
+    state_bytes = model.kept_by_rank(tp).state_bytes() if model.state_bytes() else 0
+    state_s = state_bytes / bandwidth_bytes_s
     windows = sorted(window for window in flops if window is not None)
     batches, contexts, decode_s = linear_decode(
         read_s[None], {window: read_s[window] for window in windows}, state_s

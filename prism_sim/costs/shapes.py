@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from prism.errors import ConfigError
+
 if TYPE_CHECKING:
     from kvcached.layouts.attention import Heads, Latent
     from kvcached.layouts.base import TokenPart
@@ -130,6 +132,16 @@ class ModelShape:
     def state_bytes(self) -> int:
         """Returns the states of one sequence."""
         return self.decoder.state_bytes(self.kv_dtype_bytes)
+
+    def kept_by_rank(self, tp: int) -> ModelShape:
+        """Returns the shape with the KV and states on each of `tp` GPUs. Raises ConfigError if they
+        cannot share them."""
+        from kvcached.errors import InvalidArgumentError
+
+        try:
+            return replace(self, decoder=self.decoder.kept_by_rank(tp))
+        except InvalidArgumentError as error:
+            raise ConfigError(f"tp {tp}: {self.name}: {error}") from error
 
     def _part_bytes(self, parts: tuple[TokenPart, ...], tp: int) -> int:
         return sum(-(-part.heads // tp) * part.dim for part in parts) * self.kv_dtype_bytes

@@ -58,23 +58,18 @@ def model_setup(
     if model.weights is not None:
         weights_bytes = int(model.weights)
     static_bytes = int(engine.static)
-    if tp > 1 and not shape.is_uniform:
-        raise ConfigError(
-            f"{model.name}.tp: models with pools for sliding windows or states, or with different"
-            " KV in their layers, run on one GPU each; remove the key"
-        )
+    kept = shape if shape.is_uniform else shape.kept_by_rank(tp)
     rank_token_bytes = shape.kv_token_bytes(tp)
     parts = model_parts(model, shape, context)
     part = parts[tp]
     reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
-    floor_bytes = _floor_bytes(shape, reserve, part, context)
+    floor_bytes = _floor_bytes(kept, reserve, part, context)
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
     if rank_bytes > context.capacity_bytes:
-        remedy = "raise its tp" if shape.is_uniform else "choose larger GPUs"
         raise TooLargeError(
             f"{model.name}: weights, engine and one request of {reserve} tokens need"
             f" {format_size(rank_bytes)} per GPU at tp {tp}, and a GPU has"
-            f" {format_size(context.capacity_bytes)}; {remedy}"
+            f" {format_size(context.capacity_bytes)}; raise its tp"
         )
     slo = model.slo or context.slo
     chunk = engine.prefill_chunk_tokens
@@ -88,7 +83,7 @@ def model_setup(
         share_bytes=static_bytes,
         token_bytes=rank_token_bytes * tp,
         kv_floor_bytes=floor_bytes * tp,
-        need=kv_need(shape, engine),
+        need=kv_need(kept, engine),
         slo_ttft_s=slo.ttft * context.slo_scale,
         slo_tpot_s=slo.tpot * context.slo_scale,
         parts=parts,
@@ -116,7 +111,7 @@ def model_parts(
             *kv_quantum(shape, d, context),
             _pooled_shape(shape, d, context.engine.block_tokens),
         )
-        for d in (sorted({model.tp, *usual}) if shape.is_uniform else (1,))
+        for d in (sorted({model.tp, *usual}) if shape.is_uniform else (model.tp,))
     }
 
 
@@ -168,7 +163,7 @@ def kv_quantum(shape: ModelShape, tp: int, context: ModelContext) -> tuple[int, 
     where several pools grow by different slabs, and a slab per layer where layers differ.
     """
     if not shape.is_uniform:
-        main, *others = kv_pools(shape, 1, context.engine)
+        main, *others = kv_pools(shape.kept_by_rank(tp), 1, context.engine)
         block_bytes = main.layout.token_bytes * context.engine.block_tokens
         slab_bytes = main.layout.quantum_bytes(context.page_bytes)
         return (1, block_bytes) if others else (slab_bytes // block_bytes, slab_bytes)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prism.config.checks.adapters import adapter_named
+from prism.config.checks.memory_needs import shard_of
 from prism.engines.model_memory import plan
 from prism.errors import ConfigError
 from prism.messages.engine import ActivateEngine
@@ -55,11 +56,13 @@ def live(folder: Path, config: dict[str, Any]) -> ModelSpec:
     return ModelSpec(name="m", path="", slo_ttft_s=1, slo_tpot_s=1, **shape)
 
 
+@pytest.mark.parametrize("tp", [1, 4, 8])
 @pytest.mark.parametrize("config", HYBRIDS.values(), ids=HYBRIDS)
 def test_a_simulated_hybrid_holds_what_the_engines_plan_says(
-    tmp_path: Path, config: dict[str, Any]
+    tmp_path: Path, config: dict[str, Any], tp: int
 ) -> None:
-    spec = live(tmp_path / "m", config)
+    """Compares them on each of `tp` devices. Of 4 KV heads, 8 devices have one each."""
+    spec = shard_of(live(tmp_path / "m", config), tp)
     planned = plan(
         ActivateEngine(spec),
         capacity_bytes=1 << 33,
@@ -69,15 +72,15 @@ def test_a_simulated_hybrid_holds_what_the_engines_plan_says(
     )
     file = tmp_path / "sim.yaml"
     engine = {"prefill_chunk_tokens": CHUNK}
-    models = [{"name": "m", "shape": "m/config.json", "kv_reserve_tokens": CONTEXT}]
-    trace = {"seconds": 9, "rate": 1}
-    file.write_text(json.dumps({"models": models, "engine": engine, "generate": trace}))
+    models = [{"name": "m", "shape": "m/config.json", "kv_reserve_tokens": CONTEXT, "tp": tp}]
+    data = {"models": models, "engine": engine, "generate": {"seconds": 9, "rate": 1}}
+    file.write_text(json.dumps({**data, "gpus": {"count": tp}}))
     setup = load(file).setup.models[0]
     need = setup.need
     assert not need.is_plain
-    assert setup.token_bytes == spec.token_bytes == planned.layout.token_bytes
-    assert setup.kv_floor_bytes == planned.reserve_bytes
-    part = setup.parts[1]
+    assert setup.token_bytes / tp == spec.token_bytes == planned.layout.token_bytes
+    assert setup.kv_floor_bytes / tp == planned.reserve_bytes
+    part = setup.parts[tp]
     simulated = {
         "quantum_bytes": part.quantum_bytes,
         "quantum_tokens": part.quantum_blocks * need.block_tokens,
@@ -109,13 +112,13 @@ def test_layers_that_share_kv_keep_it_once(tmp_path: Path) -> None:
     assert shape.kv_token_bytes() == 8 * 2 * 4 * 128 * 2
 
 
-def test_hybrids_are_on_one_gpu_each(tmp_path: Path) -> None:
-    make_model(tmp_path / "m", **QWEN)
+def test_gpus_share_the_heads_of_states_evenly(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", **QWEN, linear_num_key_heads=2, linear_num_value_heads=4)
     file = tmp_path / "sim.yaml"
-    models = [{"name": "m", "shape": "m/config.json", "tp": 2}]
+    models = [{"name": "m", "shape": "m/config.json", "tp": 4}]
     trace = {"seconds": 9, "rate": 1}
-    file.write_text(json.dumps({"models": models, "gpus": {"count": 2}, "generate": trace}))
-    with pytest.raises(ConfigError, match=r"m\.tp: models with pools for sliding windows"):
+    file.write_text(json.dumps({"models": models, "gpus": {"count": 4}, "generate": trace}))
+    with pytest.raises(ConfigError, match="2 heads of states cannot be shared by 4 ranks"):
         load(file)
 
 
