@@ -60,7 +60,7 @@ class ModelSpec(Wire, frozen=True):
     head_dim: int  # with latent attention, the numbers of a latent
     weight_bytes: int  # resident, as an engine keeps them
     # KV of one token in `kv_dtype`, with the arrangement's padding: K and V of all layers in the
-    # main pool.
+    # main pool, on all devices.
     token_bytes: int
     slo_ttft_s: float
     slo_tpot_s: float

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 import kvcached
+from prism.config.checks.adapters import with_layout
 from prism.config.checks.memory_needs import pools_of, shard_of
 from prism.engines.sglang.platform.supported_models import (
     WHOLE_WEIGHTS,
@@ -29,7 +30,7 @@ from prism.models.files import inspect_model
 from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
 from tests.families import TINY, VOCAB_SIZE
-from tests.sglang.conftest import PAGE_BYTES, PEER, ledger_of, opened_pair
+from tests.sglang.conftest import PAGE_BYTES, PEER, config_of, ledger_of, opened_pair
 from tests.sglang.models import TIE, gap_of, network
 from tests.sglang.test_families import PROMPT_TOKENS, logs
 
@@ -128,6 +129,12 @@ def test_each_rank_has_the_whole_latent() -> None:
     assert part.derived_bytes == spec.derived_bytes // 2
     with pytest.raises(ActivationError, match="its 6 query heads cannot be shared by 4 ranks"):
         shard_of(spec, 4)
+
+
+def test_policies_count_the_latent_of_each_device(tmp_path: Path) -> None:
+    wide = msgspec.structs.replace(spec_of("deepseek_v3"), tp=2, adapter="sglang")
+    config = msgspec.structs.replace(config_of(tmp_path, 64 << 20), models=[wide])
+    assert with_layout(wide, config, "auto").token_bytes == 2 * wide.token_bytes
 
 
 def test_ranks_divide_the_heads_of_both_pools() -> None:
