@@ -105,7 +105,10 @@ def up(
         on_ray.serve(config or DEFAULT_CONFIG, ray, named, partial(print, flush=True))
     else:
         options = Options(run_dir, log_dir, _level(log_level), core_dumps)
+        from prism.frontend.text.model_texts import check_texts
+
         found, _ = _probed(_load(config, host, port, node, download=True))
+        check_texts(found)
         _warn(found)
         serve(found, options, _console())
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Wrong = tuple[Mapping[str, Any], str, str]
 
 _ROPES = ("rope_scaling", "rope_parameters")
-# Types of rotary positions -> the keys that they need, with positive numbers or lists of them.
+# Types of rotary positions -> the keys that they need, with positive numbers.
 _ROPE_TYPES: dict[str, Sequence[str]] = {
     "default": (),
     "linear": ("factor",),
@@ -22,11 +22,20 @@ _ROPE_TYPES: dict[str, Sequence[str]] = {
     "yarn": ("factor",),
     "deepseek_yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-    "su": ("short_factor", "long_factor"),  # LongRoPE in older files
+    "longrope": (),
+    "su": (),  # LongRoPE in older files
     "mrope": (),
     "proportional": (),
 }
+_FACTOR_LISTS = ("short_factor", "long_factor")  # of LongRoPE
+# Keys that some types of rotary positions have, with positive numbers.
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
 # Families without rotary positions.
 _NOT_ROTARY = frozenset({"bloom", "gpt2", "gpt_bigcode", "opt"})
 _HUGE = 2**63
@@ -43,7 +52,7 @@ def wrong_values(config: Mapping[str, Any], decoder: ModelShape) -> Iterator[Wro
     for name in _ACTIVATIONS:
         if not isinstance(text.get(name, ""), str | None):
             yield text, name, "the name of an activation"
-    yield from _wrong_ropes(text)
+    yield from _wrong_ropes(text, decoder)
     if decoder.model_type not in _NOT_ROTARY:
         yield from _odd_heads(text, decoder)
     for values in (text, config):
@@ -66,9 +75,14 @@ def _is_positive(value: object) -> bool:
     return is_number(value) and value > 0
 
 
-def _wrong_ropes(text: Mapping[str, Any]) -> Iterator[Wrong]:
-    if text.get("rope_theta") is not None and not _is_positive(text["rope_theta"]):
-        yield text, "rope_theta", "a positive number"
+def _wrong_ropes(text: Mapping[str, Any], decoder: ModelShape) -> Iterator[Wrong]:
+    for name in ("rope_theta", "original_max_position_embeddings"):
+        if text.get(name) is not None and not _is_positive(text[name]):
+            yield text, name, "a positive number"
+    part = text.get("partial_rotary_factor")
+    if part is not None and not (_is_positive(part) and part <= 1):
+        yield text, "partial_rotary_factor", "a number above 0, up to 1"
+        return
     for name in _ROPES:
         rope = text.get(name)
         if rope is None:
@@ -78,23 +92,42 @@ def _wrong_ropes(text: Mapping[str, Any]) -> Iterator[Wrong]:
             continue
         by_layer = [part for part in rope.values() if isinstance(part, Mapping)]
         for part in by_layer or [rope]:
-            if expected := _expected_of_rope(part):
+            for expected in _expected_of_rope(part, _turned(text, part, decoder)):
                 yield text, name, expected
 
 
-def _expected_of_rope(rope: Mapping[str, Any]) -> str:
-    """Returns what is expected of an object of rotary positions, "" if it is right."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _turned(text: Mapping[str, Any], rope: Mapping[str, Any], decoder: ModelShape) -> int:
+    """Returns the numbers of a head that rotary positions turn."""
+    kept = next((layer.kv for layer in decoder.layers if layer.kv), None)
+    if kept is None:
+        return 0
+    rotary_dim: int = getattr(kept, "rope_dim", None) or kept.parts(0)[0].dim
+    factor = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1
+    return int(rotary_dim * factor) if is_number(factor) else 0
+
+
+def _expected_of_rope(rope: Mapping[str, Any], turned: int) -> Iterator[str]:
+    """Yields what is expected of an object of rotary positions that turn this many numbers of a
+    head."""
+    kind = rope.get("rope_type", rope.get("type", "" if "factor" in rope else "default"))
     if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-        return f"an object with a rope_type of {', '.join(_ROPE_TYPES)}"
+        yield f"an object with a rope_type of {', '.join(_ROPE_TYPES)}"
+        return
     for name in _ROPE_TYPES[kind]:
-        values = rope.get(name)
-        listed = values if isinstance(values, list) and values else [values]
-        if not all(_is_positive(value) for value in listed):
-            return f"an object with a positive {name}, which rope_type {kind} needs"
-    if "rope_theta" in rope and not _is_positive(rope["rope_theta"]):
-        return "an object with a positive rope_theta"
-    return ""
+        if not _is_positive(rope.get(name)):
+            yield f"an object with a positive {name}, which rope_type {kind} needs"
+    for name in _FACTOR_LISTS if kind in ("longrope", "su") else ():
+        factors = rope.get(name)
+        if not isinstance(factors, list) or not factors or not all(map(_is_positive, factors)):
+            yield f"an object with a list {name} of positive numbers, which rope_type {kind} needs"
+        elif turned and len(factors) != turned // 2:
+            yield f"an object with {turned // 2} numbers of {name}, for {turned} of a head"
+    for name in _ROPE_NUMBERS:
+        if name in rope and not _is_positive(rope[name]):
+            yield f"an object with a positive {name}"
+    sections = rope.get("mrope_section", None if kind == "mrope" else [])
+    if not isinstance(sections, list) or not all(type(each) is int for each in sections):
+        yield "an object with an mrope_section of whole numbers"
 
 
 def _odd_heads(text: Mapping[str, Any], decoder: ModelShape) -> Iterator[Wrong]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from kvcached import Checkpoint, CheckpointTensor, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.models.files import quantized_by
 from prism.models.text_part import text_weight
+from prism.models.weight_names import is_known
 
 # Tensors by name; those of a layer by the name within it.
 Tensors = Mapping[str, CheckpointTensor]
@@ -31,13 +32,20 @@ _OF_KV = re.compile(r"\.[kv]_(proj|norm)\.weight$")
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def weights_differ(model: Path, config: Mapping[str, Any], *, in_part: bool = False) -> str:
+def weights_differ(
+    model: Path,
+    config: Mapping[str, Any],
+    words: Collection[str] = (),
+    *,
+    in_part: bool = False,
+) -> str:
     """Returns how the tensors in the folder `model` differ from `config`, with the tensor and what
     to change, "" if an engine can load them. Only headers are read.
 
     Tensors that engines ignore may be there, too. Quantized ones are not compared.
 
     Args:
+        words: of the names that the engine's loader knows (`weight_names`); empty: not known.
         in_part: they are a whole model's, whose language model `config` describes.
     """
     if quantized_by(config, model):
@@ -61,6 +69,7 @@ def weights_differ(model: Path, config: Mapping[str, Any], *, in_part: bool = Fa
         _wrong_tables(others, shape),
         _wrong_count(own, found),
         _wrong_layers(own, shape),
+        _unknown_names(own, shape, words),
         _wrong_rest(others, shape),
     )
     return next(problems, "")
@@ -127,6 +136,20 @@ def _wrong_layers(own: Sequence[Tensors], shape: ModelShape) -> Iterator[str]:
             f" {layer.parameters}; correct its heads, biases, experts or intermediate_size, or"
             " complete the files"
         )
+
+
+def _unknown_names(
+    own: Sequence[Tensors], shape: ModelShape, words: Collection[str]
+) -> Iterator[str]:
+    """Yields names that the loader does not know, of layers that are not complete without them."""
+    for tensors, layer in zip(own, shape.layers, strict=True):
+        unknown = [name for name in tensors if words and not is_known(name, words)]
+        known = _numbers(each for name, each in tensors.items() if name not in unknown)
+        if unknown and known < layer.parameters:
+            yield (
+                f"has {tensors[unknown[0]].name}, a name that the loader of {shape.model_type} does"
+                " not know; save the weights with the names that transformers gives them"
+            )
 
 
 def _wrong_rest(others: Tensors, shape: ModelShape) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
+from tokenizers.models import Model
 
 # Changes a model's folder and its YAML.
 Edit = Callable[[Path, dict[str, Any]], object]
@@ -53,6 +54,26 @@ def tensor(name: str, shape: tuple[int, ...] | None, dtype: type = np.float16) -
         if tensors.pop(name, None) is None or shape is not None:
             tensors[name] = np.zeros(shape or (), dtype)
         save_file(tensors, model / WEIGHTS)
+
+    return edit
+
+
+def renamed(old: str, new: str) -> Edit:
+    """Renames tensors, in every layer."""
+
+    def edit(model: Path, _data: dict[str, Any]) -> None:
+        tensors = load_file(model / WEIGHTS)
+        save_file({n.replace(old, new): t for n, t in tensors.items()}, model / WEIGHTS)
+
+    return edit
+
+
+def tokenizer_of(words: Model) -> Edit:
+    """Replaces the tokenizer by one with this vocabulary."""
+
+    def edit(model: Path, _data: dict[str, Any]) -> None:
+        Tokenizer(words).save(str(model / "tokenizer.json"))
+        (model / TEMPLATE).write_text("{}")
 
     return edit
 
@@ -136,3 +157,5 @@ WRONG_TP: dict[str, tuple[Edit, str]] = {
         "models[0].tp: 1 KV heads of olmo2 cannot be shared by 2 devices; choose a divisor",
     ),
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from click import Command, Context
+from tokenizers.models import BPE, WordLevel
 
 from prism.cli.exit_codes import run
-from prism.cli.serve import check
+from prism.cli.serve import check, up
 from prism.engines import vllm
 from tests.config.model_edits import (
     FP8,
-    GEMMA3,
     GENERATION,
     INDEX,
-    MISTRAL,
-    SLIDES,
+    LLAMA3,
+    LONGROPE,
     TEMPLATE,
     WEIGHTS,
     WRONG_TP,
@@ -37,11 +38,14 @@ from tests.config.model_edits import (
     more_tokens,
     of_family,
     of_yaml,
+    renamed,
     tensor,
+    tokenizer_of,
     twice,
     without,
     without_layer,
 )
+from tests.config.wrong_layers import LAYERS
 from tests.frontend.tiny_model import make_whole_model
 
 GOOD: dict[str, Any] = {
@@ -198,63 +202,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
         'models[0].path: {m}/config.json has rms_norm_eps "1e-6", which is not a number of at'
         " least 0; correct the file",
     ),
-    "layer_types of another length": (
-        GEMMA3(layer_types=["full_attention"]),
-        "models[0].path: {m}/config.json has 1 layer_types for 2 layers; correct one of them",
-    ),
-    "an unknown kind of layer": (
-        GEMMA3(layer_types=["full_attention", "magic"]),
-        "models[0].path: {m}/config.json has layer_types magic; correct the file to some of"
-        " full_attention, sliding_attention, or give a model without such layers",
-    ),
-    "windows in a family without": (
-        keys(layer_types=SLIDES, sliding_window=16),
-        'models[0].path: {m}/config.json has layer_types ["full_attention",'
-        ' "sliding_attention"], which changes no llama model; remove the key, or correct'
-        " model_type",
-    ),
-    "layer_types of another length in a family without windows": (
-        keys(layer_types=["full_attention"]),
-        "models[0].path: {m}/config.json has 1 layer_types for 2 layers; correct one of them",
-    ),
-    "a negative window": (
-        MISTRAL(sliding_window=-1),
-        "models[0].path: {m}/config.json has sliding_window -1, which is not a whole number"
-        " of at least 0; correct the file",
-    ),
-    "a window that is text": (
-        MISTRAL(sliding_window="4096"),
-        'models[0].path: {m}/config.json has sliding_window "4096", which is not a whole'
-        " number of at least 0; correct the file",
-    ),
-    "an unknown kind of positions": (
-        keys(rope_scaling={"rope_type": "magic", "factor": 2.0}),
-        'models[0].path: {m}/config.json has rope_scaling {{"rope_type": "magic", "factor":'
-        " 2.0}}, which is not an object with a rope_type of default, linear, dynamic, yarn,"
-        " deepseek_yarn, llama3, longrope, su, mrope, proportional; correct the file",
-    ),
-    "positions without their factor": (
-        keys(rope_scaling={"rope_type": "linear"}),
-        'models[0].path: {m}/config.json has rope_scaling {{"rope_type": "linear"}}, which is'
-        " not an object with a positive factor, which rope_type linear needs; correct the"
-        " file",
-    ),
-    "positions with a factor of 0": (
-        keys(rope_scaling={"rope_type": "yarn", "factor": 0}),
-        'models[0].path: {m}/config.json has rope_scaling {{"rope_type": "yarn", "factor":'
-        " 0}}, which is not an object with a positive factor, which rope_type yarn needs;"
-        " correct the file",
-    ),
-    "positions that are text": (
-        keys(rope_scaling="linear"),
-        'models[0].path: {m}/config.json has rope_scaling "linear", which is not an object;'
-        " correct the file",
-    ),
-    "a rope_theta of 0": (
-        keys(rope_theta=0),
-        "models[0].path: {m}/config.json has rope_theta 0, which is not a positive number;"
-        " correct the file",
-    ),
+    **LAYERS,
     "no positions": (
         keys(max_position_embeddings=0),
         "models[0].path: {m}/config.json has max_position_embeddings 0, which is not a whole"
@@ -364,6 +312,21 @@ WRONG: dict[str, tuple[Edit, str]] = {
         "models[0].path: {m} has model.layers.1.self_attn.q_proj.weight of shape [16, 32],"
         " but other layers have [32, 32]; correct config.json or the files",
     ),
+    "names of another loader": (
+        renamed("self_attn.q_proj", "attention.query"),
+        "models[0].path: {m} has model.layers.0.attention.query.weight, a name that the loader of"
+        " llama does not know; save the weights with the names that transformers gives them",
+    ),
+    "names of another MLP": (
+        renamed(".mlp.", ".ffn."),
+        "models[0].path: {m} has model.layers.0.ffn.down_proj.weight, a name that the loader of"
+        " llama does not know; save the weights with the names that transformers gives them",
+    ),
+    "names of another norm": (
+        renamed("input_layernorm", "ln_in"),
+        "models[0].path: {m} has model.layers.0.ln_in.weight, a name that the loader of llama does"
+        " not know; save the weights with the names that transformers gives them",
+    ),
     "a transposed tensor": (
         tensor("model.layers.1.mlp.down_proj.weight", (64, 32)),
         "models[0].path: {m} has model.layers.1.mlp.down_proj.weight of shape [64, 32], but"
@@ -389,6 +352,16 @@ WRONG: dict[str, tuple[Edit, str]] = {
         more_tokens,
         "models[0].path: {m}/tokenizer.json has token 328 ('<more39>'), but config.json has"
         " vocab_size 300; save the model's own tokenizer there",
+    ),
+    "a tokenizer that makes no tokens": (
+        tokenizer_of(BPE({"word": 0}, [])),
+        "models[0].path: {m}/tokenizer.json makes no tokens of the text 'PrismMark'; save the"
+        " model's own tokenizer there",
+    ),
+    "a tokenizer that lacks letters": (
+        tokenizer_of(WordLevel({"word": 0})),
+        "models[0].path: {m}/tokenizer.json cannot encode the text 'PrismMark': WordLevel error:"
+        " Missing [UNK] token from the vocabulary; save the model's own tokenizer there",
     ),
     "settings of the tokenizer that are a list": (
         content(TEMPLATE, b"[]"),
@@ -434,6 +407,11 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a default that is not a number": (
         keys(GENERATION, top_k=float("nan")),
         "models[0].path: {m}/generation_config.json has top_k NaN, which is not a number;"
+        " correct the file",
+    ),
+    "a default that is negative": (
+        keys(GENERATION, temperature=-0.5),
+        "models[0].path: {m}/generation_config.json has temperature -0.5, which must be >= 0;"
         " correct the file",
     ),
     "an end of generation outside of the vocabulary": (
@@ -560,6 +538,18 @@ def test_the_command_says_the_same(folder: Path, short_dir: Path, name: str) -> 
     check_line(done.stderr, path, line)
 
 
+@pytest.mark.parametrize("name", ["a template with a mistake", "a template that refuses users"])
+def test_starting_says_the_same_as_check(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    edit, line = WRONG[name]
+    path = written(folder, edit)
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: up(Context(Command("up")), config=path), "error")
+    assert ended.value.code == 2
+    check_line(capsys.readouterr().err, path, line)
+
+
 ACCEPTED: dict[str, Edit] = {
     "as it is": keys(),
     "without a chat template": keys(TEMPLATE, chat_template=...),
@@ -572,15 +562,13 @@ ACCEPTED: dict[str, Edit] = {
         keys(num_nextn_predict_layers=1), tensor("model.layers.2.eh_proj.weight", (32, 64))
     ),
     "defaults that mean none": keys(GENERATION, temperature=None, top_k=0, eos_token_id=[0]),
-    "positions of Llama 3": keys(
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
+    "positions of Llama 3": keys(rope_scaling={**LLAMA3, "original_max_position_embeddings": 128}),
+    "LongRoPE": keys(rope_scaling=LONGROPE, original_max_position_embeddings=128),
+    "LongRoPE for a part of a head": keys(
+        rope_scaling={**LONGROPE, "short_factor": [1.0] * 2, "long_factor": [1.0] * 2},
+        partial_rotary_factor=0.5,
     ),
+    "a tensor that no loader knows, in addition": tensor("model.layers.0.extra.scale", (4, 4)),
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from kvcached.models import shape_of_config
 from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
 from prism.config.schema.machines import is_gpu
 from prism.messages.model_spec import ModelSpec
+from prism.models.weight_names import model_files, package_folder, words_of
 from prism.models.weight_shapes import weights_differ
 
 VERSION = "0.32.0"
@@ -105,8 +108,15 @@ def refuses(model: Path, embeds: bool = False) -> str:
             f"{model}/config.json names {architecture}, but {SERVED[kind]} is the architecture of"
             f" model_type {kind!r}; correct one of them"
         )
-    differs = weights_differ(model, config)
+    installed = find_spec("vllm") and find_spec("transformers")
+    files = model_files(_own_models(), kind, architecture) if installed else ()
+    differs = weights_differ(model, config, words_of(files))
     return f"{model} {differs}" if differs else ""
+
+
+def _own_models() -> Iterator[Path]:
+    folder = package_folder("vllm") / "model_executor" / "models"
+    yield from folder.glob("*.py")
 
 
 def _unserved(config: dict[str, Any]) -> str:

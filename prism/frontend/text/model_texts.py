@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from kvcached.models import shape_of_config
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import BadRequestError, ConfigError
 from prism.frontend.text.tokenizers import DEFAULTS, ModelTokenizer, load_tokenizer
@@ -15,6 +16,7 @@ from prism.models.special_tokens import read_json, special_tokens, token_text
 from prism.models.text_part import text_config
 
 _MARK = "PrismMark"
+_LEAST = {"top_k": -1}  # -1: none, as 0 is
 
 
 def check_texts(config: ClusterConfig) -> None:
@@ -41,6 +43,13 @@ def _check_vocabulary(path: Path, tokenizer: Tokenizer) -> None:
             f"{path}/tokenizer.json has token {last} ({tokenizer.id_to_token(last)!r}), but"
             f" config.json has vocab_size {rows}; save the model's own tokenizer there"
         )
+    try:
+        ids = tokenizer.encode(_MARK, add_special_tokens=False).ids
+        problem = "" if ids else f"makes no tokens of the text {_MARK!r}"
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        problem = f"cannot encode the text {_MARK!r}: {error}"
+    if problem:
+        raise ConfigError(f"{path}/tokenizer.json {problem}; save the model's own tokenizer there")
     end = special_tokens(path).get("eos_token")
     if end is not None and tokenizer.token_to_id(token_text(end) or "") is None:
         raise ConfigError(
@@ -53,10 +62,16 @@ def _check_generation(path: Path) -> None:
     file = path / "generation_config.json"
     generation = read_json(file)
     for name in DEFAULTS:
-        if not is_number(generation.get(name, 0)) and generation[name] is not None:
+        value = generation.get(name)
+        if value is not None and not is_number(value):
             raise ConfigError(
-                f"{file} has {name} {json.dumps(generation[name]):.60}, which is not a number;"
-                " correct the file"
+                f"{file} has {name} {json.dumps(value):.60}, which is not a number; correct the"
+                " file"
+            )
+        if value is not None and not value >= _LEAST.get(name, 0):
+            raise ConfigError(
+                f"{file} has {name} {value:g}, which must be >= {_LEAST.get(name, 0)}; correct the"
+                " file"
             )
     own = file, generation
     of_model = path / "config.json", text_config(read_json(path / "config.json"))
@@ -85,4 +100,4 @@ def _check_template(path: Path, tokenizer: ModelTokenizer) -> None:
 
 
 def _vocab_size(path: Path) -> int:
-    return int(text_config(read_json(path / "config.json"))["vocab_size"])
+    return shape_of_config(read_json(path / "config.json")).vocab_size

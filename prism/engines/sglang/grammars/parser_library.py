@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from prism.engines.sglang.platform.supported_models import package_folder
+from prism.models.weight_names import package_folder
 
 # Loggers that would log answers.
 _VERBOSE_LOGGERS = ("sglang.srt.function_call", "sglang.srt.parser")

@@ -36,7 +36,7 @@ from prism.engines.sglang.grammars import vocabulary
 from prism.engines.sglang.grammars.grammar_process import MATCH_CPU_S, cpu_limit
 from prism.engines.sglang.grammars.json_schemas import unenforced
 from prism.engines.sglang.grammars.parsers import WHITESPACE_MAX
-from prism.engines.sglang.platform.supported_models import package_folder
+from prism.models.weight_names import package_folder
 from prism.process import die_with_parent
 
 # In addition to the process with its libraries. Engines have more memory.

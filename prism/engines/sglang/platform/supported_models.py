@@ -16,6 +16,7 @@ from typing import Any
 from kvcached import Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.models.text_part import text_config
+from prism.models.weight_names import model_files, package_folder, words_of
 from prism.models.weight_shapes import weights_differ
 
 # Families whose answers are those of transformers, which tests/sglang/test_families.py shows.
@@ -289,7 +290,8 @@ def refuses(model: Path, embeds: bool = False) -> str:
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
             " another model or set embeddings: false"
         )
-    differs = weights_differ(model, config, in_part=in_part)
+    words = words_of(model_files(_own_models(), kind, architecture))
+    differs = weights_differ(model, config, words, in_part=in_part)
     return f"{model} {differs}" if differs else ""
 
 
@@ -396,11 +398,3 @@ def _own_models() -> Iterator[Path]:
 def _found(pattern: str, files: Iterator[Path]) -> bool:
     wanted = re.compile(pattern)
     return any(wanted.search(file.read_text(errors="replace")) for file in files if file.exists())
-
-
-def package_folder(name: str) -> Path:
-    """Returns the folder of an installed package. Raises ModuleNotFoundError."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"{name} is not installed: install the engine's requirements")
-    return Path(spec.submodule_search_locations[0])
