@@ -57,10 +57,10 @@ def list_command(directory: Directory = None) -> None:
     " meta-llama/Llama-3.1-8B@main   |   HF_HOME=/data/hf prism-models pull Qwen/Qwen3-8B",
 )
 def pull_command(names: HubNames) -> None:
-    """Downloads models from their hub for `path: NAME` of prism-serve, and prints the folder of
-    each. A model that is there is brought to the revision's newest commit. After an interruption,
-    files that were complete are not downloaded again. docs/model-hubs.md names the variables, such
-    as HF_HOME and HF_TOKEN."""
+    """Downloads models or LoRA adapters from their hub for `path: NAME` of prism-serve, and prints
+    the folder of each. A model that is there is brought to the revision's newest commit. After an
+    interruption, files that were complete are not downloaded again. docs/model-hubs.md names the
+    variables, such as HF_HOME and HF_TOKEN."""
     from prism.models.hub.hub_model import pulled
 
     for name in names:

@@ -26,7 +26,7 @@ from prism.config.checks.model_paths import (
     OfHub,
     absolute,
     check_folder,
-    hub_folder,
+    folder_of,
     hub_name_of,
 )
 from prism.config.checks.names import check_model_names, check_names
@@ -337,9 +337,7 @@ def _model(
     *,
     on_gpus: bool,
 ) -> ModelSpec:
-    path, hub_name = absolute(base_dir, data.path), hub_name_of(base_dir, data.path)
-    if hub_name:
-        path = hub_folder(hub_name, base_dir, f"{key}.path", of_hub)
+    path, hub_name = folder_of(base_dir, data.path, f"{key}.path", of_hub)
     adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
     files = inspect_model(
@@ -379,7 +377,10 @@ def _model(
         aliases=tuple(data.aliases),
         embedding=embedding_of(path, data.embeddings, f"{key}.embeddings"),
         lora=lora_spec(
-            [(each.name, absolute(base_dir, each.path)) for each in data.lora],
+            [
+                (each.name, *folder_of(base_dir, each.path, f"{key}.lora[{i}].path", of_hub))
+                for i, each in enumerate(data.lora)
+            ],
             (path, files, dtype),
             f"{key}.lora",
             engine.lora,

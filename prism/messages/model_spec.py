@@ -11,6 +11,7 @@ class LoraAdapter(Wire, frozen=True):
     name: str
     path: str
     rank: int
+    hub_name: str = ""  # name in a hub, if `path` is a snapshot of it
 
 
 class LoraSpec(Wire, frozen=True):
@@ -119,6 +120,13 @@ class ModelSpec(Wire, frozen=True):
     def names(self) -> tuple[str, ...]:
         """Names of the model and its adapters that requests may use."""
         return (*self.own_names, *self.aliases)
+
+    @property
+    def hub_paths(self) -> dict[str, str]:
+        """Folders of the model and its adapters by their names in a hub."""
+        folders = {each.hub_name: each.path for each in self.lora.adapters}
+        folders[self.hub_name] = self.path
+        return {name: path for name, path in folders.items() if name}
 
     def named(self, adapter: str) -> str:
         """Returns the name of `adapter`, or of the model if it is empty."""

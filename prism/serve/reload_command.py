@@ -70,10 +70,10 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
 
 
 def _of_hub(running: ClusterConfig) -> Callable[[str], Path]:
-    """Returns a function for `load`. Models that run keep their folders, also if the cache has
-    newer commits. Nothing is downloaded."""
+    """Returns a function for `load`. Models that run keep their folders and those of their
+    adapters, also if the cache has newer commits. Nothing is downloaded."""
     models = (*running.models, *running.leaving)
-    folders = {model.hub_name: Path(model.path) for model in models}
+    folders = {name: Path(path) for model in models for name, path in model.hub_paths.items()}
     return lambda name: folders.get(name) or cached(name)
 
 

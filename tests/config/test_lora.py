@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from prism.config.checks.memory_needs import memory_need
 from prism.config.resolve import load
 from prism.config.schema.access import ApiKey, KeysFile, hashed
-from prism.errors import ConfigError
+from prism.errors import ConfigError, NotDownloadedError
 from prism.models.lora_files import CONFIG, WEIGHTS
 from tests.config.test_load import written
 from tests.frontend.tiny_model import make_model, make_whole_model
@@ -81,6 +81,33 @@ def test_a_model_is_planned_with_its_adapters(folder: Path) -> None:
         None,
         None,
     ]
+
+
+def test_an_adapter_may_be_in_a_hub(folder: Path) -> None:
+    """Names the entry of an adapter that is not there. An existing folder has precedence."""
+    data = copy.deepcopy(GOOD)
+    data["models"][0]["lora"][0]["path"] = "org/x@v2"
+    asked: list[str] = []
+
+    def of_hub(name: str) -> Path:
+        asked.append(name)
+        return folder / "x"
+
+    config = load(written(folder, data), of_hub=of_hub)
+    (adapter,) = config.models[0].lora.adapters
+    assert (adapter.path, adapter.hub_name, asked) == (str(folder / "x"), "org/x@v2", ["org/x@v2"])
+    assert config.models[0].hub_paths == {"org/x@v2": str(folder / "x")}
+
+    def fails(name: str) -> Path:
+        raise NotDownloadedError(f"{name} is not in the cache; run prism-models pull {name}")
+
+    where = r"models\[0\]\.lora\[0\]\.path: .*org/x@v2"
+    with pytest.raises(ConfigError, match=f"{where} is not a directory, and org/x@v2 is not in"):
+        load(written(folder, data), of_hub=fails)
+    data["models"][0]["lora"][0]["path"] = "org/y"
+    (folder / "org").mkdir()
+    make_adapter(folder / "org" / "y", 4, "q_proj")
+    assert load(written(folder, data), of_hub=fails).models[0].hub_paths == {}
 
 
 def test_a_model_of_several_devices_has_adapters(folder: Path) -> None:

@@ -313,6 +313,39 @@ def test_a_damaged_cache_is_incomplete(hub: Hub) -> None:
     assert fetched(NAME, ignore) == folder
 
 
+ADAPTER = {
+    "adapter_config.json": b'{"peft_type": "LORA"}',
+    "adapter_model.safetensors": save({"lora_A": np.zeros((4, 8), np.float32)}),
+}
+
+
+def test_an_adapter_is_downloaded_like_a_model(hub: Hub) -> None:
+    commit = hub.add("org/adapter", {**ADAPTER, "README.md": b"#", "optimizer.pt": b"o"}, "v2")
+    done = prism_models("pull", "org/adapter@v2")
+    folder = Path(done.stdout.strip())
+    assert (done.returncode, folder.name, files_of(folder)) == (0, commit, ADAPTER)
+    hub.requests.clear()
+    assert fetched("org/adapter@v2", ignore) == folder
+    assert hub.requests == []
+    with pytest.raises(NotDownloadedError, match="org/adapter is not in the cache"):
+        cached("org/adapter")
+    (folder / "adapter_model.safetensors").resolve().write_bytes(b"cut")
+    with pytest.raises(NotDownloadedError, match=r"is incomplete: cannot read .*; remove damaged"):
+        cached("org/adapter@v2")
+
+
+def test_an_adapter_without_its_weights_is_refused_in_one_line(hub: Hub) -> None:
+    hub.add("org/bin", {**ADAPTER, "adapter_model.bin": b"b"} | {"adapter_model.safetensors": b""})
+    assert "org/bin is incomplete: cannot read " in refused("org/bin", NotDownloadedError)
+    files = {name: ADAPTER[name] for name in ("adapter_config.json",)}
+    hub.add("org/old", {**files, "adapter_model.bin": b"b"})
+    assert refused("org/old") == (
+        "org/old has its weights as PyTorch's .bin, which is not served; give a model with"
+        " *.safetensors"
+    )
+    assert "does not have org/none, or it is private" in refused("org/none")
+
+
 def test_a_full_disk(hub: Hub, model: dict[str, bytes]) -> None:
     """Refuses what cannot fit before the first byte, and reports a disk that fills up later."""
     hub.add(NAME, {**model, "model.safetensors": bytes(8 * MIB)})

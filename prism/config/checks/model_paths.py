@@ -22,6 +22,13 @@ def hub_name_of(base_dir: Path, path: str) -> str:
     return "" if split_name(path) is None or absolute(base_dir, path).exists() else path
 
 
+def folder_of(base_dir: Path, path: str, key: str, of_hub: OfHub) -> tuple[Path, str]:
+    """Returns the folder of `path`, and its name in a hub if it is one. Raises the errors of
+    `hub_folder`."""
+    name = hub_name_of(base_dir, path)
+    return (hub_folder(name, base_dir, key, of_hub) if name else absolute(base_dir, path)), name
+
+
 def check_folder(folder: Path, path: str, key: str) -> None:
     """Raises ConfigError if `folder` is not a folder, or has weights only as GGUF and the like."""
     if folder.is_dir():

@@ -17,8 +17,9 @@ class LoraYaml(Strict, frozen=True):
 
     # The part after the colon in the name that requests use.
     name: str
-    # The folder with adapter_config.json and adapter_model.safetensors, in PEFT's format. Relative
-    # paths start at the YAML's folder.
+    # The folder with adapter_config.json and adapter_model.safetensors, in PEFT's format, or the
+    # adapter's name in a hub: ORG/NAME or ORG/NAME@REVISION. Relative paths start at the YAML's
+    # folder.
     path: str
 
 
@@ -32,7 +33,7 @@ class LoraConfig(Strict, frozen=True):
 
 
 def lora_spec(
-    adapters: Sequence[tuple[str, Path]],
+    adapters: Sequence[tuple[str, Path, str]],
     model: tuple[Path, ModelFiles, str],
     key: str,
     engine: LoraConfig,
@@ -40,7 +41,7 @@ def lora_spec(
     """Returns the adapters of a model. Raises ConfigError that names the entry.
 
     Args:
-        adapters: Name and directory of each adapter.
+        adapters: Name, directory and hub's name of each adapter.
         model: Directory, files and dtype of the model.
         key: YAML key of the list, for messages.
         engine: Limits of engines.
@@ -50,10 +51,10 @@ def lora_spec(
     path, files, dtype = model
     base = lora_base(path, files, key)
     found, targets = [], set[str]()
-    for index, (name, folder) in enumerate(adapters):
+    for index, (name, folder, hub_name) in enumerate(adapters):
         rank, modules = inspect_adapter(folder, f"{key}[{index}].path", base, engine.rank_max)
         targets |= modules
-        found.append(LoraAdapter(name, str(folder), rank))
+        found.append(LoraAdapter(name, str(folder), rank, hub_name))
     rank, slots = max(a.rank for a in found), min(engine.slots, len(found))
     shapes = {name: shape for name, shape in base.shapes.items() if name in with_fused(targets)}
     widths = sum(sum(shape) for shape in shapes.values())

@@ -1,4 +1,5 @@
-"""Models by a hub's name: ORG/NAME, or ORG/NAME@REVISION with a branch, tag or commit.
+"""Models and LoRA adapters by a hub's name: ORG/NAME, or ORG/NAME@REVISION with a branch, tag or
+commit.
 
 huggingface_hub downloads and keeps them, in its cache and by its variables (HF_HOME, HF_TOKEN,
 HF_ENDPOINT, HF_HUB_OFFLINE). SGLANG_USE_MODELSCOPE selects ModelScope's package, as in SGLang.
@@ -11,11 +12,14 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from prism.errors import ConfigError, NotDownloadedError
+from prism.models.lora_files import CONFIG, WEIGHTS
 
 Say = Callable[[str], None]
 
-# The files that an engine needs: configuration, tokenizer, chat template, weights.
+# The files that an engine needs: configuration, tokenizer, chat template, weights or an adapter.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 # The weights again, in other formats.
 IGNORED = ["*/*.safetensors", "consolidated*", "original/*", "onnx/*"]
@@ -111,18 +115,32 @@ def _is_modelscope() -> bool:
 
 
 def _whole(folder: Path, name: str) -> Path:
-    """Returns `folder`. Raises NotDownloadedError if config.json or weights are missing or cut."""
-    from kvcached import Checkpoint
-    from kvcached.errors import WeightFileError
-
-    problem = "" if (folder / "config.json").is_file() else f"{folder} does not have config.json"
-    try:
-        Checkpoint.open(folder)
-    except WeightFileError as error:
-        problem = str(error)
-    if problem:
+    """Returns `folder`. Raises NotDownloadedError if the configuration or weights of a model, or of
+    an adapter, are missing or cut."""
+    is_adapter = {each.name for each in folder.glob("*.safetensors")} <= {WEIGHTS}
+    is_adapter &= (folder / CONFIG).is_file()
+    if problem := _lack_of_adapter(folder) if is_adapter else _lack_of_model(folder):
         raise NotDownloadedError(
             f"{name} is incomplete: {problem}; remove damaged files, and run prism-models pull"
             f" {name}"
         )
     return folder
+
+
+def _lack_of_model(folder: Path) -> str:
+    from kvcached import Checkpoint
+    from kvcached.errors import WeightFileError
+
+    try:
+        Checkpoint.open(folder)
+    except WeightFileError as error:
+        return str(error)
+    return "" if (folder / "config.json").is_file() else f"{folder} does not have config.json"
+
+
+def _lack_of_adapter(folder: Path) -> str:
+    try:
+        with safe_open(folder / WEIGHTS, framework="np"):
+            return ""
+    except (SafetensorError, OSError) as error:
+        return f"cannot read {folder / WEIGHTS}: {error}"

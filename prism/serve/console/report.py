@@ -37,8 +37,12 @@ def configuration(
     config: ClusterConfig, gpus: Mapping[str, GpuFound] = MappingProxyType({})
 ) -> RenderableType:
     """Returns tables of models and their memory, of devices and the models that fit, and of GPUs,
-    and the folders of models from hubs."""
-    folders = [Text(f"{m.name}: {m.hub_name} in {m.path}") for m in config.models if m.hub_name]
+    and the folders of models and adapters from hubs."""
+    folders = [
+        Text(f"{model.name}: {name} in {path}")
+        for model in config.models
+        for name, path in model.hub_paths.items()
+    ]
     parts: list[RenderableType] = [_models_table(config), *folders, _devices_table(config)]
     if any(is_gpu(device.name) for device in config.devices):
         parts += [_gpus_table(config, gpus), _fits_table(config)]

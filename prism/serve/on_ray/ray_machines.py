@@ -180,7 +180,7 @@ def with_absolute_paths(file: Mapping[str, Any], folder: Path) -> str:
     for model in whole["models"]:
         for each in (model, *model.get("lora", [])):
             # Each machine looks for a hub's model in its own cache.
-            if each is not model or not hub_name_of(folder, model["path"]):
+            if not hub_name_of(folder, each["path"]):
                 make_absolute(each, "path")
     frontend, engine = whole.get("frontend", {}), whole.get("engine", {})
     make_absolute(whole.get("access", {}), "keys")
