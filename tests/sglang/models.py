@@ -6,6 +6,7 @@ import json
 import random
 import warnings
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
 RECIPES: dict[str, Recipe] = {
     model.name: model for model in (*tiny.TINY_MODELS, *FAMILIES, MOE, GEMMA3, MLA, SMOLLM2, AGAIN)
 }
+Kept = Callable[[Any], Any]
 TIE = 1e-3  # of `largest_gap`: less is rounding
 LLAMA, QWEN3, GPT2 = tiny.LLAMA.name, tiny.QWEN3.name, tiny.GPT2.name
 
@@ -166,11 +168,45 @@ def largest_gap(name: str, prompt: list[int], output: list[int]) -> float:
     return gap_of(_network(name), prompt, output)
 
 
-def gap_of(network: Any, prompt: list[int], output: list[int]) -> float:
-    """Returns the largest gap (see `largest_gap`) by transformers' model `network`."""
+def gap_of(network: Any, prompt: list[int], output: list[int], kept: Kept | None = None) -> float:
+    """Returns the largest gap (see `largest_gap`) by transformers' model `network`. `kept` returns
+    what a cache keeps of K or V (None: all)."""
     import torch
 
+    ids = torch.tensor([prompt + output[:-1]])
+    cache = cache_of(network.config, kept) if kept else None
     with torch.inference_mode():
-        logits = network(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        logits = network(ids, past_key_values=cache).logits[0, len(prompt) - 1 :]
         chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         return float((logits.max(dim=1).values - chosen).max())
+
+
+def cache_of(config: Any, kept: Kept) -> Any:
+    """Returns a cache of transformers that keeps `kept` of K and V, or of latents."""
+    stock: Any = import_transformers().DynamicCache
+
+    class RoundingCache(stock):  # type: ignore[misc]
+        def update(self, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(kept(k), kept(v), *args, **kwargs)
+
+    return RoundingCache(config=config)
+
+
+def nearest(dtype: str) -> Kept:
+    """Returns a function that rounds to numbers of `dtype`."""
+    import torch
+
+    return lambda states: states.to(getattr(torch, dtype)).to(states.dtype)
+
+
+def towards_zero(dtype: str) -> Kept:
+    """Returns a function that rounds to numbers of `dtype` (FP8) without increasing any."""
+    import torch
+
+    def kept(states: Any) -> Any:
+        small = states.to(getattr(torch, dtype))
+        over = small.to(states.dtype).abs() > states.abs()
+        codes = small.view(torch.uint8) - over.to(torch.uint8)
+        return codes.view(small.dtype).to(states.dtype)
+
+    return kept

@@ -41,7 +41,9 @@ SEAMS: dict[str, str | None] = {
     "layers.rotary_embedding.rope_variant:Phi3LongRoPEScaledRotaryEmbedding": None,
     # pools of windows and of states
     "arg_groups.model_override_base:_MODEL_OVERRIDE_FNS": None,
+    "arg_groups.model_override_base:attention_backends_of": "cfg",
     "arg_groups.model_override_base:model_config_of": "server_args",
+    "arg_groups.model_override_base:resolved_view": "server_args",
     "configs.hybrid_arch:mambaish_config": "model_config",
     "layers.attention.attention_registry:ATTENTION_BACKENDS": None,
     "layers.attention.torch_native_backend:TorchNativeAttnBackend": "model_runner",

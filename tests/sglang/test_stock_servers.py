@@ -15,11 +15,23 @@ import pytest
 from tests.engines import sharing
 from tests.engines.sharing import PAGE, Pair, right, token_bytes
 from tests.engines.stock import SGLangServer, until
-from tests.sglang.models import LLAMA, MLA, QWEN3, prompts, spec_of
+from tests.sglang.models import (
+    LLAMA,
+    MLA,
+    QWEN3,
+    TIE,
+    gap_of,
+    nearest,
+    network,
+    path_of,
+    prompts,
+    spec_of,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 MODELS = (LLAMA, QWEN3)
+FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 # KV of one request of the whole context and the padding block, in slabs of 128 tokens.
 REQUEST_BYTES = {name: 5 * 128 * spec_of(name).token_bytes for name in MODELS}
 ELASTIC_BYTES = 12 << 20  # for both together, in addition to the guaranteed
@@ -157,6 +169,24 @@ def test_a_server_of_windows_or_states_answers_as_transformers_do(
         pair.close()
 
 
+@pytest.mark.parametrize(("name", "dtype"), FP8.items())
+def test_a_server_keeps_kv_in_fp8(tmp_path: Path, name: str, dtype: str) -> None:
+    def started(model: str, folder: Path, **said: str) -> SGLangServer:
+        return SGLangServer(model, folder, "--kv-cache-dtype", name, **said)
+
+    pair = Pair({LLAMA: started}, tmp_path, 64 << 20)
+    try:
+        # Slabs of FP8 and of float32 have the same size, and FP8's have four times the tokens.
+        assert pair.of(LLAMA).committed_bytes == 128 * token_bytes(LLAMA)
+        assert pair.of(LLAMA).min_bytes == 2 * 128 * token_bytes(LLAMA)
+        asked, reference = prompts(LLAMA, 6, (7, 200), seed=5), network(path_of(LLAMA))
+        for prompt, answer in zip(asked, pair.servers[LLAMA].answers(asked, 16), strict=True):
+            assert gap_of(reference, prompt, answer, nearest(dtype)) < TIE
+        pair.flush()
+    finally:
+        pair.close()
+
+
 @pytest.mark.long  # each server imports SGLang for itself
 @pytest.mark.parametrize(
     ("model", "arguments", "said", "message"),
@@ -171,6 +201,7 @@ def test_a_server_of_windows_or_states_answers_as_transformers_do(
         (LLAMA, (), {"CAPACITY": "1GiB"}, "set KVCACHED_CAPACITY and KVCACHED_PAGE to the same"),
         (LLAMA, ("--tp-size", "2"), {}, "tp_size 2 is not supported on kvcached: leave it out"),
         (LLAMA, ("--page-size", "1"), {}, "page_size 1 is not supported on kvcached: leave it out"),
+        (LLAMA, ("--kv-cache-dtype", "mxfp8"), {}, "kv_cache_dtype 'mxfp8' is not supported on"),
         (
             LLAMA,
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
@@ -178,7 +209,7 @@ def test_a_server_of_windows_or_states_answers_as_transformers_do(
             "speculative_algorithm 'NGRAM' is not supported on kvcached: leave it out",
         ),
     ],
-    ids=["weights", "minimum", "capacity", "ranks", "blocks", "guesses"],
+    ids=["weights", "minimum", "capacity", "ranks", "blocks", "mxfp8", "guesses"],
 )
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
     pair: Pair,

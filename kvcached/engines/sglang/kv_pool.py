@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod,
 )
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_schedule, get_server_args
 
 from kvcached import KVCache, Layout, MLALayout
 from kvcached.engines.sglang.memory import Pool, active_memory
@@ -38,8 +39,8 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
         self.kv = kv = active_memory().kv_cache(self._layout(), self.size + self.page_size, pool)
         self.size = kv.num_tokens - self.page_size  # whole slabs: any of their blocks may be used
         layers = range(self.layer_num)
-        self.k_buffer = [torch.from_dlpack(kv.k_buffer(i)) for i in layers]
-        self.v_buffer = [torch.from_dlpack(kv.v_buffer(i)) for i in layers]
+        self.k_buffer = [_stored(self, kv.k_buffer(i)) for i in layers]
+        self.v_buffer = [_stored(self, kv.v_buffer(i)) for i in layers]
 
     def _layout(self) -> Layout:
         return Layout(
@@ -47,7 +48,7 @@ class KvcachedPool(MHATokenToKVPool):  # type: ignore[misc]
             num_kv_heads=self.head_num,
             head_dim=self.head_dim,
             v_head_dim=None if self.v_head_dim == self.head_dim else self.v_head_dim,
-            dtype=str(self.store_dtype).removeprefix("torch."),
+            dtype=str(self.dtype).removeprefix("torch."),
             block_tokens=self.page_size,
         )
 
@@ -61,19 +62,36 @@ class KvcachedLatentPool(MLATokenToKVPool):  # type: ignore[misc]
     size: int
 
     def _create_buffers(self) -> None:
+        if self.store_dtype != self.dtype and torch.device(self.device).type != "cpu":
+            check_fp8_attention(attention_backends_of(resolved_view(get_server_args())))
         layout = MLALayout(
             num_layers=self.layer_num,
             kv_lora_rank=self.kv_lora_rank,
             rope_dim=self.qk_rope_head_dim,
-            dtype=str(self.store_dtype).removeprefix("torch."),
+            dtype=str(self.dtype).removeprefix("torch."),
             block_tokens=self.page_size,
         )
         self.kv = kv = active_memory().kv_cache(layout, self.size + self.page_size)
         self.size = kv.num_tokens - self.page_size
         layers = range(self.layer_num)
-        self.kv_buffer = [torch.from_dlpack(kv.buffer(i, "latent")) for i in layers]
+        self.kv_buffer = [_stored(self, kv.buffer(i, "latent")) for i in layers]
         if torch.device(self.device).type == "cpu":
             AttentionBackendRegistry.register("torch_native", _attend_to_latents)
+
+
+def check_fp8_attention(backends: tuple[str, ...]) -> None:
+    """Raises NotImplementedError for attention that does not read FP8 latents by Triton. Others
+    convert the whole pool first, of which pages without KV cannot be read."""
+    if set(backends) != {"triton"}:
+        raise NotImplementedError(
+            f"attention by {' and '.join(sorted(set(backends)))} on FP8 latents is not supported on"
+            " kvcached: set --attention-backend triton, or leave out --kv-cache-dtype"
+        )
+
+
+def _stored(pool: Any, view: Any) -> torch.Tensor:
+    """Returns a view of kvcached in SGLang's type of storage: bytes for an FP8 cache."""
+    return torch.from_dlpack(view).view(pool.store_dtype)
 
 
 def _attend_to_latents(attention: Any, forward_batch: Any) -> AttnForwardMethod:

@@ -32,6 +32,8 @@ _ONLY = {
     "enable_unified_memory": False,
     "enable_page_major_kv_layout": False,
 }
+# Values of kv_cache_dtype without other buffers next to K and V, as FP4 and MXFP8 have for scales.
+_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
 class ServerPlatform:
@@ -52,6 +54,11 @@ class ServerPlatform:
                     f"{name} {getattr(server_args, name)!r} is not supported on kvcached: leave "
                     "it out, or unset KVCACHED_DEVICE"
                 )
+        if server_args.kv_cache_dtype not in _KV_DTYPES:
+            raise NotImplementedError(
+                f"kv_cache_dtype {server_args.kv_cache_dtype!r} is not supported on kvcached: "
+                f"choose one of {', '.join(_KV_DTYPES)}"
+            )
         server_args.sleep_on_idle = True  # an idle scheduler would otherwise spin on a core
         if server_args.page_size is None:
             server_args.page_size = BLOCK_TOKENS
