@@ -42,6 +42,7 @@ CHANGEABLE = {
 FIXED = {
     "path": "path",
     "dtype": "dtype",
+    "kv_dtype": "kv_cache_dtype",
     "context_length": "context_length",
     "tp": "tp",
     "adapter": "adapter",
@@ -67,7 +68,7 @@ FIXED = {
     "kv_head_weight_bytes": "path",
 }
 # Fields that follow from these and from the number of models.
-DERIVED = ("name", "kv_dtype", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
+DERIVED = ("name", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
 _DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
 _JOURNAL = {"max_bytes": "max"}
 

@@ -21,6 +21,7 @@ from prism.config.checks.adapters import (
     with_layout,
 )
 from prism.config.checks.embedding_models import embedding_of
+from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES, check_attention, kv_cache_dtype
 from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory, undivided
 from prism.config.checks.model_paths import (
     OfHub,
@@ -358,10 +359,14 @@ def _model(
         raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
     if method := files.quantization:
         check_quantization(method, path, f"{key}.path", traits, on_gpus=on_gpus)
+    kv_dtype = kv_cache_dtype(data.kv_cache_dtype, dtype, files, key, traits)
+    if on_gpus and kv_dtype != dtype:
+        is_latent = files.pools.latent_rope_dim is not None
+        check_attention(kv_dtype, engine.attention_backend, key, traits, latent=is_latent)
     return ModelSpec(
         name=data.name,
         path=str(path),
-        **files.shape(dtype, data.context_length),
+        **files.shape(dtype, data.context_length, kv_dtype),
         slo_ttft_s=float(data.slo.ttft),
         slo_tpot_s=float(data.slo.tpot),
         slo_least_ttft_s=float(data.slo.least_ttft or 0),
@@ -394,6 +399,7 @@ def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:
     if not hub_name_of(base_dir, data.path):
         check_folder(absolute(base_dir, data.path), data.path, f"{key}.path")
     _one_of(data.dtype, ("auto", *DTYPE_BYTES), f"{key}.dtype")
+    _one_of(data.kv_cache_dtype, (AUTO, *KV_CACHE_DTYPES), f"{key}.kv_cache_dtype")
     if data.context_length is not None:
         _at_least(data.context_length, 1, f"{key}.context_length")
     _at_least(data.tp, 1, f"{key}.tp")

@@ -107,6 +107,11 @@ class ModelSpec(Wire, frozen=True):
         return self.lora.size_bytes
 
     @property
+    def other_kv_dtype(self) -> str:
+        """Dtype of the KV cache, "" if it is the model's."""
+        return "" if self.kv_dtype == self.dtype else self.kv_dtype
+
+    @property
     def is_plain(self) -> bool:
         """True if all layers keep K and V heads or a latent of all tokens."""
         return not (self.window_layers or self.state_bytes)

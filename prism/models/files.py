@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prism.errors import ConfigError
 from prism.models.config_values import wrong_values
+from prism.models.kv_scheme import kv_scheme_of
 from prism.models.text_part import text_weight
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvcached.models import LayerShape, ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KV_DTYPE_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 # Valid dtypes in a config.json that do not determine the dtype in an engine.
 _OPEN_DTYPES = ("auto", "float64", "float8_e4m3fn", "float8_e5m2")
 
@@ -78,6 +80,8 @@ class ModelFiles:
     pools: Pools
     # Method of quantized weights, "" for others.
     quantization: str
+    # Scheme of quantized KV: FP8, "" for plain KV, or what describes another one.
+    kv_scheme: str
     weights: Weights
     # Part of the weights that each of several devices has.
     whole: Weights
@@ -88,13 +92,16 @@ class ModelFiles:
         """Number of parameters."""
         return self.weights.parameters
 
-    def shape(self, dtype: str, context_length: int | None) -> dict[str, Any]:
-        """Returns fields of a ModelSpec for the model in `dtype`. `context_length` is capped at the
-        one in the files."""
+    def shape(
+        self, dtype: str, context_length: int | None, kv_dtype: str | None = None
+    ) -> dict[str, Any]:
+        """Returns fields of a ModelSpec for the model in `dtype` with a KV cache in `kv_dtype`
+        (None: the same). `context_length` is capped at the one in the files."""
+        kv_dtype = kv_dtype or dtype
         return {
             "architecture": self.architecture,
             "dtype": dtype,
-            "kv_dtype": dtype,
+            "kv_dtype": kv_dtype,
             "context_length": min(context_length or self.context_length, self.context_length),
             "num_layers": self.num_layers,
             **asdict(self.pools),
@@ -106,7 +113,7 @@ class ModelFiles:
             + self._bytes_of(self.decoder.whole_channel_parameters, dtype),
             "kv_head_weight_bytes": self._bytes_of(self.decoder.kv_head_parameters, dtype),
             "derived_bytes": self.derived_bytes(dtype),
-            "token_bytes": self.token_bytes(dtype),
+            "token_bytes": self.token_bytes(kv_dtype),
         }
 
     def weight_bytes(self, dtype: str) -> int:
@@ -127,10 +134,10 @@ class ModelFiles:
         return loaded_bytes * parameters // self.decoder.parameters
 
     def token_bytes(self, dtype: str) -> int:
-        """Returns the bytes of one token's KV in the main pool."""
+        """Returns the bytes of one token's KV in the main pool, in the KV cache's `dtype`."""
         pools, parts = self.pools, 1 if self.pools.latent_rope_dim else 2
         numbers = pools.kv_layers * parts * pools.num_kv_heads * pools.head_dim
-        return numbers * DTYPE_BYTES[dtype]
+        return numbers * _KV_DTYPE_BYTES[dtype]
 
     def derived_bytes(self, dtype: str) -> int:
         """Returns the bytes of copies of weights that engines make to attend to latents."""
@@ -164,13 +171,15 @@ def inspect_model(
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
     tensors = _weights(path, decoder.tied, key, in_part="text_config" in config)
+    method, described = _quantization(config, path)
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
         context_length=min([decoder.context_tokens, *(sizes if everywhere or ignored else ())]),
         num_layers=len(decoder.layers),
         pools=pools,
-        quantization=quantized_by(config, path),
+        quantization=method,
+        kv_scheme=kv_scheme_of(method, described, tensors),
         weights=Weights.of(tensors.values()),
         whole=Weights.of(
             tensor
@@ -281,15 +290,27 @@ def _architecture(config: dict[str, Any], path: Path, key: str) -> str:
 def quantized_by(config: Mapping[str, Any], path: Path) -> str:
     """Returns the method of quantized weights, or the key that describes them if the method has no
     name. Returns "" for other weights."""
-    found = next(_methods(config), "")
-    return found or ("modelopt" if (path / _MODELOPT).is_file() else "")
+    return _quantization(config, path)[0]
 
 
-def _methods(config: Mapping[str, Any]) -> Iterator[str]:
+def _quantization(config: Mapping[str, Any], path: Path) -> tuple[str, Mapping[str, Any]]:
+    """Returns the method (see `quantized_by`), and the values that describe it."""
+    method, described = next(_methods(config), ("", dict[str, Any]()))
+    file = path / _MODELOPT
+    if not file.is_file():
+        return method, described
+    try:
+        section = json.loads(file.read_text()).get("quantization")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        section = None
+    return method or "modelopt", section if isinstance(section, dict) else described
+
+
+def _methods(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, value in config.items():
         if name in _QUANTIZED and value is not None:
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
-            yield str(method or name)
+            described = value if isinstance(value, Mapping) else {}
+            yield str(described.get("quant_method") or name), described
             continue
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, Mapping):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,29 +31,38 @@ from tests.sglang.models import LLAMA, spec_of
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
 
 DEVICE = "cuda:0"
+KERNELS = ("__init__.py", "flash_attn.py")
 
 
 @pytest.mark.parametrize(
-    ("files", "configured", "expected"),
+    ("files", "configured", "expected", "changed"),
     [
-        ((), None, "triton"),
-        (("__init__.py",), None, "triton"),
-        (("__init__.py", "flash_attn.py"), None, None),
-        ((), "flashinfer", "flashinfer"),
+        ((), None, "triton", {}),
+        (("__init__.py",), None, "triton", {}),
+        (KERNELS, None, None, {}),
+        ((), "flashinfer", "flashinfer", {}),
+        (KERNELS, None, None, {"kv_dtype": "float8_e4m3fn"}),
+        ((), None, "triton", {"kv_dtype": "float8_e4m3fn"}),
+        (KERNELS, None, "triton", {"kv_dtype": "float8_e5m2"}),
+        (KERNELS, None, "triton", {"kv_dtype": "bfloat16"}),
+        (KERNELS, None, "triton", {"kv_dtype": "float8_e4m3fn", "latent_rope_dim": 8}),
+        (KERNELS, "fa3", "fa3", {"kv_dtype": "float8_e4m3fn"}),
     ],
 )
-def test_attention_needs_no_kernels_that_are_not_installed(
+def test_attention_is_installed_and_reads_the_kv(  # noqa: PLR0917
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     files: tuple[str, ...],
     configured: str | None,
     expected: str | None,
+    changed: dict[str, Any],
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if files else None
     monkeypatch.setattr(gpu, "find_spec", lambda name: spec)
-    assert gpu.attention_backend(configured) == expected
+    model = msgspec.structs.replace(spec_of(LLAMA), **changed)
+    assert gpu.attention_backend(configured, model) == expected
 
 
 def test_kernels_are_compiled_with_a_whole_toolkit(
@@ -390,3 +400,12 @@ def test_a_capture_that_fails_on_a_rank_ends_the_engine(monkeypatch: pytest.Monk
     captures.error = RuntimeError("invalidated")
     with pytest.raises(RuntimeError, match="invalidated"):
         graphs.between_steps(is_idle=True)
+
+
+def test_fp8_latents_are_read_by_triton_alone() -> None:
+    """Refuses backends that convert the whole pool, of which most pages do not exist."""
+    from kvcached.engines.sglang.kv_pool import check_fp8_attention
+
+    check_fp8_attention(("triton", "triton"))
+    with pytest.raises(NotImplementedError, match="attention by fa3 and triton on FP8 latents is"):
+        check_fp8_attention(("fa3", "triton"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any, Literal, cast
@@ -87,6 +87,10 @@ class EngineTraits:
     windows: frozenset[str] | None = None
     # Regular expression of the weights that each rank has, searched in "model_type:tensor".
     whole_weights: str = "^$"
+    # Types of KV other than a model's own (`kv_cache_dtype`), each with the attention backends on
+    # GPUs that read it for K and V heads, and those that read it for latents.
+    kv_dtypes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    latent_attention: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

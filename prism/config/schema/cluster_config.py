@@ -45,6 +45,9 @@ class ModelYaml(Strict, frozen=True):
     context_length: int | None = None
     # "auto" is float32 on host devices and the files' dtype on GPUs.
     dtype: str = "auto"
+    # The type of the KV cache: "bf16", "fp8_e4m3" or "fp8_e5m2", of which the last two take half of
+    # the memory of 16 bits. "auto" is the model's dtype, or the files' scheme of quantized KV.
+    kv_cache_dtype: str = "auto"
     # The engine adapter that serves the model. Default: engine.adapter.
     adapter: str | None = None
     # Whether the model stays on its device while it is idle.

@@ -40,7 +40,7 @@ def preload(device: str = "host:0") -> None:
 
 def traits() -> EngineTraits:
     """Returns the traits: as configured, with LoRA adapters, quantized weights, pools for windows,
-    and what can be divided over ranks."""
+    KV in other types, and what can be divided over ranks."""
     return EngineTraits(
         lora=True,
         quantized=supported_models.quantizations(),
@@ -49,6 +49,8 @@ def traits() -> EngineTraits:
         whole_weights=supported_models.WHOLE_WEIGHTS,
         one_device=supported_models.ONE_DEVICE,
         divided_heads=supported_models.DIVIDED_HEADS,
+        kv_dtypes=gpu.KV_ATTENTION,
+        latent_attention=frozenset({gpu.TRITON}),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from prism.config.checks.kv_cache import AUTO, KV_NAMES
 from prism.config.checks.memory_needs import BLOCK_TOKENS
 from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.model_memory import MemoryPlan
@@ -53,7 +54,7 @@ def on_gpu(order: ActivateEngine, engine: EngineConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "device": "cuda",
         "sampling_backend": "pytorch",
-        "attention_backend": gpu.attention_backend(engine.attention_backend),
+        "attention_backend": gpu.attention_backend(engine.attention_backend, order.model),
         "disable_prefill_cuda_graph": True,
     }
     if engine.cuda_graphs == "off" or order.model.embedding:  # embeddings have no decode steps
@@ -74,6 +75,7 @@ def settings(
         "load_format": KvcachedLoader,
         "tp_size": ranks,
         "dtype": spec.dtype,
+        "kv_cache_dtype": KV_NAMES.get(spec.other_kv_dtype, AUTO),
         "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,
         "skip_tokenizer_init": True,
         "is_embedding": spec.embedding is not None,

@@ -87,7 +87,8 @@ def _installed() -> str:
 
 def traits() -> EngineTraits:
     """Returns the traits. KV is one run of blocks, each of which holds all layers."""
-    return EngineTraits(BLOCK_TOKENS, ("block_interleaved",), spreads=False)
+    kv_dtypes = {name: frozenset[str]() for name in ("fp8_e4m3", "fp8_e5m2")}
+    return EngineTraits(BLOCK_TOKENS, ("block_interleaved",), spreads=False, kv_dtypes=kv_dtypes)
 
 
 def needs(device: str) -> GpuNeeds:
@@ -149,5 +150,7 @@ def parser_names() -> dict[str, list[str]]:
 def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
-    """Returns the key of parameters as vLLM's loaders fuse them."""
-    return WeightKey(content, f"vllm {VERSION} native", spec.dtype, rank, ranks)
+    """Returns the key of parameters as vLLM's loaders fuse them, with the stored answer of a type
+    of KV."""
+    use = f" {spec.other_kv_dtype} KV" if spec.other_kv_dtype else ""
+    return WeightKey(content, f"vllm {VERSION} native{use}", spec.dtype, rank, ranks)

@@ -21,6 +21,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from kvcached.engines.packed import replaced
 from kvcached.engines.vllm.memory import use_memory
 from kvcached.engines.vllm.plugin import WORKER
+from prism.config.checks.kv_cache import AUTO, KV_NAMES
 from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.vllm.loader import LOAD_FORMAT
 from prism.engines.vllm.memory import EngineMemory
@@ -50,6 +51,7 @@ def arguments(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig)
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # a request has all its sampling parameters
         "dtype": model.dtype,
+        "kv_cache_dtype": KV_NAMES.get(model.other_kv_dtype, AUTO),
         "max_model_len": model.context_length,
         "block_size": model.block_tokens,
         "kv_cache_memory_bytes": plan.virtual_tokens * plan.layout.buffer_token_bytes[0],

@@ -20,6 +20,15 @@ from prism.messages.model_spec import ModelSpec
 CUDA = "cuda"
 PLATFORM_ENTRY_POINT = "prism_cuda"
 TRITON = "triton"  # attention that needs no kernel library
+# Types of KV other than the model's, and the attention backends that read them. SGLang's attention
+# on latents reads them by Triton's kernels alone: others convert the whole pool, of which pages
+# without KV cannot be read.
+KV_ATTENTION = {
+    "bf16": frozenset({TRITON}),
+    "fp8_e4m3": frozenset({TRITON, "flashinfer", "fa3", "trtllm_mha"}),
+    "fp8_e5m2": frozenset({TRITON, "flashinfer"}),
+}
+_ANY_CHOICE = "float8_e4m3fn"  # is read by all backends that SGLang chooses
 
 # Import names of what SGLang's CUDA path needs in addition to the wheel: its kernels, and Triton.
 _NEEDS = ("sgl_kernel", TRITON)
@@ -72,9 +81,11 @@ def weight_key(
     content: str, spec: ModelSpec, rank: int = 0, ranks: int = 1, device: str = "host:0"
 ) -> WeightKey:
     """Returns the key of parameters as SGLang's loaders fuse and shard them for its kernels
-    ("native" on a CPU). Embedding models have a separate key, since their stored answer differs."""
+    ("native" on a CPU). Embedding models and other types of KV have separate keys, since their
+    stored answers differ."""
     kernels = "cuda" if is_gpu(device) else "native"
     use = " embeddings" if spec.embedding else ""
+    use += f" {spec.other_kv_dtype} KV" if spec.other_kv_dtype else ""
     return WeightKey(content, f"sglang {version('sglang')} {kernels}{use}", spec.dtype, rank, ranks)
 
 
@@ -106,11 +117,14 @@ def importing(device: str) -> contextlib.AbstractContextManager[None]:
     return answering
 
 
-def attention_backend(configured: str | None) -> str | None:
+def attention_backend(configured: str | None, model: ModelSpec) -> str | None:
     """Returns SGLang's name of the attention backend: the configured one, Triton without SGLang's
-    attention kernels, or None to let SGLang choose."""
+    attention kernels or for KV that some of them do not read, or None to let SGLang choose."""
     if configured is not None:
         return configured
+    is_latent = model.latent_rope_dim is not None
+    if model.other_kv_dtype and (is_latent or model.other_kv_dtype != _ANY_CHOICE):
+        return TRITON
     return None if _has_module("sgl_kernel", "flash_attn") else TRITON
 
 

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvcached import Heads
+from kvcached import Checkpoint, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config
+from prism.models.kv_scheme import has_scales
 from prism.models.text_part import text_config
 from prism.models.weight_names import model_files, package_folder, words_of
 from prism.models.weight_shapes import weights_differ
@@ -291,7 +292,9 @@ def refuses(model: Path, embeds: bool = False) -> str:
             " another model or set embeddings: false"
         )
     words = words_of(model_files(_own_models(), kind, architecture))
-    differs = weights_differ(model, config, words, in_part=in_part)
+    differs = _scales_lost(model, architecture) or weights_differ(
+        model, config, words, in_part=in_part
+    )
     return f"{model} {differs}" if differs else ""
 
 
@@ -348,24 +351,40 @@ def _names_in(file: Path) -> list[str]:
     return sorted(name for each in assigned for name in ast.literal_eval(each.value))
 
 
-def _can_embed(architecture: str) -> bool:
-    """Returns whether the model class, or a base class, can return an embedding of the last token.
-    Classes that only transformers implements always can."""
+def _scales_lost(model: Path, architecture: str) -> str:
+    """Returns that SGLang would ignore scales of K and V, "" if there are none or the module of the
+    class that loads the weights knows their names."""
+    if not has_scales(Checkpoint.open(model).tensors):
+        return ""
+    loaders = (text for body, text in _classes(architecture) if "def load_weights" in body)
+    if "maybe_remap_kv_scale_name" in next(loaders, ""):
+        return ""
+    return f"has scales of K and V, which SGLang ignores for {architecture}; give another model"
+
+
+def _classes(architecture: str) -> Iterator[tuple[str, str]]:
+    """Yields the bodies of the model class and of its base classes, and the modules of each."""
     texts = [file.read_text(errors="replace") for file in _own_models()]
     seen, names = set[str](), [architecture]
     while names:
-        name = names.pop()
+        name = names.pop(0)
         found = re.compile(
             rf"^class {re.escape(name)}\b\(?([^)]*)\)?:\n(.*?)(?=^\S|\Z)", re.M | re.S
         )
         for text in texts if name not in seen else ():
             for bases, body in found.findall(text):
-                if "get_embedding" in body:
-                    return True
+                yield body, text
                 names += re.findall(r"\w+", bases)
         seen.add(name)
+
+
+def _can_embed(architecture: str) -> bool:
+    """Returns whether the model class, or a base class, can return an embedding of the last token.
+    Classes that only transformers implements always can."""
+    if any("get_embedding" in body for body, _ in _classes(architecture)):
+        return True
     named = re.compile(rf"""(\bclass |["']){re.escape(architecture)}\b""")
-    return not any(named.search(text) for text in texts)
+    return not any(named.search(file.read_text(errors="replace")) for file in _own_models())
 
 
 def _configurations() -> Iterator[Path]:
