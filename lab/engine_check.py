@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import kvcached
+from prism.config.checks.kv_cache import KV_CACHE_DTYPES
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import Bytes, format_size, parse_size
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", default="2MiB")
     parser.add_argument("--static", help="default: 16MiB on a host device, 2GiB on a GPU")
     parser.add_argument("--dtype", default="auto", help="default: the files' on a GPU, or float32")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="default: as --dtype")
     parser.add_argument("--context", type=int)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -93,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, report: dict[str, Any]) -> None:
     on_host = options.dtype == "auto" and not is_gpu(options.device)
     dtype = "float32" if on_host else options.dtype
-    specs = [spec_of(path, options.context, dtype) for path in options.model]
+    kv_dtype = KV_CACHE_DTYPES.get(options.kv_cache_dtype)
+    specs = [spec_of(path, options.context, dtype, kv_dtype) for path in options.model]
     from prism.engines.sglang import adapter
     from prism.engines.sglang.platform import gpu
 
@@ -120,11 +123,17 @@ def _run(options: argparse.Namespace, report: dict[str, Any]) -> None:
         _compare(specs, report["rounds"])
 
 
-def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32") -> ModelSpec:
+def spec_of(
+    path: Path,
+    context_length: int | None = None,
+    dtype: str = "float32",
+    kv_dtype: str | None = None,
+) -> ModelSpec:
     """Returns the spec of the model in a directory. Raises ConfigError for invalid files.
 
     Args:
         dtype: Type of the weights; "auto" for the type of the files.
+        kv_dtype: Type of KV (None: the same).
     """
     files = inspect_model(path, "--model", WINDOW_POOLS, WINDOWS)
     if dtype == "auto":
@@ -134,7 +143,7 @@ def spec_of(path: Path, context_length: int | None = None, dtype: str = "float32
     return ModelSpec(
         name=path.name,
         path=str(path),
-        **files.shape(dtype, context_length),
+        **files.shape(dtype, context_length, kv_dtype),
         slo_ttft_s=60.0,
         slo_tpot_s=60.0,
     )

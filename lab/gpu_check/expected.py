@@ -224,6 +224,16 @@ EXPECTED: tuple[Expected, ...] = (
         source="Prism, section 7: 1 to 8 billion in 0.7 s",
     ),
     Expected(
+        "fp8",
+        "kv",
+        "KV memory of 4 requests of 6,000 tokens with KV in FP8 (e4m3)",
+        "MiB",
+        "the same requests with KV in bfloat16",
+        at_most=0.55,
+        of_ratio=True,
+        source="half of the numbers' bytes, in whole pages",
+    ),
+    Expected(
         "large",
         "write",
         "16 GB of random weights from the GPU into a file of /dev/shm",

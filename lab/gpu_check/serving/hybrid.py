@@ -41,8 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def body(report: Report) -> None:
     sizes, env = sizes_and_environment(report)
-    if on_doubles():
-        env["KVCACHED_TEST_CUDA_GRANULARITY"] = "4096"
+    env |= page_variables()
     # SGLang compiles its kernels of short convolutions for real GPUs only.
     families = [WINDOWS] if on_doubles() else [WINDOWS, STATES]
     for done, family in enumerate(families):
@@ -75,6 +74,11 @@ def without_windows(source: Path, folder: Path) -> Path:
     config["layer_types"] = ["full_attention"] * len(config["layer_types"])
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def page_variables() -> dict[str, str]:
+    """Returns the variables for the pages of `options_of`."""
+    return {"KVCACHED_TEST_CUDA_GRANULARITY": "4096"} if on_doubles() else {}
 
 
 def options_of(folders: list[Path], sizes: Sizes) -> list[str]:
