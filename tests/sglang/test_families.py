@@ -170,7 +170,7 @@ def logs(device: DeviceUnderTest) -> str:
 
 @pytest.mark.parametrize("kind", sorted(set(TINY) - SERVED))
 def test_the_others_are_refused_before_a_cluster_starts(tmp_path: Path, kind: str) -> None:
-    """A family that is known has a line that says why."""
+    """Looks for the reason in the line of each family that is known."""
     write_config(tmp_path, kind)
     assert "(SGLang has no class" in reason(tmp_path) or "index of keys" in reason(tmp_path)
 
