@@ -42,7 +42,24 @@ class RankKV:
         that no rank waits for it; the other ranks return None. If the vote itself raises, this
         rank's blocks are freed.
         """
-        ids = self._own(num_blocks)
+        return self._agree(self._own(num_blocks))
+
+    def agree(self, ids: Ids | None) -> Ids | None:
+        """Votes once, as `alloc_kv` does, on blocks that this rank has allocated in another way.
+
+        `ids` are this rank's new blocks, None if it has no room. Returns them if every rank passes
+        some. Otherwise frees them, and returns None. Raises the errors of `KVCache.free_kv`, after
+        it has voted no.
+        """
+        if ids is not None:
+            try:
+                self.kv.check_free(ids)
+            except KvcachedError:
+                self._all_true(False)
+                raise
+        return self._agree(ids)
+
+    def _agree(self, ids: Ids | None) -> Ids | None:
         agreed = False
         try:
             agreed = self._all_true(ids is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import kvcached._core as _core
 from kvcached.checks import namespace_name, text
@@ -65,6 +65,11 @@ class Settings:
         )
         settings._check()
         return settings
+
+    def of_device(self, offset: int) -> Settings:
+        """Returns the settings of a rank whose device is `offset` after that of rank 0."""
+        kind, _, ordinal = self.device.partition(":")
+        return replace(self, device=f"{kind}:{int(ordinal) + offset}")
 
     def open_device(self) -> Device:
         """Opens the device. Raises the errors of Device.open.

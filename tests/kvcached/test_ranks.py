@@ -12,9 +12,11 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcached import Client, Device, KVCache, RankKV
+from kvcached.errors import UnknownBlockError
 
 from .conftest import CAPACITY, PAGE, TINY
 from .libcuda import LibCuda
@@ -161,6 +163,29 @@ def test_a_vote_that_breaks_gives_back_what_was_taken(ranks: Ranks) -> None:
     with pytest.raises(ConnectionError):
         RankKV(ranks.caches[0], broken).alloc_kv(4)
     assert ranks.live() == [0, 0]
+
+
+@PAIRS_OF_DEVICES
+def test_ranks_agree_on_blocks_that_each_has_found_in_another_way(ranks: Ranks) -> None:
+    def found(rank: RankKV) -> object:
+        return rank.agree(rank.kv.alloc_kv(4, wait_s=1.0))
+
+    assert [len(ids) for ids in ranks.on_both(found)] == [4, 4]
+    assert ranks.live() == [4, 4]
+
+    def found_on_one(rank: RankKV) -> object:
+        return rank.agree(rank.kv.alloc_kv(4) if rank is ranks.ranks[0] else None)
+
+    assert ranks.on_both(found_on_one) == [None, None]
+    assert ranks.live() == [4, 4]
+
+    def wrong_on_one(rank: RankKV) -> object:
+        return rank.agree(np.array([1 << 40]) if rank is ranks.ranks[0] else rank.kv.alloc_kv(4))
+
+    wrong, other = ranks.on_both(wrong_on_one)
+    assert isinstance(wrong, UnknownBlockError)
+    assert other is None
+    assert ranks.live() == [4, 4]
 
 
 class Processes:

@@ -254,6 +254,7 @@ SEAMS: dict[str, str | None] = {
     "runtime_context:reset_context": "",
     "runtime_context:get_server_args": "",
     "runtime_context:get_device": "",
+    "runtime_context:get_parallel": "",
     "runtime_context:get_context": "",
     "runtime_context:get_exec": "",
     "runtime_context:SpawnRanks": "world_rank, dp_rank, gpu_id",

@@ -199,17 +199,16 @@ def test_a_server_keeps_kv_in_fp8(tmp_path: Path, name: str, dtype: str) -> None
             "KVCACHED_MINIMUM needs 1 GiB, but host:0 has .* available: stop",
         ),
         (LLAMA, (), {"CAPACITY": "1GiB"}, "set KVCACHED_CAPACITY and KVCACHED_PAGE to the same"),
-        (LLAMA, ("--tp-size", "2"), {}, "tp_size 2 is not supported on kvcached: leave it out"),
         (LLAMA, ("--page-size", "1"), {}, "page_size 1 is not supported on kvcached: leave it out"),
         (LLAMA, ("--kv-cache-dtype", "mxfp8"), {}, "kv_cache_dtype 'mxfp8' is not supported on"),
         (
             LLAMA,
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
             {},
-            "speculative_algorithm 'NGRAM' is not supported on kvcached: leave it out",
+            "speculative_algorithm 'NGRAM' is not supported on kvcached .a draft model's KV has no",
         ),
     ],
-    ids=["weights", "minimum", "capacity", "ranks", "blocks", "mxfp8", "guesses"],
+    ids=["weights", "minimum", "capacity", "blocks", "mxfp8", "guesses"],
 )
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
     pair: Pair,

@@ -19,6 +19,7 @@ CONTRACT = Contract(
         "sglang.srt.platforms.interface:SRTPlatform.post_load_model": ("model",),
         "sglang.srt.runtime_context:get_server_args": (),
         "sglang.srt.runtime_context:get_device": (),
+        "sglang.srt.runtime_context:get_parallel": (),
         "sglang.srt.model_loader.weight_utils:download_weights_from_hf": (
             "model_name_or_path",
             "cache_dir",

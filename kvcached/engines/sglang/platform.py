@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -9,6 +10,14 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities
 
 from kvcached.engines.sglang.memory import PoolMemory
+
+
+def bind_threads(ranks: int) -> None:
+    """Sets each rank's cores. Without this setting SGLang fails with more ranks than NUMA nodes."""
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
 
 
 class KvcachedPlatform:

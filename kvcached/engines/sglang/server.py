@@ -1,6 +1,7 @@
 """Stock SGLang server whose KV is in kvcached: its start, and the work around each step.
 
-`start` installs three hooks in SGLang, one of them around each step of its event loop.
+`start` installs three hooks in SGLang, one of them around each step of its event loop. With several
+ranks each rank's process does the same, and `rank_votes` keeps them in step.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ import os
 import pkgutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import zmq
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_device, get_parallel, get_server_args
 
 from kvcached import KVCache, KVLayout, RankKV
 from kvcached.engines.device_share import DeviceShare, weights_bytes
 from kvcached.engines.settings import Settings
-from kvcached.engines.sglang import gpu
+from kvcached.engines.sglang import gpu, rank_votes
 from kvcached.engines.sglang.allocator import KvcachedAllocator
 from kvcached.engines.sglang.hybrid import install
 from kvcached.engines.sglang.hybrid.windows import KvcachedWindowAllocator
@@ -28,6 +30,8 @@ from kvcached.engines.sglang.kv_pool import pool_bytes
 from kvcached.engines.sglang.memory import Ids, Pool, active_memory
 from kvcached.engines.sglang.radix_pages import RadixPages
 from kvcached.engines.sglang.retraction import retract_chunked_request
+from kvcached.errors import InvalidArgumentError
+from kvcached.tools.sizes import format_size
 
 _IDLE_SLEEP_S = 0.002
 
@@ -59,13 +63,16 @@ class ServerMemory:
     """The server's KV memory (`PoolMemory`), and its work between two steps."""
 
     def __init__(self) -> None:
-        """Opens the device. Raises the errors of `Settings.from_environment` and `DeviceShare`."""
+        """Opens the rank's device. Raises the errors of `Settings.from_environment` and
+        `DeviceShare`."""
         arguments = get_server_args()
         model = Path(arguments.served_model_name or arguments.model_path).name
-        settings = Settings.from_environment(os.environ)
+        offset = get_parallel().tp_rank * get_device().gpu_id_step
+        settings = Settings.from_environment(os.environ).of_device(offset)
         self.share = DeviceShare(settings, f"{model}:{arguments.port}")
         self._pools: dict[Pool, KVCache] = {}
         self._request_tokens: dict[Pool, int] = {"full": 0, "window": 0, "state": 1}
+        self._waking: rank_votes.Waking | None = None  # with several ranks
         self._attached = False
 
     # --- PoolMemory ------------------------------------------------------------------------
@@ -73,7 +80,13 @@ class ServerMemory:
     def pool_bytes(self, context_tokens: int, window_tokens: int) -> int:
         self._request_tokens["full"] = context_tokens
         self._request_tokens["window"] = min(context_tokens, window_tokens)
-        return self.share.device.capacity_bytes
+        page_bytes = self.share.device.page_bytes
+        if self.least(page_bytes) != rank_votes.most(page_bytes):
+            raise InvalidArgumentError(
+                f"{self.share.device.name} has pages of {format_size(page_bytes)}, and the device "
+                "of another rank has others: set KVCACHED_PAGE before the devices' first engines"
+            )
+        return self.least(self.share.device.capacity_bytes)
 
     def kv_cache(self, layout: KVLayout, num_tokens: int, pool: Pool = "full") -> KVCache:
         if pool in self._pools:
@@ -85,16 +98,16 @@ class ServerMemory:
         return kv
 
     def rank_kv(self, kv: KVCache) -> RankKV:
-        return RankKV(kv, bool)
+        return RankKV(kv, rank_votes.all_true)
 
     def least(self, value: int) -> int:
-        return value
+        return rank_votes.least(value)
 
     def report_shortage(self, num_tokens: int) -> None:
         self.share.ask_for(num_tokens * self.kv.layout.token_bytes)
 
     def find_room(self, kv: KVCache, num_blocks: int) -> Ids | None:
-        return self.share.find_room(kv, num_blocks)
+        return self.rank_kv(kv).agree(self.share.find_room(kv, num_blocks))
 
     @property
     def kv(self) -> KVCache:
@@ -120,13 +133,21 @@ class ServerMemory:
             gpu.set_streams(self.share.client, scheduler.tp_worker.gpu_id, scheduler)
         if scheduler.idle_sleeper is not None:
             scheduler.idle_sleeper.poller.register(self.share.client.fileno(), zmq.POLLIN)
+        if get_parallel().tp_size > 1:
+            self._waking = rank_votes.Waking(self.share.client)
+            if scheduler.idle_sleeper is not None and self._waking.socket is not None:
+                scheduler.idle_sleeper.poller.register(self._waking.socket, zmq.POLLIN)
         self._attached = True
 
     def answer_requests(self, scheduler: Any) -> None:
         """Answers other engines' requests, and publishes the bytes that could be evicted."""
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         cache = RadixPages(tree, allocator)
-        self.share.client.answer_requests(lambda size: self.kv.shrink(size, cache))
+        if self._waking is None:
+            self.share.client.answer_requests(lambda size: self.kv.shrink(size, cache))
+        else:
+            evict = partial(allocator.evict_cache, tree)
+            self._waking.answer_together(self.share.client, self.rank_kv(self.kv), evict)
         self.share.client.publish_evictable(cache.evictable_bytes_max(self.kv))
 
     def handle_idle_step(self, scheduler: Any) -> None:

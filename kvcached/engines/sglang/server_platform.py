@@ -13,24 +13,35 @@ from typing import Any
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 
 from kvcached.engines.sglang.contract import CONTRACT
-from kvcached.engines.sglang.platform import KvcachedPlatform, NativeCpuPlatform
+from kvcached.engines.sglang.platform import KvcachedPlatform, NativeCpuPlatform, bind_threads
 
 BLOCK_TOKENS = 16
 STATES_MAX = 256
 
-# Required values of arguments that otherwise lead to KV pools, caches or ranks outside of kvcached.
-_ONLY = {
-    "tp_size": 1,
-    "pp_size": 1,
-    "dp_size": 1,
-    "dcp_size": 1,
-    "speculative_algorithm": None,
-    "disaggregation_mode": "null",
-    "enable_hierarchical_cache": False,
-    "enable_lmcache": False,
-    "enable_hisparse": False,
-    "enable_unified_memory": False,
-    "enable_page_major_kv_layout": False,
+_OWN_LAYOUT = "it lays out SGLang's pools in a way that kvcached does not have"
+# Argument -> its only supported value, and the reason.
+_ONLY: dict[str, tuple[Any, str]] = {
+    "pp_size": (1, "its stages plan batches at different times, and cannot agree on blocks"),
+    "dp_size": (1, "start one server for each replica; they share the device"),
+    "dcp_size": (1, "it divides the tokens of a block among ranks"),
+    "nnodes": (1, "ranks agree on blocks on one machine only"),
+    "speculative_algorithm": (
+        None,
+        "a draft model's KV has no pool on kvcached, and attention over NGRAM's trees needs a GPU, "
+        "where it has not been run",
+    ),
+    "disaggregation_mode": (
+        "null",
+        "it sends KV from addresses that must have memory from the start to the end",
+    ),
+    "enable_hierarchical_cache": (
+        False,
+        "its copy in host memory has the size of the pool, which is as large as the device",
+    ),
+    "enable_lmcache": (False, "its copies of KV are not in the device's ledger"),
+    "enable_hisparse": (False, _OWN_LAYOUT),
+    "enable_unified_memory": (False, _OWN_LAYOUT),
+    "enable_page_major_kv_layout": (False, _OWN_LAYOUT),
 }
 # Values of kv_cache_dtype without other buffers next to K and V, as FP4 and MXFP8 have for scales.
 _KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -48,11 +59,11 @@ class ServerPlatform:
         for a SGLang that does not fulfil the contract.
         """
         CONTRACT.check(version("sglang"), logging.getLogger(__name__).warning)
-        for name, value in _ONLY.items():
+        for name, (value, reason) in _ONLY.items():
             if getattr(server_args, name) != value:
                 raise NotImplementedError(
-                    f"{name} {getattr(server_args, name)!r} is not supported on kvcached: leave "
-                    "it out, or unset KVCACHED_DEVICE"
+                    f"{name} {getattr(server_args, name)!r} is not supported on kvcached "
+                    f"({reason}): leave it out, or unset KVCACHED_DEVICE"
                 )
         if server_args.kv_cache_dtype not in _KV_DTYPES:
             raise NotImplementedError(
@@ -103,6 +114,7 @@ class HostServer(ServerPlatform, NativeCpuPlatform):
         super().apply_server_args_defaults(server_args)
         server_args.sampling_backend = "pytorch"
         server_args.disable_overlap_schedule = True  # nothing overlaps on a CPU
+        bind_threads(server_args.tp_size)
 
 
 class CudaServer(ServerPlatform, KvcachedPlatform, CudaSRTPlatform):  # type: ignore[misc]

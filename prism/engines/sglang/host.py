@@ -43,6 +43,7 @@ from sglang.srt.runtime_context import (  # noqa: E402
 
 from kvcached.engines.sglang.hybrid import install as hybrid_pools  # noqa: E402
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
+from kvcached.engines.sglang.platform import bind_threads  # noqa: E402
 from prism.config.schema.cluster_config import EngineConfig  # noqa: E402
 from prism.engines.ranks.group import RankGroup  # noqa: E402
 from prism.engines.sglang import (  # noqa: E402
@@ -135,7 +136,7 @@ def _built(
     arguments = server_args.build(order, memory.plan, engine, ranks=ranks.size, device=device)
     index = gpu.index_of(device) if gpu.is_gpu(device) else ranks.rank
     place = SpawnRanks(world_rank=ranks.rank, gpu_id=index)
-    _bind_threads(ranks.size)
+    bind_threads(ranks.size)
     publish(arguments, role="scheduler", ranks=place)
     pins = nullcontext() if gpu.is_gpu(device) else lora_adapters.Unpinned()
     with _rendezvous(ranks), pins:
@@ -197,14 +198,6 @@ def _rendezvous(ranks: RankGroup) -> Iterator[None]:
         yield
     finally:
         del os.environ[_RENDEZVOUS_VARIABLE]
-
-
-def _bind_threads(ranks: int) -> None:
-    """Sets each rank's cores. Without this setting SGLang fails with more ranks than NUMA nodes."""
-    if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = bound
 
 
 def import_models() -> None:
