@@ -39,8 +39,8 @@ def vllm_general() -> None:
     if _wanted():
         if _is_gpu():
             raise SystemExit(
-                "kvcached: stock vLLM is not supported on GPUs by this version: set "
-                "KVCACHED_DEVICE to host:0, or serve with SGLang"
+                "kvcached: stock vLLM is not supported on GPUs by this version, whose adapter has "
+                "only vLLM's CPU worker: set KVCACHED_DEVICE to host:0, or serve with SGLang"
             )
         from kvcached.engines.vllm.plugin import install
 

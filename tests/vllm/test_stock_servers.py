@@ -5,8 +5,10 @@ Run by scripts/test --long: their environment takes minutes to install.
 
 from __future__ import annotations
 
+import re
 import signal
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import pytest
 
 from tests.engines import sharing
 from tests.engines.sharing import PAGE, Pair, right, token_bytes
-from tests.engines.stock import CONTEXT, SGLangServer, until
-from tests.sglang.models import GEMMA3, LLAMA, MLA, QWEN3, prompts, spec_of
+from tests.engines.stock import CONTEXT, Server, SGLangServer, until
+from tests.sglang.models import GEMMA3, LLAMA, MLA, QWEN3, path_of, prompts, spec_of
 from tests.vllm.servers import BLOCK_TOKENS, VllmServer
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -24,7 +26,9 @@ MODELS = (LLAMA, QWEN3)
 # For the KV of both 30 MiB, of which either alone takes more than its half.
 CAPACITY = (-(-sum(spec_of(name).weight_bytes for name in MODELS) // PAGE) + 1) * PAGE + (30 << 20)
 ASKED = 8
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+DRAFT = '{"model": "MODEL", "num_speculative_tokens": 3}'
+LMCACHE = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
 
 
 @pytest.fixture(scope="module", params=[VllmServer, SGLangServer])
@@ -95,12 +99,37 @@ def test_requests_that_are_cancelled_free_their_blocks_once(pair: Pair) -> None:
         ),
         (LLAMA, (), {"CAPACITY": "1GiB"}, "set KVCACHED_CAPACITY and KVCACHED_PAGE to the same"),
         (LLAMA, (), {"CAPACTY": "1GiB"}, "KVCACHED_CAPACTY is not a known variable"),
-        (LLAMA, ("--tensor-parallel-size", "2"), {}, "--tensor-parallel-size .2. is not supported"),
-        (LLAMA, ("--speculative-config", NGRAM), {}, "--speculative-config .* is not supported"),
+        (LLAMA, ("--pipeline-parallel-size", "2"), {}, "-size .2. is not .*each stage has KV of"),
+        (
+            LLAMA,
+            ("--data-parallel-size", "2"),
+            {},
+            "-size .2. is not .*one server for each replica",
+        ),
+        (LLAMA, ("--speculative-config", DRAFT), {}, "'draft_model'. is not .*KV has no pool on"),
+        (
+            LLAMA,
+            ("--kv-transfer-config", LMCACHE),
+            {},
+            "-config .* is not .*connectors register KV",
+        ),
+        (LLAMA, ("--kv-offloading-size", "1"), {}, "-size .1.0. is not .*it copies blocks while"),
         (GEMMA3.name, (), {"STATIC": "64KiB"}, "a layout on kvcached: serve a model whose"),
         (MLA.name, (), {"STATIC": "64KiB"}, "a layout on kvcached: serve a model whose"),
     ],
-    ids=["weights", "minimum", "capacity", "variable", "ranks", "guesses", "windows", "latent"],
+    ids=[
+        "weights",
+        "minimum",
+        "capacity",
+        "variable",
+        "stages",
+        "replicas",
+        "drafts",
+        "transfer",
+        "offloading",
+        "windows",
+        "latent",
+    ],
 )
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR0917
     pair: Pair,
@@ -113,6 +142,7 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
     if isinstance(pair.servers[QWEN3], SGLangServer):
         pytest.skip("done with two vLLM servers")
     pair.flush()
+    arguments = tuple(each.replace("MODEL", str(path_of(model))) for each in arguments)
     server = VllmServer(model, tmp_path, *arguments, **pair.said(**said))
     sharing.cannot_come_up(pair, server, message)
 
@@ -142,6 +172,34 @@ def test_an_engine_whose_server_is_killed_leaves_nothing(pair: Pair) -> None:
     sharing.leaves_nothing(pair, QWEN3)
     asked = prompts(QWEN3, 12, (440, 470), seed=8)
     right(QWEN3, asked, pair.servers[QWEN3].answers(asked, 20))
+
+
+def test_a_server_that_guesses_tokens_answers_as_transformers_do(tmp_path: Path) -> None:
+    """Repeats parts of prompts, so that vLLM guesses; some guesses are right, and some wrong."""
+
+    def started(model: str, folder: Path, **said: str) -> VllmServer:
+        return VllmServer(model, folder, "--speculative-config", NGRAM, **said)
+
+    pair = Pair({LLAMA: started}, tmp_path, CAPACITY)
+    try:
+        # Answers of a tiny model repeat themselves.
+        asked = [prompt * 3 for prompt in prompts(LLAMA, ASKED, (20, 40), seed=2)]
+        right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 200))
+        drafted, accepted = (guesses(pair.servers[LLAMA], kind) for kind in ("draft", "accepted"))
+        assert 0 < accepted < drafted
+        pair.flush()
+    finally:
+        pair.close()
+
+
+def guesses(server: Server, kind: str) -> float:
+    """Returns vLLM's counter of guessed tokens."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+        found = re.search(
+            rf"vllm:spec_decode_num_{kind}_tokens_total{{.*}} (.*)", answer.read().decode()
+        )
+    assert found is not None
+    return float(found[1])
 
 
 def test_without_the_variable_vllm_is_as_it_was(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ class Memory(Protocol):
 class EngineMemory:
     """Memory of a process's engine. Thread rule: the thread that steps the engine."""
 
-    def __init__(self, config: Any) -> None:
-        """Opens the device. Raises the errors of `DeviceShare`."""
-        settings = Settings.from_environment(os.environ)
+    def __init__(self, config: Any, rank: int) -> None:
+        """Opens the rank's device. Raises the errors of `DeviceShare`."""
+        settings = Settings.from_environment(os.environ).of_device(rank)
         model = Path(config.model_config.served_model_name or config.model_config.model).name
         self.share = DeviceShare(settings, f"{model}:{os.getpid()}")
         self.kv: KVCache | None = None
@@ -136,7 +136,7 @@ def use_memory(memory: Memory | None) -> None:
     _active = memory
 
 
-def open_memory(config: Any) -> Any:
+def open_memory(config: Any, rank: int) -> Any:
     """Returns the worker's memory, opened at the first call.
 
     Raises NotImplementedError for a second engine in the process.
@@ -144,7 +144,7 @@ def open_memory(config: Any) -> Any:
     if isinstance(_active, EngineMemory):
         raise NotImplementedError("a second engine in one process is not supported on kvcached")
     if _active is None:
-        use_memory(EngineMemory(config))
+        use_memory(EngineMemory(config, rank))
     return _active
 
 

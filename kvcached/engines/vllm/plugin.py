@@ -20,20 +20,62 @@ from kvcached.engines.vllm.contract import CONTRACT
 
 SCHEDULER = "kvcached.engines.vllm.scheduler.ElasticScheduler"
 WORKER = "kvcached.engines.vllm.worker.ElasticWorker"
+RANK_WORKER = "kvcached.engines.vllm.rank_worker.RankWorker"
+RANK_EXECUTOR = "kvcached.engines.vllm.rank_blocks.RankExecutor"
 
-# Path in vLLM's configuration -> allowed values, flag. Other values lead to KV caches, processes or
-# ranks outside of kvcached.
-_ONLY = {
-    "parallel_config.tensor_parallel_size": ((1,), "--tensor-parallel-size"),
-    "parallel_config.pipeline_parallel_size": ((1,), "--pipeline-parallel-size"),
-    "parallel_config.data_parallel_size": ((1,), "--data-parallel-size"),
-    "speculative_config": ((None,), "--speculative-config"),
-    "kv_transfer_config": ((None,), "--kv-transfer-config"),
-    "attention_config.hisparse_config": ((None,), "--attention-config"),
-    "cache_config.num_gpu_blocks_override": ((None,), "--num-gpu-blocks-override"),
-    "cache_config.kv_offloading_size": ((None,), "--kv-offloading-size"),
-    "scheduler_config.scheduler_cls": ((None, SCHEDULER), "--scheduler-cls"),
-    "parallel_config.worker_cls": (("auto", WORKER), "--worker-cls"),
+_ITS_OWN = "kvcached has its own"
+# Path in vLLM's configuration -> allowed values, flag, reason. Other values lead to KV caches,
+# processes or ranks outside of kvcached.
+_ONLY: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "parallel_config.pipeline_parallel_size": (
+        (1,),
+        "--pipeline-parallel-size",
+        "each stage has KV of other layers, and so blocks of another size",
+    ),
+    "parallel_config.data_parallel_size": (
+        (1,),
+        "--data-parallel-size",
+        "start one server for each replica; they share the device",
+    ),
+    "parallel_config.nnodes": ((1,), "--nnodes", "ranks share blocks on one machine only"),
+    "parallel_config.decode_context_parallel_size": (
+        (1,),
+        "--decode-context-parallel-size",
+        "it divides the tokens of a block among ranks",
+    ),
+    "parallel_config.prefill_context_parallel_size": (
+        (1,),
+        "--prefill-context-parallel-size",
+        "it divides the tokens of a block among ranks",
+    ),
+    "speculative_config.method": (
+        (None, "ngram"),
+        "--speculative-config",
+        "a draft model's KV has no pool on kvcached; ngram is supported",
+    ),
+    "kv_transfer_config": (
+        (None,),
+        "--kv-transfer-config",
+        "connectors register KV at addresses that must have memory from the start to the end, and "
+        "hold blocks that other engines ask for",
+    ),
+    "attention_config.hisparse_config": (
+        (None,),
+        "--attention-config",
+        "hisparse keeps KV in pools outside of kvcached",
+    ),
+    "cache_config.num_gpu_blocks_override": (
+        (None,),
+        "--num-gpu-blocks-override",
+        "the number of blocks follows from the device: set KVCACHED_LIMIT",
+    ),
+    "cache_config.kv_offloading_size": (
+        (None,),
+        "--kv-offloading-size",
+        "it copies blocks while other engines may take their pages",
+    ),
+    "scheduler_config.scheduler_cls": ((None, SCHEDULER), "--scheduler-cls", _ITS_OWN),
+    "parallel_config.worker_cls": (("auto", WORKER, RANK_WORKER), "--worker-cls", _ITS_OWN),
 }
 _logger = init_logger("vllm.kvcached")
 
@@ -74,13 +116,17 @@ def _check_arguments(config: Any) -> None:
 
     vLLM calls it again with the configuration that it has changed.
     """
-    for path, (allowed, flag) in _ONLY.items():
-        found = functools.reduce(getattr, path.split("."), config)
+    for path, (allowed, flag, reason) in _ONLY.items():
+        found = functools.reduce(_attribute, path.split("."), config)
         if found not in allowed:
             raise NotImplementedError(
-                f"{flag} ({found!r}) is not supported on kvcached: leave it out, or unset "
-                "KVCACHED_DEVICE"
+                f"{flag} ({found!r}) is not supported on kvcached ({reason}): leave it out, or "
+                "unset KVCACHED_DEVICE"
             )
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return None if owner is None else getattr(owner, name)
 
 
 def _complete(config: Any) -> None:
@@ -90,6 +136,10 @@ def _complete(config: Any) -> None:
         device = Settings.from_environment(os.environ).open_device()
         config.cache_config.kv_cache_memory_bytes = device.capacity_bytes
     config.scheduler_config.scheduler_cls = SCHEDULER
-    config.parallel_config.worker_cls = WORKER
-    # Scheduler and KV share a process, so that blocks are mapped where they are counted.
-    config.parallel_config.distributed_executor_backend = "uni"
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size == 1:
+        # Scheduler and KV share a process, so that blocks are mapped where they are counted.
+        parallel.worker_cls, parallel.distributed_executor_backend = WORKER, "uni"
+    else:
+        parallel.worker_cls = RANK_WORKER
+        parallel.distributed_executor_backend = RANK_EXECUTOR

@@ -30,7 +30,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self._memory = open_memory(vllm_config)
+        self._memory = open_memory(vllm_config, self.rank)
         self._layout: KVLayout | None = None
 
     def load_model(self, **kwargs: Any) -> None:
