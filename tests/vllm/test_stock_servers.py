@@ -26,7 +26,8 @@ MODELS = (LLAMA, QWEN3)
 # For the KV of both 30 MiB, of which either alone takes more than its half.
 CAPACITY = (-(-sum(spec_of(name).weight_bytes for name in MODELS) // PAGE) + 1) * PAGE + (30 << 20)
 ASKED = 8
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+LOOKUP = '"prompt_lookup_max": 2, "prompt_lookup_min": 1'
+NGRAM = f'{{"method": "ngram", "num_speculative_tokens": 3, {LOOKUP}}}'
 DRAFT = '{"model": "MODEL", "num_speculative_tokens": 3}'
 LMCACHE = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
 
@@ -175,16 +176,16 @@ def test_an_engine_whose_server_is_killed_leaves_nothing(pair: Pair) -> None:
 
 
 def test_a_server_that_guesses_tokens_answers_as_transformers_do(tmp_path: Path) -> None:
-    """Repeats parts of prompts, so that vLLM guesses; some guesses are right, and some wrong."""
+    """Makes vLLM guess after each token that it has seen before; some guesses are right."""
 
     def started(model: str, folder: Path, **said: str) -> VllmServer:
         return VllmServer(model, folder, "--speculative-config", NGRAM, **said)
 
     pair = Pair({LLAMA: started}, tmp_path, CAPACITY)
     try:
-        # Answers of a tiny model repeat themselves.
-        asked = [prompt * 3 for prompt in prompts(LLAMA, ASKED, (20, 40), seed=2)]
-        right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 200))
+        # Answers to one repeated token repeat themselves as well.
+        asked = [*prompts(LLAMA, ASKED, (20, 120), seed=2), *([n] * 60 for n in range(5, 13))]
+        right(LLAMA, asked, pair.servers[LLAMA].answers(asked, 100))
         drafted, accepted = (guesses(pair.servers[LLAMA], kind) for kind in ("draft", "accepted"))
         assert 0 < accepted < drafted
         pair.flush()
