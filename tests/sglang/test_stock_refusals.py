@@ -46,3 +46,13 @@ def test_a_refused_argument_is_named_with_the_reason(name: str, value: Any, reas
     arguments = ServerArgs(model_path="model", **{name: value})
     with pytest.raises(NotImplementedError, match=rf"^{name} {value!r} is not .*{reason}.*: leave"):
         ServerPlatform().apply_server_args_defaults(arguments)
+
+
+def test_ranks_are_refused_on_a_gpu() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from kvcached.engines.sglang.server_platform import CudaServer
+
+    arguments = ServerArgs(model_path="model", tp_size=2)
+    with pytest.raises(NotImplementedError, match=r"^tp_size 2 is not .*on a GPU .ranks have run"):
+        CudaServer().apply_server_args_defaults(arguments)

@@ -121,6 +121,11 @@ class CudaServer(ServerPlatform, KvcachedPlatform, CudaSRTPlatform):  # type: ig
     """Platform for KVCACHED_DEVICE=cuda:N: SGLang's own kernels and backends."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        if server_args.tp_size != 1:
+            raise NotImplementedError(
+                f"tp_size {server_args.tp_size!r} is not supported on kvcached on a GPU (ranks "
+                "have run on host devices only): leave it out, or unset KVCACHED_DEVICE"
+            )
         super().apply_server_args_defaults(server_args)
         device = os.environ["KVCACHED_DEVICE"]
         index = int(device.partition(":")[2])
