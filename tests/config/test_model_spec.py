@@ -145,8 +145,23 @@ def test_a_latent_is_one_head_for_all(tmp_path: Path) -> None:
 def test_a_window_in_every_layer_bounds_the_context(tmp_path: Path) -> None:
     config = {"model_type": "mistral", "sliding_window": 40}
     assert inspect_model(make_model(tmp_path / "m", **config), "key").context_length == 40
-    mixed = {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40}
-    assert inspect_model(make_model(tmp_path / "n", **mixed), "key").context_length == 256
+    mixed = make_model(tmp_path / "n", model_type="gemma2", head_dim=8, sliding_window=40)
+    assert inspect_model(mixed, "key").context_length == 256
+    assert inspect_model(mixed, "key", windows={"gemma2"}).context_length == 256
+    assert inspect_model(mixed, "key", windows={"gemma3_text"}).context_length == 40
+
+
+SHARED = {
+    "model_type": "gemma3n_text",
+    "num_kv_shared_layers": 1,
+    "layer_types": ["full_attention"] * 2,
+}
+
+
+def test_layers_that_read_the_kv_of_others_keep_none(tmp_path: Path) -> None:
+    spec = spec_of(make_model(tmp_path / "m", **SHARED))
+    assert (spec.num_layers, spec.kv_layers) == (2, 1)
+    assert layout_of(spec).num_layers == 1
 
 
 def spec_of(directory: Path, window_pools: Container[str] = ()) -> ModelSpec:

@@ -144,12 +144,13 @@ def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
+        ("ernie4_5_moe", ()),
         ("gpt_oss", ("--attention-backend", "triton")),
         ("lfm2", ()),
         ("qwen3_next", ("--json-model-override-args", '{"full_attention_interval": 4}')),
     ],
 )
-def test_a_server_of_windows_or_states_answers_as_transformers_do(
+def test_a_server_of_another_family_answers_as_transformers_do(
     tmp_path: Path, kind: str, arguments: tuple[str, ...]
 ) -> None:
     """Asks twice: the second time for prefixes that are in its cache."""

@@ -106,10 +106,10 @@ def test_layers_that_share_kv_keep_it_once(tmp_path: Path) -> None:
     shared = {"model_type": "gemma3n_text", "num_kv_shared_layers": 4, "sliding_window": 64}
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **shared}))
     shape = read_shape(tmp_path)
-    assert (shape.kv_layers, shape.layers) == (8, 12)
+    assert (shape.kv_layers, shape.layers) == (1, 12)  # of 8 with own KV, each fifth is full
     read = shape.read_token_bytes()
     assert sum(read.values()) == 12 * 2 * 4 * 128 * 2  # attention reads it in every layer
-    assert shape.kv_token_bytes() == 8 * 2 * 4 * 128 * 2
+    assert shape.kv_token_bytes() == 2 * 4 * 128 * 2
 
 
 def test_gpus_share_the_heads_of_states_evenly(tmp_path: Path) -> None:
