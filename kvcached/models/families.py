@@ -322,3 +322,11 @@ FAMILIES: dict[str, Family] = {
     **HYBRID,
     **SHARED_KV,
 }
+# Language models of families that take images, which transformers has as parts alone.
+PARTS: dict[str, Family] = {
+    "qwen2_5_vl": FAMILIES["qwen2"],
+    "qwen2_5_vl_text": FAMILIES["qwen2"],
+    "qwen3_vl_text": Family(
+        FAMILIES["qwen3"].read, {**FAMILIES["qwen3"].defaults, "max_position_embeddings": 128_000}
+    ),
+}

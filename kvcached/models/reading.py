@@ -11,7 +11,7 @@ from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALa
 from kvcached.layouts.base import DTYPE_BYTES, KVLayout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
 from kvcached.models.config_keys import ConfigKeys, check_length, shown, wrong
-from kvcached.models.families import FAMILIES
+from kvcached.models.families import FAMILIES, PARTS
 from kvcached.models.shape import LayerShape, ModelShape
 
 # Keys that change what a model keeps or weighs. One that a family does not know is an error.
@@ -51,12 +51,12 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     kind = part.get("model_type")
     if kind is None:
         raise InvalidArgumentError("config.json lacks model_type; complete the file")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or (kind not in FAMILIES and kind not in PARTS):
         raise InvalidArgumentError(
             f"config.json has model_type {shown(kind)}, a family whose sizes are not known; give a"
             f" model of {', '.join(sorted(FAMILIES))}"
         )
-    family = FAMILIES[kind]
+    family = FAMILIES.get(kind) or PARTS[kind]
     # The whole model's key decides, as in transformers.
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
     values = {**part, **tied, "dtype": _dtype(part, config)}
