@@ -47,6 +47,7 @@ FIXED = {
     "tp": "tp",
     "adapter": "adapter",
     "static_share": "static_share",
+    "images": "images",
     "lora": "lora",
     "embedding": "embeddings",
     "architecture": "path",

@@ -21,8 +21,9 @@ from prism.config.checks.adapters import (
     with_layout,
 )
 from prism.config.checks.embedding_models import embedding_of
+from prism.config.checks.image_models import image_spec, takes_images
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES, check_attention, kv_cache_dtype
-from prism.config.checks.memory_needs import KV_LAYOUTS, check_memory, undivided
+from prism.config.checks.memory_needs import KV_LAYOUTS, EngineTraits, check_memory, undivided
 from prism.config.checks.model_paths import (
     OfHub,
     absolute,
@@ -341,15 +342,8 @@ def _model(
     path, hub_name = folder_of(base_dir, data.path, f"{key}.path", of_hub)
     adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
-    files = inspect_model(
-        path, f"{key}.path", traits.window_pools, traits.windows, traits.whole_weights
-    )
-    if data.context_length is not None and data.context_length > files.context_length:
-        raise ConfigError(
-            f"{key}.context_length: {data.context_length} is more than the {files.context_length}"
-            f" tokens that {path}/config.json has, by its positions or its sliding window; lower"
-            " it, or leave the key out"
-        )
+    images = takes_images(data, path, key, traits)
+    files = _files(data, path, key, traits, images=images)
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
@@ -391,7 +385,23 @@ def _model(
             engine.lora,
         ),
         hub_name=hub_name,
+        images=image_spec(path, key, traits, engine, dtype) if images else None,
     )
+
+
+def _files(
+    data: ModelYaml, path: Path, key: str, traits: EngineTraits, *, images: bool
+) -> ModelFiles:
+    """Returns the model's files. Raises ConfigError, also for a context that they do not have."""
+    kinds = traits.window_pools, traits.windows, traits.whole_weights
+    files = inspect_model(path, f"{key}.path", *kinds, images=images)
+    if data.context_length is not None and data.context_length > files.context_length:
+        raise ConfigError(
+            f"{key}.context_length: {data.context_length} is more than the {files.context_length}"
+            f" tokens that {path}/config.json has, by its positions or its sliding window; lower"
+            " it, or leave the key out"
+        )
+    return files
 
 
 def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:

@@ -10,7 +10,8 @@ heavy.
                                              device outside of kvcached.
   refuses(model: Path, embeds: bool) -> str  Returns the reason why the checkpoint in the folder
                                              cannot be served, for text or for embeddings, "" if
-                                             none is known.
+                                             none is known. If its traits have families that take
+                                             images, with images=True for one that does.
   parser_names() -> dict[str, list[str]]     Returns the valid values of a model's tool_parser and
                                              reasoning_parser, without a key whose values are not
                                              known.

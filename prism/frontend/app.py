@@ -146,6 +146,7 @@ async def _running(
         await answers.close()
         await writes.close()
         await specs.modules.close()
+        await specs.images.close()
         await dispatcher.close()
         await queue.close()
         if metrics.traces is not None:

@@ -44,6 +44,13 @@ class EmbeddingSpec(Wire, frozen=True):
         return self.any_dimensions and not self.dimensions and dimensions < self.size
 
 
+class ImageSpec(Wire, frozen=True):
+    """Images in a model's prompts."""
+
+    token_id: int  # placeholder, once for each vector of an image
+    size_bytes: int = 0  # device memory of an engine for the vision tower's largest step
+
+
 class ModelSpec(Wire, frozen=True):
     """Description of a model for every process, built once from the YAML and the model's files.
 
@@ -100,11 +107,12 @@ class ModelSpec(Wire, frozen=True):
     lora: LoraSpec = LoraSpec()
     embedding: EmbeddingSpec | None = None  # None: the model generates text
     hub_name: str = ""  # name in a hub, if `path` is a snapshot of it
+    images: ImageSpec | None = None  # None: the model takes text alone
 
     @property
     def besides_weights_bytes(self) -> int:
         """Memory of an engine that only this model needs, in addition to weights and KV."""
-        return self.lora.size_bytes
+        return self.lora.size_bytes + (self.images.size_bytes if self.images else 0)
 
     @property
     def other_kv_dtype(self) -> str:

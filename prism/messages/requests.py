@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import structs
 
 from prism.messages import Wire
+from prism.messages.image_tensors import PromptImage, Tensors
 from prism.messages.kv import KvPart, KvTaken
 
 FinishReason = str  # "stop" | "length" | "cancelled"
@@ -76,6 +78,7 @@ class Request(Wire, frozen=True):
     # Number of output tokens when an engine died that the request may have killed.
     suspected_at: int | None = None
     lora: str = ""  # LoRA adapter of the model; empty: none
+    images: tuple[PromptImage, ...] = ()  # in the prompt's order
 
     @property
     def resumed_tokens(self) -> int:
@@ -106,6 +109,17 @@ class Request(Wire, frozen=True):
     def prefill_tokens(self) -> int:
         """Number of known tokens whose KV did not come with the request."""
         return self.known_tokens - (self.resume.kv_tokens if self.resume else 0)
+
+    def with_tensors(self, known: Mapping[str, Tensors]) -> Request:
+        """Returns the request with the tensors of its images. Raises KeyError if one is not in
+        `known`, by digest."""
+        full = (structs.replace(each, tensors=known[each.digest]) for each in self.images)
+        return structs.replace(self, images=tuple(full)) if self.images else self
+
+    def without_tensors(self) -> Request:
+        """Returns the request as it waits in a queue."""
+        bare = (structs.replace(each, tensors={}) for each in self.images)
+        return structs.replace(self, images=tuple(bare)) if self.images else self
 
     @property
     def deadline_unix_s(self) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prism.errors import ConfigError
 from prism.models.config_values import wrong_values
 from prism.models.kv_scheme import kv_scheme_of
-from prism.models.text_part import text_weight
+from prism.models.text_part import has_parts, text_weight
 
 if TYPE_CHECKING:
     from kvcached import CheckpointTensor
@@ -150,10 +150,12 @@ def inspect_model(
     window_pools: Container[str] = (),
     windows: Container[str] | None = None,
     whole_weights: str = "^$",
+    *,
+    images: bool = False,
 ) -> ModelFiles:
     """Reads the checkpoint in directory `path`. `window_pools`, `windows`, `whole_weights`: see
-    EngineTraits. Raises ConfigError that names `key` (the YAML key of the path), the file, and what
-    to change."""
+    EngineTraits. `images`: the whole model is loaded, not its language model alone. Raises
+    ConfigError that names `key` (the YAML key of the path), the file, and what to change."""
     if not path.is_dir():
         raise ConfigError(f"{key}: {path} is not a directory; correct the path")
     config = read_config(path, key)
@@ -170,7 +172,7 @@ def inspect_model(
     ignored = windows is not None and decoder.model_type not in windows
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
-    tensors = _weights(path, decoder.tied, key, in_part="text_config" in config)
+    tensors = _weights(path, decoder.tied, key, in_part=has_parts(config) and not images)
     method, described = _quantization(config, path)
     return ModelFiles(
         architecture=architecture,

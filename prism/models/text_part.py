@@ -16,6 +16,8 @@ from typing import Any
 
 PART = "is_language_model_of_another"  # key of such a config.json
 _NEW = "model.language_model."  # prefix in files of transformers after 4.51
+# Prefixes of models whose config.json has the language model's keys next to `vision_config`.
+_FLAT = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
 _OLD = "language_model."
 # Keys of the whole model that a language model's config may leave out.
 _SHARED = (
@@ -45,7 +47,12 @@ def text_weight(name: str) -> str | None:
         return f"model.{name.removeprefix(_NEW)}"
     if name.startswith(_OLD):
         return name.removeprefix(_OLD)
-    return name if name.startswith("lm_head.") else None
+    return name if name.startswith(_FLAT) else None
+
+
+def has_parts(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json describes more than a language model."""
+    return "text_config" in config or "vision_config" in config
 
 
 @contextmanager

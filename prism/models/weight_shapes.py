@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached import Checkpoint, CheckpointTensor, Heads
-from kvcached.models import LayerShape, ModelShape, shape_of_config
+from kvcached.models import LayerShape, ModelShape, shape_of_config, vision_of_config
 from prism.models.files import quantized_by
 from prism.models.text_part import text_weight
 from prism.models.weight_names import is_known
@@ -80,6 +80,22 @@ def _used(tensors: Tensors, layer: LayerShape) -> Tensors:
     if layer.kv is not None or not layer.heads:
         return tensors
     return {name: each for name, each in tensors.items() if not _OF_KV.search(name)}
+
+
+def vision_differs(model: Path, config: Mapping[str, Any]) -> str:
+    """Returns how the vision tower's tensors in the folder `model` differ from `config`, "" if they
+    are as many numbers."""
+    shape = vision_of_config(config)
+    if quantized_by(config, model) or shape is None:
+        return ""
+    tensors = Checkpoint.open(model).tensors.items()
+    found = _numbers(t for n, t in tensors if text_weight(n) is None and not _IGNORED.search(n))
+    if found == shape.parameters:
+        return ""
+    return (
+        f"has {found} parameters in its vision tower and projector, but config.json describes"
+        f" {shape.parameters}; correct vision_config, or complete the files"
+    )
 
 
 def _wrong_tables(others: Tensors, shape: ModelShape) -> Iterator[str]:

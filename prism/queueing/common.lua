@@ -21,6 +21,7 @@
 -- answer:<key>       stored answer; expires
 -- answers            list of the keys of stored answers, oldest first
 -- answers_bytes      size of all stored answers
+-- image:<digest>     tensors of an image of open requests; expires
 -- limit:<key>        rest of an API key's rates: requests, tokens, and the time of the count (ms)
 -- malformed          stream of entries whose body is not a request
 local prefix = KEYS[1]

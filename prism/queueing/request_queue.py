@@ -14,6 +14,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +30,7 @@ from prism import clock
 from prism.errors import LeaseLostError, MalformedRequestError
 from prism.messages import MALFORMED_ERRORS
 from prism.messages.cluster import ClusterStatus, FrontendState
+from prism.messages.image_tensors import Tensors
 from prism.messages.prompt_prefix import PREFIX_KEPT_S, SLACK_REQUESTS, prefix_hash
 from prism.messages.requests import KeptAnswer, Request
 from prism.queueing.redis_errors import queue_errors
@@ -41,6 +44,8 @@ _ATTEMPT_DIGITS_MAX = 9
 _KEYS_AT_ONCE = 100
 _REPAIRS_MAX = 5  # of damaged keys, in one call
 _WRITABLE_TTL_S = 60.0
+# Requests that wait for longer are sent again with their images.
+IMAGES_KEPT_S = 600.0
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
@@ -71,6 +76,7 @@ class RequestQueue:
         }
         self._requests = msgspec.msgpack.Decoder(Request)
         self._answers = msgspec.msgpack.Decoder(KeptAnswer)
+        self._images = msgspec.msgpack.Decoder(Tensors)
         self._statuses = msgspec.msgpack.Decoder(ClusterStatus)
         self._frontends = msgspec.msgpack.Decoder(FrontendState)
 
@@ -113,6 +119,23 @@ class RequestQueue:
             packed = msgspec.msgpack.encode(each)
             args += each.id, each.model, each.attempt, packed, prefix_hash(each)
         return [_text(queue) for queue in await self._run("enqueue", *args)] if requests else []
+
+    async def store_images(self, images: Mapping[str, Tensors]) -> None:
+        """Stores images for IMAGES_KEPT_S by their digests. Known ones are not sent again."""
+        for digest, tensors in images.items():
+            key, ttl_ms = self._key("image", digest), _ms(IMAGES_KEPT_S)
+            if not await self._call(partial(self._redis.pexpire, key, ttl_ms)):
+                body = msgspec.msgpack.encode(tensors)
+                await self._call(partial(self._redis.set, key, body, px=ttl_ms))
+
+    async def images(self, digests: Collection[str]) -> dict[str, Tensors]:
+        """Returns digest -> image, for those that are stored."""
+        found = {}
+        for digest in digests:
+            body = await self._call(partial(self._redis.get, self._key("image", digest)))
+            with suppress(*MALFORMED_ERRORS):
+                found[digest] = self._images.decode(body or b"")
+        return found
 
     async def forget(self, request_ids: Collection[str]) -> set[str]:
         """Drops those requests that wait and returns their ids.

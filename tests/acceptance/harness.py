@@ -98,7 +98,7 @@ def is_ready(url: str) -> bool:
 def serving(config: dict[str, Any], directory: Path) -> Iterator[Cluster]:
     """Runs `prism-serve` on a free port until the block ends; checks that nothing remains."""
     port = free_port()
-    config = {**config, "frontend": {"port": port}}
+    config = {**config, "frontend": {**config.get("frontend", {}), "port": port}}
     path = directory / "prism.yaml"
     path.write_text(yaml.safe_dump(config))
     run_dir = Path(f"/tmp/prism-test-{os.getpid()}-{port}")

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 
 import pytest
+from msgspec import structs
 
-from prism.agent.network.sockets import TokenSender
+from prism.agent.network.sockets import OutputBatch, TokenSender
 from prism.agent.requests.admission import Admission
 from prism.agent.requests.arrivals import Arrivals
 from prism.agent.requests.queue import OrphanedRequests, QueueReader
@@ -15,6 +16,8 @@ from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import AgentTiming
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Submit
+from prism.messages.image_tensors import PromptImage, Tensor
+from prism.messages.requests import Failure
 from prism.queueing import BundledRedis, RequestQueue
 from tests.agent.bench import Bench
 from tests.queueing.requests import request
@@ -152,3 +155,29 @@ async def test_what_left_for_another_copy_no_longer_counts_as_waiting(desk: Desk
     await wait_for(3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def failures_of(batch: OutputBatch) -> list[Failure]:
+    return [failure for output in batch.outputs.values() for failure in output.failures]
+
+
+async def test_images_come_with_the_request(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails an attempt whose images Redis has no more, so that its frontend sends them again."""
+    sent: list[Failure] = []
+    monkeypatch.setattr(desk.tokens, "send", lambda batch: sent.extend(failures_of(batch)))
+    desk.queue.lost = True  # no more answers
+    tensors = {"pixel_values": Tensor("float32", (1,), b"1234")}
+    image = PromptImage("a" * 64, ((0, 3),))
+    await desk.queue.store_images({image.digest: tensors})
+    with_image = structs.replace(request("1"), images=(image,))
+    without = structs.replace(request("2"), images=(structs.replace(image, digest="b" * 64),))
+    await desk.queue.enqueue_all([with_image, without])
+    await desk.replay()
+    await desk.admission.step(desk.epoch)
+    [order] = [m for _, m in desk.bench.sent.messages if isinstance(m, Submit)]
+    assert [each.images for each in order.requests] == [(structs.replace(image, tensors=tensors),)]
+    assert order.requests[0].without_tensors() == with_image
+    assert [(f.request_id, f.code, f.retryable) for f in sent] == [("2", "images_lost", True)]
+    assert desk.bench.state.requests.running_ids() == {"1"}
+    await desk.admission.step(desk.epoch)
+    assert await desk.queue.open_attempts(["1", "2"]) == {"1": 1}

@@ -68,13 +68,22 @@ async def test_bad_completion(
     check_shape(error)
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 CHAT_ERRORS = [
     ({"messages": []}, "messages: List should have at least 1 item"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: Field required"),
     ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role: Input should be"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        'messages[0].content: part 0 must be {"type": "text"',
+        'messages[0].content: part 0 must be {"type": "image_url"',
+    ),
+    (
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        "messages: chat does not take images; remove them",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [IMAGE]}]},
+        "messages[0]: only messages of the role user may have images",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, "no tools here"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one of them"),

@@ -18,9 +18,10 @@ from prism.errors import BadRequestError, RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.calls import Call
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
+from prism.frontend.http.fair_lock import FairLock
 from prism.frontend.protocol.openai_types import CompletionBody
 from prism.frontend.requests import grammars
-from prism.frontend.requests.grammars import CHARS_MAX, FairLock, GrammarTrials, grammar_of
+from prism.frontend.requests.grammars import CHARS_MAX, GrammarTrials, grammar_of
 from prism.messages.requests import Grammar
 from prism.process import PARENT_VARIABLE
 

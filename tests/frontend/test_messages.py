@@ -308,7 +308,7 @@ async def test_tokens_are_counted(stack: Stack) -> None:
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "type 'image' is not supported"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages: chat does not take images"),
     (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "tool type 'web_search_20250305' is not supported",

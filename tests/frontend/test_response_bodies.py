@@ -60,9 +60,9 @@ ERRORS = [
         "input[0]: 'call_id' is not a field of a message; remove it",
     ),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
         "input",
-        'input[0].content: part 0 must be {"type": "input_text", "text": "..."}',
+        "input[0]: an input_image requires image_url; files are not stored",
     ),
     ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role: Input should be"),
     (

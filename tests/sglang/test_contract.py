@@ -227,6 +227,13 @@ SEAMS: dict[str, str | None] = {
     "managers.schedule_batch:Req.output_ids_through_stop": None,
     "managers.schedule_batch:Req.init_next_round_input": "self, tree_cache, cow_mamba",
     "managers.schedule_batch:ScheduleBatch.check_decode_mem": "self, selected_indices",
+    "managers.schedule_batch:Modality.IMAGE": None,
+    "managers.schedule_batch:MultimodalDataItem.set_identity": "self, identity",
+    "managers.schedule_batch:MultimodalInputs": None,
+    "layers.rotary_embedding:MRotaryEmbedding.get_rope_index": (
+        "spatial_merge_size, image_token_id, video_token_id, vision_start_token_id, model_type, "
+        "tokens_per_second, input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, **kwargs"
+    ),
     "managers.schedule_batch:FINISH_ABORT": None,
     "managers.schedule_batch:FINISH_LENGTH": None,
     "managers.schedule_batch:FINISH_MATCHED_TOKEN": None,
@@ -523,3 +530,19 @@ def test_what_grammars_and_log_probabilities_rest_on() -> None:
         "additional_stop_token_ids",
         "eos_token_id",
     }
+
+
+def test_what_images_rest_on() -> None:
+    scheduler = resolve("managers.scheduler:Scheduler")
+    taken = inspect.getsource(scheduler._get_multimodal_inputs)
+    assert "isinstance(mm_inputs, MultimodalInputs):\n            return mm_inputs" in taken
+    inputs = resolve("managers.schedule_batch:MultimodalInputs").__dataclass_fields__
+    assert {"mm_items", "im_token_id", "mrope_positions", "mrope_position_delta"} <= set(inputs)
+    item = resolve("managers.schedule_batch:MultimodalDataItem").__struct_fields__
+    assert {"modality", "feature", "offsets", "model_specific_data"} <= set(item)
+    # Pixtral's towers compute SiLU alone.
+    assert "self.act_fn = SiluAndMul()" in inspect.getsource(resolve("models.pixtral:PixtralHFMLP"))
+    # Positions of a prompt that is computed again are read as far as its output.
+    batch = resolve("model_executor.forward_batch_info:ForwardBatch")
+    extend = inspect.getsource(batch._compute_mrope_positions_extend)
+    assert "mm_input.mrope_positions[" in extend

@@ -70,6 +70,8 @@ class Admission:
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
         try:
             admitted = await self._queue.admit(self._device, epoch, [t.entry_id for t in admitting])
+            shown = {i.digest for t in admitting for i in t.request.images}
+            images = await self._queue.images(shown) if shown else {}
         except (QueueUnavailableError, LeaseLostError):
             for tracked in admitting:
                 self._put_back(tracked)
@@ -83,7 +85,7 @@ class Admission:
                 self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
             self._requests.drop(tracked)
         for model, chosen in by_model.items():
-            self._running.submit(model, chosen)
+            self._running.submit(model, chosen, images)
 
     def _put_back(self, tracked: TrackedRequest) -> None:
         """Lets a request wait again after a failed admission.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -12,10 +13,13 @@ from prism.agent.network.sockets import EngineLink, OutputBatch, TokenSender, re
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.request_table import RequestState, TrackedRequest, Update
 from prism.messages.engine import Export, Submit
+from prism.messages.image_tensors import Tensors
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Started
 from prism.policies.data import request_kv_tokens
 
 log = logging.getLogger(__name__)
+
+EMPTY: Mapping[str, Tensors] = MappingProxyType({})
 
 
 class RunningRequests:
@@ -49,13 +53,18 @@ class RunningRequests:
 
     # --- orders -----------------------------------------------------------------------------
 
-    def submit(self, model: str, admitted: list[TrackedRequest]) -> None:
-        """Submits requests to the model's engine, if it is still there after the call to Redis."""
+    def submit(
+        self, model: str, admitted: list[TrackedRequest], images: Mapping[str, Tensors] = EMPTY
+    ) -> None:
+        """Submits requests to the model's engine, if it is still there after the call to Redis.
+        `images`: those of the requests, by digest."""
         hosted = self._state.models.active(model)
         started = []
         for tracked in admitted:
             if tracked.cancelled:
                 self._requests.finish(tracked)
+            elif any(image.digest not in images for image in tracked.request.images):
+                self._fail_imageless(tracked)
             elif hosted is None:
                 self._requests.outbox.add(Update.REQUEUE, tracked.id)
                 self._requests.drop(tracked)
@@ -63,9 +72,18 @@ class RunningRequests:
                 self._start(tracked, hosted.engine_id)
                 started.append(tracked)
         if hosted is not None and started:
-            self._engines.send(hosted.engine_id, Submit([each.request for each in started]))
+            full = [each.request.with_tensors(images) for each in started]
+            self._engines.send(hosted.engine_id, Submit(full))
         for tracked in started:
             self._choose_attempt(tracked)
+
+    def _fail_imageless(self, tracked: TrackedRequest) -> None:
+        """Fails a request whose images are not in Redis any more. Its frontend has them."""
+        batch = OutputBatch()
+        text = "the request waited for longer than its images are kept"
+        batch.failure(tracked.request, retryable(tracked.request, "images_lost", text))
+        self._requests.finish(tracked)
+        self._tokens.send(batch)
 
     def _choose_attempt(self, started: TrackedRequest) -> None:
         """Chooses between a request and an entry of it that was read during its admission."""

@@ -115,7 +115,8 @@ def check_loadable(config: ClusterConfig) -> None:
     """Raises ConfigError for a model that its adapter cannot load."""
     for index, model in enumerate(config.models):
         adapter = adapter_named(config.adapter_of(model))
-        if why := adapter.refuses(Path(model.path), model.embedding is not None):
+        images = {"images": True} if model.images else {}
+        if why := adapter.refuses(Path(model.path), model.embedding is not None, **images):
             raise ConfigError(f"models[{index}].path: {why}")
 
 

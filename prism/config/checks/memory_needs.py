@@ -91,6 +91,10 @@ class EngineTraits:
     # GPUs that read it for K and V heads, and those that read it for latents.
     kv_dtypes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     latent_attention: frozenset[str] = frozenset()
+    # Families (`model_type`) that take images.
+    images: frozenset[str] = frozenset()
+    # Vectors of images that an engine keeps on its device.
+    image_vectors_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

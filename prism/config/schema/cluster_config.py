@@ -13,6 +13,7 @@ import msgspec
 
 from prism.config.schema.access import AccessYaml, ApiKey
 from prism.config.schema.endpoints import Endpoints, local_name, node_of
+from prism.config.schema.image_limits import ImagesConfig
 from prism.config.schema.journal import JournalYaml
 from prism.config.schema.lora import LoraConfig, LoraYaml
 from prism.config.schema.machines import DeviceYaml, NodeYaml, Strict, is_gpu
@@ -69,6 +70,9 @@ class ModelYaml(Strict, frozen=True):
     # Whether the model makes vectors (/v1/embeddings) instead of text. Default: true if its files
     # include the modules.json of sentence-transformers.
     embeddings: bool | None = None
+    # Whether it takes images. Default: true if its family does (docs/supported-models.md). Without
+    # them, its vision tower is not loaded.
+    images: bool | None = None
     # Other names that requests may use.
     aliases: list[str] = []
     # Its LoRA adapters, which a reload may not change.
@@ -124,6 +128,7 @@ class FrontendConfig(
     # http://127.0.0.1:4318/v1/traces. Empty: no traces. Needs the extra `traces`:
     # pip install 'prism-serving[traces]'.
     traces: str = ""
+    images: ImagesConfig = ImagesConfig()
 
 
 CUDA_GRAPHS = ("lazy", "off")

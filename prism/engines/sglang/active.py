@@ -15,7 +15,7 @@ from prism.engines.kv_moves.moves import KVMoves
 from prism.engines.sglang.decode_graphs import DecodeGraphs
 from prism.engines.sglang.lora_adapters import Adapters
 from prism.engines.sglang.memory import EngineMemory
-from prism.engines.sglang.scheduling import moving, request_conversion
+from prism.engines.sglang.scheduling import image_inputs, moving, request_conversion
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Request
@@ -45,6 +45,7 @@ class ActiveModel:
             context_length=self.order.model.context_length,
             vocab_size=self.scheduler.model_config.vocab_size,
         )
+        converted.mm_inputs = image_inputs.of_request(request, self.scheduler.model_config)
         self.scheduler.process_input_requests([converted])
         req = self.scheduler.find(rid) if request.resume else None
         if request.resume is None or req is None:
@@ -53,9 +54,9 @@ class ActiveModel:
 
     def export(self, rid: str, request: Request, targets: Sequence[str] | None) -> Request:
         """Stops `rid`, and returns its request with its progress. KV moves along only where one
-        pool has all of it."""
+        pool has all of it, and without images, whose digests are a part of the cache's keys."""
         req = self.scheduler.find(rid)
-        targets = targets if self.order.model.is_plain else None
+        targets = targets if self.order.model.is_plain and not request.images else None
         if req is not None:
             resume = moving.export_request(self.scheduler, self.moves, req, targets)
             request = msgspec.structs.replace(request, resume=resume)

@@ -40,7 +40,7 @@ def preload(device: str = "host:0") -> None:
 
 def traits() -> EngineTraits:
     """Returns the traits: as configured, with LoRA adapters, quantized weights, pools for windows,
-    KV in other types, and what can be divided over ranks."""
+    KV in other types, images, and what can be divided over ranks."""
     return EngineTraits(
         lora=True,
         quantized=supported_models.quantizations(),
@@ -51,6 +51,8 @@ def traits() -> EngineTraits:
         divided_heads=supported_models.DIVIDED_HEADS,
         kv_dtypes=gpu.KV_ATTENTION,
         latent_attention=frozenset({gpu.TRITON}),
+        images=frozenset(supported_models.IMAGES),
+        image_vectors_bytes=supported_models.VECTORS_KEPT_MIB << 20,
     )
 
 

@@ -93,7 +93,7 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
 
     def _submit(self, active: ActiveModel, request: Request, rid: str) -> _Running:
         self._totals.imported_tokens += active.submit(request, rid)
-        return _Running(request, request.resumed_tokens)
+        return _Running(request.without_tensors(), request.resumed_tokens)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)

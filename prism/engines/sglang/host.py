@@ -55,7 +55,7 @@ from prism.engines.sglang.memory import EngineMemory  # noqa: E402
 from prism.engines.sglang.platform import gpu, noise, rotary, supported_models  # noqa: E402
 from prism.engines.sglang.scheduling.scheduler import InProcessScheduler  # noqa: E402
 from prism.messages.engine import ActivateEngine  # noqa: E402
-from prism.models.text_part import language_model_folder, text_config  # noqa: E402
+from prism.models.text_part import has_parts, language_model_folder, text_config  # noqa: E402
 
 stubs.install_after_import()
 noise.install()
@@ -117,11 +117,13 @@ def _set_pool_variables(order: ActivateEngine, engine: EngineConfig) -> None:
 
 
 def _of_language_model(order: ActivateEngine, files: ExitStack) -> ActivateEngine:
-    """Returns the order with a folder of the language model, for a model of images or audio too.
-    The folder exists until `files` are closed."""
+    """Returns the order with a folder of the language model, for a model of images or audio that is
+    served for text alone. The folder exists until `files` are closed."""
+    if order.model.images is not None:
+        return order
     path = Path(order.model.path)
     config = json.loads((path / "config.json").read_text())
-    if "text_config" not in config:
+    if not has_parts(config):
         return order
     architecture = supported_models.causal_class(text_config(config)["model_type"])
     folder = files.enter_context(language_model_folder(path, architecture))

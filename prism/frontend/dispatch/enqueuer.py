@@ -35,6 +35,9 @@ class Enqueuer:
     async def put(self, entries: Sequence[OpenRequest]) -> None:
         """Enqueues the entries that are still open when the batch is sent. Raises
         QueueUnavailableError: Redis may have taken them anyway, and they may be put again."""
+        # Not with the batch, which other requests would wait for.
+        shown = (image for entry in entries for image in entry.request.images)
+        await self._queue.store_images({image.digest: image.tensors for image in shown})
         done = asyncio.get_running_loop().create_future()
         self._next.append((entries, done))
         self._begin()
@@ -81,7 +84,8 @@ class Enqueuer:
         try:
             wanted = [each for entries, done in puts if not done.done() for each in entries]
             still_open = [each for each in wanted if self._log.get(each.request.id) is each]
-            await self._queue.enqueue_all([each.request for each in still_open])
+            requests = [each.request for each in still_open]
+            await self._queue.enqueue_all([each.without_tensors() for each in requests])
         except BaseException as error:
             _settle(puts, error)
             if not isinstance(error, QueueUnavailableError):

@@ -33,6 +33,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")]
 _SHORT_MESSAGES = 32
 _SHORT_TOOLS = 8
 _SHORT_CHARS = 16 << 10
+IMAGE = "image_url"  # kind of a part of a user's message
 
 
 def text_of(*kinds: str) -> BeforeValidator:
@@ -102,20 +103,31 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, text_of("text")]
+    content: Annotated[str, text_of("text", IMAGE)]  # without images
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    _parts: list[str] | None = PrivateAttr(None)  # texts, if the content was sent in parts
+    # Parts for the template, if the content was sent in parts, and addresses of its images.
+    _parts: list[dict[str, str]] | None = PrivateAttr(None)
+    _image_urls: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep_parts(cls, value: Any, handler: ModelWrapValidatorHandler[Message]) -> Message:
         made = handler(value)
         content = value.get("content") if isinstance(value, dict) else None
-        made._parts = [part["text"] for part in content] if isinstance(content, list) else None
+        if isinstance(content, list):
+            made._parts = [_for_template(part) for part in content]
+            made._image_urls = [_image_url(part) for part in content if part["type"] == IMAGE]
+        if made._image_urls and made.role != "user":
+            raise ValueError("only messages of the role user may have images")
         return made
+
+    @property
+    def image_urls(self) -> list[str]:
+        """Addresses of the images, in the order of the parts."""
+        return self._image_urls
 
     @model_validator(mode="before")
     @classmethod
@@ -138,7 +150,7 @@ class Message(BaseModel):
         if self.role == "developer":
             fields["role"] = "system"
         if self._parts:
-            fields["content"] = [{"type": "text", "text": text} for text in self._parts]
+            fields["content"] = [dict(part) for part in self._parts]
         return fields
 
     def texts(self) -> list[str | None]:
@@ -149,8 +161,8 @@ class Message(BaseModel):
 
 
 def joined_parts(value: Any, *kinds: str) -> Any:
-    """Returns the text of a list of parts of these kinds, joined by newlines; any other value
-    unchanged. Raises ValueError."""
+    """Returns the text of a list of parts of these kinds, joined by newlines, without images; any
+    other value unchanged. Raises ValueError."""
     if not isinstance(value, list):
         return value
     if len(value) > PARTS_MAX:
@@ -158,6 +170,9 @@ def joined_parts(value: Any, *kinds: str) -> Any:
     texts = []
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == IMAGE and IMAGE in kinds:
+            _check_image(number, part)
+            continue
         text = part.get("refusal" if kind == "refusal" else "text") if kind in kinds else None
         if not isinstance(text, str):
             raise ValueError(
@@ -166,6 +181,25 @@ def joined_parts(value: Any, *kinds: str) -> Any:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _check_image(number: int, part: dict[str, Any]) -> None:
+    url = part.get(IMAGE)
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str) or not url:
+        form = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+        raise ValueError(f"part {number} must be {form}")
+
+
+def _image_url(part: dict[str, Any]) -> str:
+    url = part[IMAGE]
+    return str(url["url"] if isinstance(url, dict) else url)
+
+
+def _for_template(part: dict[str, Any]) -> dict[str, str]:
+    if part["type"] == IMAGE:
+        return {"type": "image"}
+    return {"type": "text", "text": part["text"]}
 
 
 def check_count(value: Any, what: str) -> Any:
@@ -256,6 +290,10 @@ class Conversation(RequestBody):
         return "messages"
 
     @property
+    def image_urls(self) -> list[str]:
+        return [url for message in self.messages for url in message.image_urls]
+
+    @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
@@ -319,6 +357,10 @@ class ConvertedBody(RequestBody):
     def chat(self) -> ChatBody:
         """Chat completion equivalent to this body."""
         return self._chat
+
+    @property
+    def image_urls(self) -> list[str]:
+        return self._chat.image_urls
 
     def chat_fields(self) -> dict[str, Any]:
         """Returns the chat completion's fields, without extensions. Raises BadRequestError."""

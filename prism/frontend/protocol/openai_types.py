@@ -89,6 +89,11 @@ class RequestBody(BaseModel):
         return "prompt"
 
     @property
+    def image_urls(self) -> list[str]:
+        """Addresses of the prompt's images, in order."""
+        return []
+
+    @property
     def output_tokens_min(self) -> int:
         """Number of tokens that must fit into the context after the prompt."""
         return 0

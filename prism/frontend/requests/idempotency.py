@@ -78,7 +78,7 @@ async def read_key(request: Request, body: RequestBody) -> IdempotencyKey | None
     secret = blake2b(given.encode(), person=b"fingerprint").digest()
     # In a thread, since a body may have megabytes.
     content = await asyncio.to_thread(body.model_dump_json)
-    content = f"{request.url.path}\n{content}"
+    content = "\n".join((request.url.path, content, *body.image_urls))
     name = blake2b(given.encode(), digest_size=16).hexdigest()
     return IdempotencyKey(name, blake2b(content.encode(), key=secret, digest_size=16).hexdigest())
 

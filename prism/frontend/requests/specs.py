@@ -32,9 +32,11 @@ from prism.frontend.requests.embedding_answers import check_able
 from prism.frontend.requests.generation import GenerationSpec
 from prism.frontend.requests.grammars import grammar_of
 from prism.frontend.requests.model_catalog import ModelCatalog
+from prism.frontend.requests.prompt_images import PromptImages, no_images
 from prism.frontend.requests.sampling import sampling_of
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.tokenizers import ModelTokenizer
+from prism.messages.image_tensors import PromptImage
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Grammar, Request, Sampling
 
@@ -57,6 +59,7 @@ class SpecBuilder:
 
     def __init__(self, live: LiveConfig, catalog: ModelCatalog, dispatcher: Dispatcher) -> None:
         self.modules = AdapterModules(live)
+        self.images = PromptImages(live, dispatcher.log)
         self._live = live
         self._catalog = catalog
         self._dispatcher = dispatcher
@@ -77,8 +80,7 @@ class SpecBuilder:
         """Returns the spec of a chat completion. Raises RequestError."""
         model = self._generating(body)
         tokenizer = self._catalog.tokenizer(model.name)
-        text = await conversation_text(model, body, tokenizer)
-        prompts = await tokenizer.encode([text], special_tokens=False)
+        text, ids, images = await self.conversation(model, body)
         parsing = await self.modules.parsers(model).parsing(body, model, tokenizer, text)
         grammar = await self._grammar(body, model)
         if body.must_call:
@@ -91,9 +93,26 @@ class SpecBuilder:
             await self._check(model, grammar, "response_format")
         elif parsing is not None:
             grammar = await self._call_grammar(body, model, parsing)
-        spec = self._spec(body, prompts, _Ends(tokenizer.chat_eos_ids, grammar))
+        spec = self._spec(body, [ids], _Ends(tokenizer.chat_eos_ids, grammar))
+        if images:
+            shown = [structs.replace(each, images=images) for each in spec.requests]
+            spec = replace(spec, requests=shown)
         # Special tokens are kept: they may begin a call or end the reasoning.
         return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
+
+    async def conversation(
+        self, model: ModelSpec, body: Conversation
+    ) -> tuple[str, list[int], tuple[PromptImage, ...]]:
+        """Returns the prompt as text and as token ids, which have those of its images, and these.
+        Raises RequestError."""
+        if body.image_urls and model.images is None:
+            raise no_images(model, body)
+        tokenizer = self._catalog.tokenizer(model.name)
+        text = await conversation_text(model, body, tokenizer)
+        [ids] = await tokenizer.encode([text], special_tokens=False)
+        if not body.image_urls:
+            return text, ids, ()
+        return text, *await self.images.prompt(model, body, ids)
 
     async def embeddings(self, body: EmbeddingsBody) -> GenerationSpec:
         """Returns the spec of a request for embeddings. Raises RequestError.

@@ -56,14 +56,16 @@ def forms_of(render: Render) -> Forms:
 
 
 def in_forms(messages: Sequence[Message], forms: Forms) -> list[Message]:
-    """Returns the messages converted to these forms. REQUIRES: content is text or parts of text."""
+    """Returns the messages converted to these forms. REQUIRES: content is text, or parts of text
+    and images; with images it stays in parts."""
     return [_in_form(message, forms) for message in messages]
 
 
 def _in_form(message: Message, forms: Forms) -> Message:
     made = dict(message)
     content, role = message.get("content"), message["role"]
-    if isinstance(content, list) and role not in forms.parts:
+    has_images = isinstance(content, list) and any(part["type"] == "image" for part in content)
+    if isinstance(content, list) and role not in forms.parts and not has_images:
         made["content"] = content = "\n".join(part["text"] for part in content)
     if isinstance(content, str) and role in forms.only_parts:
         made["content"] = [_part(content)]

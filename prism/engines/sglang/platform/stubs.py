@@ -8,6 +8,7 @@ import os
 
 from kvcached.engines import stand_ins
 from prism.engines.sglang.platform import gpu
+from prism.engines.sglang.platform.supported_models import VECTORS_KEPT_MIB
 
 PLATFORM_ENTRY_POINT = "prism_cpu"
 
@@ -23,6 +24,8 @@ _ENVIRONMENT = {
     "SGLANG_LOGPROB_CHUNK_SIZE": "256",
     # Log probabilities before temperature, as in OpenAI's API.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    # Vectors of images that are kept on the device for the next chunk of a prompt, in MiB.
+    "SGLANG_VLM_CACHE_SIZE_MB": str(VECTORS_KEPT_MIB),
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }

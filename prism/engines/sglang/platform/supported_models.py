@@ -16,9 +16,9 @@ from typing import Any
 from kvcached import Checkpoint, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.models.kv_scheme import has_scales
-from prism.models.text_part import text_config
+from prism.models.text_part import has_parts, text_config
 from prism.models.weight_names import model_files, package_folder, words_of
-from prism.models.weight_shapes import weights_differ
+from prism.models.weight_shapes import vision_differs, weights_differ
 
 # Families whose answers are those of transformers, which tests/sglang/test_families.py shows.
 SERVED = frozenset(
@@ -92,6 +92,15 @@ _REFUSED = {
     "glm": _NO_CLASS,
     "nemotron": _NO_CLASS,
 }
+# Families of models that take images -> those of their language models, with answers that are
+# those of transformers, which tests/sglang/test_images.py shows.
+IMAGES = {
+    "mistral3": frozenset({"ministral3", "mistral"}),
+    "qwen2_5_vl": frozenset({"qwen2_5_vl", "qwen2_5_vl_text"}),
+    "qwen3_vl": frozenset({"qwen3_vl_text"}),
+}
+# Vectors of images that are kept on the device, for the next chunk of a prompt or the same image.
+VECTORS_KEPT_MIB = 64
 # Families of which SGLang computes windows next to full attention. It ignores those of others, or
 # computes them with some backends only (chunks of Llama 4).
 WINDOWS = frozenset(
@@ -140,7 +149,7 @@ _QUANTIZATIONS = {
     "mxfp4": "mxfp4",
 }
 # Families for which SGLang computes SiLU, whatever `hidden_act` says.
-_SILU = SERVED - {
+_SILU = SERVED.union(*IMAGES.values()) - {
     "arcee",
     "falcon_h1",
     "gemma",
@@ -156,6 +165,8 @@ _SILU = SERVED - {
     "phi",
     "starcoder2",
 }
+# Families of which SGLang computes SiLU in the vision tower.
+_SILU_TOWERS = frozenset({"mistral3"})
 # Settings of a family that SGLang ignores.
 _IGNORED = {
     "olmoe": ("clip_qkv",),
@@ -212,12 +223,13 @@ def host_attention(config: dict[str, Any]) -> str:
     return "triton" if config.get("model_type") in _NEED_TRITON else "torch_native"
 
 
-def _answers_differ(config: dict[str, Any]) -> str:
-    """Returns what prevents answers from being those of transformers, "" if nothing is known to."""
+def _answers_differ(config: dict[str, Any], families: frozenset[str] = SERVED) -> str:
+    """Returns what prevents answers of a language model of these families from being those of
+    transformers, "" if nothing is known to."""
     shape = shape_of_config(config)
     kind = shape.model_type
-    if kind not in SERVED:
-        served = ", ".join(sorted(SERVED))
+    if kind not in families:
+        served = ", ".join(sorted(families))
         why = f" ({_REFUSED[kind]})" if kind in _REFUSED else ""
         return (
             f"has model_type {kind!r}, which SGLang engines do not serve{why}; they serve {served}"
@@ -266,13 +278,19 @@ def _is_odd(layer: LayerShape, hidden: int) -> bool:
     return isinstance(layer.kv, Heads) and layer.kv.head_dim * layer.heads != hidden
 
 
-def refuses(model: Path, embeds: bool = False) -> str:
-    """Returns the reason why SGLang cannot serve the checkpoint in this folder, "" if none is
-    known."""
+def refuses(model: Path, embeds: bool = False, images: bool = False) -> str:
+    """Returns the reason why SGLang cannot serve the checkpoint in this folder, with or without
+    images, "" if none is known."""
     if find_spec("sglang") is None or find_spec("transformers") is None:
         return ""
     whole = json.loads((model / "config.json").read_text())
-    config, in_part = text_config(whole), "text_config" in whole
+    return _refuses_images(model, whole) if images else _refuses_text(model, whole, embeds)
+
+
+def _refuses_text(model: Path, whole: dict[str, Any], embeds: bool) -> str:
+    """Returns the reason why SGLang cannot serve the language model of a checkpoint, "" if none is
+    known."""
+    config, in_part = text_config(whole), has_parts(whole)
     if in_part:
         config["architectures"] = [causal_class(str(config.get("model_type")))]
     if why := _unknown(config):
@@ -295,6 +313,25 @@ def refuses(model: Path, embeds: bool = False) -> str:
     differs = _scales_lost(model, architecture) or weights_differ(
         model, config, words, in_part=in_part
     )
+    return f"{model} {differs}" if differs else ""
+
+
+def _refuses_images(model: Path, config: dict[str, Any]) -> str:
+    """Returns the reason why SGLang cannot serve a model with its vision tower, "" if none is
+    known."""
+    if why := _unknown(config):
+        return f"{model}/config.json {why}"
+    kind = config["model_type"]
+    if why := _answers_differ(text_config(config), IMAGES[kind]):
+        return f"{model}/config.json {why}; give another model"
+    act = config["vision_config"].get("hidden_act", "silu")
+    if kind in _SILU_TOWERS and act != "silu":
+        return (
+            f"{model}/config.json has hidden_act {act!r} in vision_config, but SGLang computes silu"
+            f" for {kind}; give another model, or set images: false"
+        )
+    differs = weights_differ(model, text_config(config), in_part=True)
+    differs = differs or vision_differs(model, config)
     return f"{model} {differs}" if differs else ""
 
 

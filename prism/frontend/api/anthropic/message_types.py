@@ -16,6 +16,7 @@ from pydantic import (
 
 from prism.frontend.http.error_bodies import bad_request
 from prism.frontend.protocol.chat_types import (
+    IMAGE,
     TOOLS_MAX,
     ChatBody,
     ConvertedBody,
@@ -36,6 +37,7 @@ _NOT_EXTENSIONS = {
 # Type of a block -> its required field.
 _BLOCKS = {
     "text": "text",
+    "image": "source",
     "thinking": "thinking",
     "redacted_thinking": "data",
     "tool_use": "id",
@@ -43,13 +45,29 @@ _BLOCKS = {
 }
 
 
+class ImageSource(BaseModel):
+    """Data of an image, or its address."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+    @property
+    def address(self) -> str:
+        return self.url if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
+
+
 class Block(BaseModel):
     """Part of a message. Its fields on caching and citations are ignored."""
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
+    source: ImageSource | None = None
     thinking: str = ""
     id: str = ""
     name: str = ""
@@ -64,7 +82,7 @@ class Block(BaseModel):
             return value
         kind = value.get("type")
         if not isinstance(kind, str) or kind not in _BLOCKS:
-            raise ValueError(f"block type {kind!r:.40} is not supported; send text")
+            raise ValueError(f"block type {kind!r:.40} is not supported; send text or images")
         if _BLOCKS[kind] not in value:
             raise ValueError(f"a {kind} block requires {_BLOCKS[kind]}")
         return {name: part for name, part in value.items() if part is not None}
@@ -248,11 +266,24 @@ def chat_messages(turns: Sequence[MessageParam]) -> list[dict[str, Any]]:
                 raise bad_request(text, "messages")
             result = {"tool_call_id": block.tool_use_id, "content": block.content}
             messages.append({"role": "tool", **result})
-        if any(block.type == "text" for block in turn.content) or not results:
-            messages.append({"role": "user", "content": turn.texts()})
+        if any(block.type in ("text", "image") for block in turn.content) or not results:
+            messages.append({"role": "user", "content": _user_content(turn)})
     if turns[-1].role == "assistant" and "tool_calls" in messages[-1]:
         raise bad_request("messages: the last tool_use requires a tool_result", "messages")
     return messages
+
+
+def _user_content(turn: MessageParam) -> str | list[dict[str, Any]]:
+    """Returns the text of a user's message, in parts if it has images."""
+    if not any(block.source for block in turn.content):
+        return turn.texts()
+    return [
+        {"type": IMAGE, IMAGE: {"url": block.source.address}}
+        if block.source
+        else {"type": "text", "text": block.text}
+        for block in turn.content
+        if block.type in ("text", "image")
+    ]
 
 
 def _answer(turn: MessageParam) -> dict[str, Any]:

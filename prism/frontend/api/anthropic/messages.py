@@ -19,7 +19,7 @@ from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.requests.replies import Event, Events, reply_stream, reply_whole
-from prism.frontend.requests.specs import SpecBuilder, conversation_text
+from prism.frontend.requests.specs import SpecBuilder
 
 router = APIRouter(route_class=PlainRoute)
 
@@ -56,9 +56,8 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountBody)
     with in_flight.request():
         model, _ = catalog.resolve(body.model)
-        tokenizer = catalog.tokenizer(model.name)
-        text = await conversation_text(model, body.chat, tokenizer)
-        [ids] = await tokenizer.encode([text], special_tokens=False)
+        specs: SpecBuilder = request.app.state.specs
+        _, ids, _ = await specs.conversation(model, body.chat)
         return JSONResponse({"input_tokens": len(ids)})
 
 

@@ -18,6 +18,7 @@ from prism.frontend.protocol.chat_types import TokenizeBody
 from prism.frontend.protocol.openai_types import DetokenizeBody
 from prism.frontend.requests.model_catalog import ModelCatalog
 from prism.frontend.requests.specs import (
+    SpecBuilder,
     check_ids,
     conversation_text,
     reject_if_longer_than_context,
@@ -37,7 +38,8 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     with in_flight.request():
         model, tokenizer = _named(request, body.model)
-        ids = await _ids(body, model, tokenizer)
+        specs: SpecBuilder = request.app.state.specs
+        ids = await _ids(body, model, tokenizer, specs)
         return await _reply(lambda: _tokenized(body, model, tokenizer, ids), len(ids))
 
 
@@ -59,7 +61,11 @@ def _named(request: Request, name: str) -> tuple[ModelSpec, ModelTokenizer]:
     return model, catalog.tokenizer(model.name)
 
 
-async def _ids(body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer) -> list[int]:
+async def _ids(
+    body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer, specs: SpecBuilder
+) -> list[int]:
+    if body.image_urls:
+        return (await specs.conversation(model, body))[1]
     if body.prompt is None:
         text = await conversation_text(model, body, tokenizer)
     else:

@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     PrivateAttr,
     field_validator,
     model_validator,
@@ -21,6 +22,7 @@ from pydantic import (
 
 from prism.frontend.http.error_bodies import bad_request
 from prism.frontend.protocol.chat_types import (
+    IMAGE,
     TOOLS_MAX,
     ChatBody,
     ConvertedBody,
@@ -68,6 +70,23 @@ class Item(BaseModel):
     name: str | None = None
     arguments: str | None = None
     output: Annotated[str | None, text_of("input_text")] = None
+    _parts: list[dict[str, Any]] | None = PrivateAttr(None)  # with images, as of a chat completion
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_images(cls, value: Any, handler: ModelWrapValidatorHandler[Item]) -> Item:
+        content = value.get("content") if isinstance(value, dict) else None
+        if not isinstance(content, list) or not any(map(_is_image, content)):
+            return handler(value)
+        texts = [part for part in content if not _is_image(part)]
+        made = handler(value | {"content": texts or ""})
+        made._parts = [_chat_part(part) for part in content]
+        return made
+
+    @property
+    def chat_content(self) -> str | list[dict[str, Any]] | None:
+        """Content of a chat completion's message: in parts if it has images."""
+        return self._parts or self.content
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +109,18 @@ class Item(BaseModel):
         if other := fields.keys() - {"type", "id", "status", *needed, *allowed}:
             raise ValueError(f"{min(other)!r:.80} is not a field of a {kind}; remove it")
         return fields
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
+    if not _is_image(part):
+        return {"type": "text", "text": part.get("text")}
+    if not isinstance(part.get(IMAGE), str):
+        raise ValueError("an input_image requires image_url; files are not stored")
+    return {"type": IMAGE, IMAGE: {"url": part[IMAGE]}}
 
 
 class FunctionTool(BaseModel):
@@ -245,7 +276,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
             result = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
             messages.append(result)
         elif item.type == "message" and item.role != "assistant":
-            messages.append({"role": item.role, "content": item.content})
+            messages.append({"role": item.role, "content": item.chat_content})
         else:
             if not messages or not _belongs_to(messages[-1], item):
                 messages.append({"role": "assistant", "content": ""})

@@ -1,0 +1,115 @@
+"""Detection of models that take images, and the memory of their vision towers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvcached.errors import InvalidArgumentError
+from kvcached.models import vision_of_config
+from prism.config.checks.memory_needs import EngineTraits
+from prism.config.schema.cluster_config import EngineConfig, ModelYaml
+from prism.errors import ConfigError
+from prism.messages.model_spec import ImageSpec
+from prism.models.files import DTYPE_BYTES, read_config
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_TOKEN_IDS = ("image_token_id", "image_token_index")
+
+
+def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits) -> bool:
+    """Returns whether the model in directory `path`, with the entry `data` of the YAML, takes
+    images.
+
+    By default it does if its family does, it has its processor's files, and the YAML has nothing
+    for it that images cannot be combined with. Raises ConfigError that names `key`, the entry's.
+    """
+    if data.images is False:
+        return False
+    config = read_config(path, f"{key}.path")
+    kind = str(config.get("model_type"))
+    lacks = ""
+    if kind not in traits.images:
+        known = ", ".join(sorted(traits.images)) or "none"
+        lacks = f"model_type {kind!r}, of which engines take no images; give one of {known}"
+    elif not any((path / name).is_file() for name in _PROCESSORS):
+        lacks = f"no {_PROCESSORS[0]}; save the model's processor there"
+    if lacks and data.images:
+        raise ConfigError(f"{key}.images: {path} has {lacks}, or remove the key")
+    others = {"lora": bool(data.lora), "tp": data.tp > 1, "embeddings": bool(data.embeddings)}
+    combined = [name for name, is_set in others.items() if is_set]
+    if combined and data.images:
+        text = "cannot be combined with images; remove one of them"
+        raise ConfigError(f"{key}.{combined[0]}: {text}")
+    return not lacks and not combined
+
+
+def image_spec(
+    path: Path, key: str, traits: EngineTraits, engine: EngineConfig, dtype: str
+) -> ImageSpec:
+    """Returns the images that the model in directory `path` takes. Raises ConfigError.
+
+    Args:
+        path: Directory of the model.
+        key: YAML key of the model's entry, for messages.
+        traits: Of the model's adapter.
+        engine: Limits of engines.
+        dtype: Of the weights in an engine.
+    """
+    config = read_config(path, f"{key}.path")
+    step_bytes = _step_bytes(config, path, key, engine, DTYPE_BYTES[dtype])
+    return ImageSpec(_token_id(config, path, key), traits.image_vectors_bytes + step_bytes)
+
+
+def _token_id(config: dict[str, Any], path: Path, key: str) -> int:
+    found = [config[name] for name in _TOKEN_IDS if name in config]
+    if not found or type(found[0]) is not int or found[0] < 0:
+        raise ConfigError(
+            f"{key}.path: {path}/config.json lacks {_TOKEN_IDS[0]}, the token of images; complete"
+            " the file, or set images: false"
+        )
+    return int(found[0])
+
+
+def _step_bytes(
+    config: dict[str, Any], path: Path, key: str, engine: EngineConfig, number_bytes: int
+) -> int:
+    """Returns the memory of the vision tower's largest step: all patches of the images of which a
+    prefill chunk has a token. The first and the last may be only partly in the chunk."""
+    try:
+        shape = vision_of_config(config)
+    except InvalidArgumentError as error:
+        raise ConfigError(f"{key}.path: {path}: {error}") from error
+    assert shape is not None
+    chunk = engine.prefill_chunk_tokens * shape.patches_per_token
+    patches = 2 * _pixels_max(path, key, config) // shape.patch_pixels + chunk
+    return patches * shape.patch_numbers * number_bytes
+
+
+def _pixels_max(path: Path, key: str, config: dict[str, Any]) -> int:
+    """Returns the pixels of the largest image after the processor, which makes larger ones
+    smaller."""
+    settings: dict[str, Any] = {}
+    for name in reversed(_PROCESSORS):
+        if (path / name).is_file():
+            found = _read(path / name, key)
+            settings |= found.get("image_processor") or found
+    size = settings.get("size") or {}
+    if (pixels := settings.get("max_pixels") or size.get("max_pixels")) is not None:
+        return int(pixels)
+    edge = size.get("longest_edge")
+    if config["model_type"] == "mistral3":
+        edge = edge or config["vision_config"].get("image_size", 1540)
+        return int(edge) ** 2
+    return int(edge or 28 * 28 * 1280)  # for Qwen's processors, an area
+
+
+def _read(file: Path, key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}.path: cannot read {file}: {error}; repair the file") from error
+    return found

@@ -1,0 +1,1 @@
+"""Images in conversations: their data, and their preparation for the model."""

@@ -1,0 +1,122 @@
+"""Client of the process that prepares images."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
+from prism.frontend.http.fair_lock import FairLock, client_name
+from prism.frontend.images.image_process import HEADER, Answer, Ask
+from prism.frontend.images.preparation import PreparedImage
+from prism.messages.model_spec import ModelSpec
+from prism.process import child_environment
+
+WAITING_MAX = 64  # images that wait or are being prepared
+_START_S_MAX = 120.0
+
+
+class ImageClient:
+    """Starts the process for the first image, and again after an image has ended it. For one event
+    loop."""
+
+    def __init__(self) -> None:
+        self._lock = FairLock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting = 0
+
+    async def prepare(
+        self, model: ModelSpec, data: bytes, pixels_max: int, timeout_s: float
+    ) -> PreparedImage:
+        """Returns the image in the file `data` for `model`. Raises ValueError with what is wrong
+        with it, OverloadedError if too many are waiting, and UnavailableError if the process cannot
+        be started."""
+        if self._waiting >= WAITING_MAX:
+            raise OverloadedError("too many images are waiting to be prepared; try again later")
+        self._waiting += 1
+        used_s, client = 0.0, client_name()
+        try:
+            await self._lock.acquire(client)
+            began_s = asyncio.get_running_loop().time()
+            try:
+                await self._start(model)
+                asked = Ask(model.path, model.dtype, data, pixels_max)
+                return await self._prepared(asked, timeout_s)
+            finally:
+                used_s = asyncio.get_running_loop().time() - began_s
+                self._lock.release(client, used_s)
+        finally:
+            self._waiting -= 1
+
+    async def close(self) -> None:
+        await self._end()
+
+    async def _prepared(self, asked: Ask, timeout_s: float) -> PreparedImage:
+        try:
+            answer = await self._ask(asked, timeout_s)
+        except TimeoutError as error:
+            await self._end()
+            raise ValueError(
+                f"takes longer than {timeout_s:g} s to prepare (frontend.images.timeout)"
+            ) from error
+        except EOFError as error:
+            await self._end()
+            raise ValueError("ends the process that prepares it") from error
+        except BaseException:
+            await self._end()  # a late answer would be read as the next one's
+            raise
+        if answer.image is None:
+            raise ValueError(answer.error)
+        return answer.image
+
+    async def _start(self, model: ModelSpec) -> None:
+        """Starts the process if none runs, and loads the model's processor in it. The imports then
+        do not count against an image."""
+        try:
+            if self._process is None or self._process.returncode is not None:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "prism.frontend.images.image_process",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env=child_environment() | {"OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
+            loaded = await self._ask(Ask(model.path, model.dtype), _START_S_MAX)
+        except (OSError, EOFError) as error:  # a timeout is an OSError
+            await self._end()
+            raise UnavailableError("images cannot be prepared now; try again later") from error
+        except BaseException:
+            await self._end()
+            raise
+        if loaded.error:
+            text = f"images of {model.name} cannot be prepared: {loaded.error:.300}"
+            raise UnavailableError(text)
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _ask(self, asked: Ask, limit_s: float) -> Answer:
+        """Returns the answer. Raises TimeoutError, or EOFError if the process died."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        packed = msgspec.msgpack.encode(asked)
+        try:
+            async with asyncio.timeout(limit_s):
+                process.stdin.write(HEADER.pack(len(packed)) + packed)
+                await process.stdin.drain()
+                header = await process.stdout.readexactly(HEADER.size)
+                body = await process.stdout.readexactly(HEADER.unpack(header)[0])
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise EOFError from error
+        return msgspec.msgpack.decode(body, type=Answer)
