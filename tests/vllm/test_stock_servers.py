@@ -17,7 +17,19 @@ import pytest
 from tests.engines import sharing
 from tests.engines.sharing import PAGE, Pair, right, token_bytes
 from tests.engines.stock import CONTEXT, Server, SGLangServer, until
-from tests.sglang.models import GEMMA3, LLAMA, MLA, QWEN3, path_of, prompts, spec_of
+from tests.sglang.models import (
+    GEMMA3,
+    LLAMA,
+    MLA,
+    QWEN3,
+    TIE,
+    gap_of,
+    network,
+    path_of,
+    prompts,
+    spec_of,
+    towards_zero,
+)
 from tests.vllm.servers import BLOCK_TOKENS, VllmServer
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -146,6 +158,25 @@ def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(  # noqa: PLR
     arguments = tuple(each.replace("MODEL", str(path_of(model))) for each in arguments)
     server = VllmServer(model, tmp_path, *arguments, **pair.said(**said))
     sharing.cannot_come_up(pair, server, message)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")])
+def test_a_server_keeps_kv_in_fp8(tmp_path: Path, name: str, dtype: str) -> None:
+    """Compares with KV rounded towards zero, as vLLM's kernel for CPUs does it."""
+
+    def started(model: str, folder: Path, **said: str) -> VllmServer:
+        return VllmServer(model, folder, "--kv-cache-dtype", name, **said)
+
+    pair = Pair({LLAMA: started}, tmp_path, 64 << 20)
+    try:
+        request_bytes = (CONTEXT + BLOCK_TOKENS) * token_bytes(LLAMA) // 4  # of float32
+        assert pair.of(LLAMA).min_bytes == -(-request_bytes // PAGE) * PAGE
+        asked, reference = prompts(LLAMA, 6, (7, 200), seed=5), network(path_of(LLAMA))
+        for prompt, answer in zip(asked, pair.servers[LLAMA].answers(asked, 16), strict=True):
+            assert gap_of(reference, prompt, answer, towards_zero(dtype)) < TIE
+        pair.flush()
+    finally:
+        pair.close()
 
 
 def revive(pair: Pair) -> None:
