@@ -15,7 +15,12 @@ from prism.config.checks.memory_needs import EngineTraits
 from prism.config.resolve import load
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.engines.sglang.adapter import traits
-from prism.engines.sglang.platform.supported_models import refuses
+from prism.engines.sglang.platform.supported_models import (
+    SERVED,
+    causal_class,
+    loads_kv_scales,
+    refuses,
+)
 from prism.errors import ConfigError
 from prism.models.files import ModelFiles, inspect_model
 from prism.models.kv_scheme import FP8, kv_scheme_of
@@ -204,3 +209,10 @@ def test_families_of_which_sglang_ignores_scales_are_refused(
     save_file({name: np.ones(1, np.float32) for name in SCALES}, str(path / "s.safetensors"))
     assert says in refuses(path)
     assert bool(refuses(path)) == bool(says)
+
+
+@pytest.mark.sglang
+def test_the_page_of_supported_models_names_the_families_with_scales() -> None:
+    page = Path(__file__).parents[2] / "docs" / "supported-models.md"
+    names = [f"`{kind}`" for kind in sorted(SERVED) if loads_kv_scales(causal_class(kind))]
+    assert f"It loads them for {', '.join(names)}." in " ".join(page.read_text().split())

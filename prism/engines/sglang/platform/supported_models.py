@@ -389,14 +389,16 @@ def _names_in(file: Path) -> list[str]:
 
 
 def _scales_lost(model: Path, architecture: str) -> str:
-    """Returns that SGLang would ignore scales of K and V, "" if there are none or the module of the
-    class that loads the weights knows their names."""
-    if not has_scales(Checkpoint.open(model).tensors):
-        return ""
-    loaders = (text for body, text in _classes(architecture) if "def load_weights" in body)
-    if "maybe_remap_kv_scale_name" in next(loaders, ""):
+    """Returns that SGLang would ignore scales of K and V, "" if it does not."""
+    if not has_scales(Checkpoint.open(model).tensors) or loads_kv_scales(architecture):
         return ""
     return f"has scales of K and V, which SGLang ignores for {architecture}; give another model"
+
+
+def loads_kv_scales(architecture: str) -> bool:
+    """Returns whether the module of the class that loads the weights knows scales of K and V."""
+    loaders = (text for body, text in _classes(architecture) if "def load_weights" in body)
+    return "maybe_remap_kv_scale_name" in next(loaders, "")
 
 
 def _classes(architecture: str) -> Iterator[tuple[str, str]]:
