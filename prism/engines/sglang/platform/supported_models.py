@@ -304,12 +304,13 @@ def _refuses_text(model: Path, whole: dict[str, Any], embeds: bool) -> str:
             f"{model}/config.json names {architecture}, which is not an architecture of model_type"
             f" {kind!r}; correct one of them"
         )
-    if embeds and not _can_embed(_CLASSES.get(kind, architecture)):
+    loader = _CLASSES.get(kind, architecture)
+    if embeds and not _can_embed(loader):
         return (
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
             " another model or set embeddings: false"
         )
-    words = words_of(model_files(_own_models(), kind, architecture))
+    words = words_of(model_files(_own_models(), kind, loader))
     differs = _scales_lost(model, architecture) or weights_differ(
         model, config, words, in_part=in_part
     )
