@@ -56,15 +56,13 @@ def has_parts(config: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def language_model_folder(model: Path, architecture: str) -> Iterator[Path]:
-    """Yields a folder of the language model: a config.json with this architecture, and links to the
-    other files."""
-    config = text_config(json.loads((model / "config.json").read_text()))
-    config |= {"architectures": [architecture], PART: True}
+def language_model_folder(model: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """Yields a folder of the language model: `config` as its config.json, and links to the other
+    files."""
     with TemporaryDirectory(prefix="prism-text-") as name:
         folder = Path(name)
         for file in model.iterdir():
             if file.name != "config.json":
                 (folder / file.name).symlink_to(file.resolve())
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps({**config, PART: True}))
         yield folder

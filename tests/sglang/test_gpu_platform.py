@@ -115,7 +115,7 @@ def test_sglangs_own_kernels_and_graphs_are_asked_for() -> None:
     from sglang.srt.server_args import ServerArgs
 
     assert common.keys() | on_gpu.keys() <= inspect.signature(ServerArgs).parameters.keys()
-    assert not common.keys() & (on_gpu.keys() | server_args.on_host(order).keys())
+    assert not common.keys() & (on_gpu.keys() | server_args.on_host({}).keys())
 
 
 def test_weights_for_other_kernels_are_other_weights() -> None:

@@ -125,8 +125,9 @@ def _of_language_model(order: ActivateEngine, files: ExitStack) -> ActivateEngin
     config = json.loads((path / "config.json").read_text())
     if not has_parts(config):
         return order
-    architecture = supported_models.causal_class(text_config(config)["model_type"])
-    folder = files.enter_context(language_model_folder(path, architecture))
+    text = text_config(config)
+    text["architectures"] = [supported_models.causal_class(text["model_type"])]
+    folder = files.enter_context(language_model_folder(path, text))
     model = msgspec.structs.replace(order.model, path=str(folder))
     return msgspec.structs.replace(order, model=model)
 

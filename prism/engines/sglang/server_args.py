@@ -28,18 +28,20 @@ def build(
 ) -> ServerArgs:
     """Returns arguments that make SGLang deterministic and free of sockets, with one process per
     rank."""
+    config: dict[str, Any] = json.loads((Path(order.model.path) / "config.json").read_text())
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora_adapters.settings(order.model.lora, device)
-    own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host(order)
+    common["json_model_override_args"] = json.dumps(supported_models.overrides(config))
+    own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host(config)
     return ServerArgs(**common, **own)
 
 
-def on_host(order: ActivateEngine) -> dict[str, Any]:
+def on_host(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments for a CPU, whose attention has the names of several backends."""
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
-        "attention_backend": supported_models.host_attention(_config(order.model.path)),
+        "attention_backend": supported_models.host_attention(config),
         "sampling_backend": "pytorch",
     }
 
@@ -71,7 +73,6 @@ def settings(
     spec = order.model
     return {
         "model_path": spec.path,
-        "json_model_override_args": json.dumps(supported_models.overrides(_config(spec.path))),
         "load_format": KvcachedLoader,
         "tp_size": ranks,
         "dtype": spec.dtype,
@@ -100,11 +101,6 @@ def _side_pools(order: ActivateEngine, plan: MemoryPlan) -> dict[str, Any]:
     if "state" in plan.side:
         return {"max_mamba_cache_size": order.max_running, "disable_radix_cache": True}
     return {"swa_full_tokens_ratio": 1.0} if "window" in plan.side else {}
-
-
-def _config(path: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
-    return config
 
 
 def ports() -> PortArgs:
