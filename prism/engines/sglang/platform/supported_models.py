@@ -124,7 +124,7 @@ WHOLE_WEIGHTS = (
     r"|\.(wpe|embed_positions|project_in|project_out)\.|^gemma3_text:.*embed_tokens"
 )
 # Families that SGLang cannot load on several ranks.
-ONE_DEVICE = frozenset({"gpt2", "olmoe", "phi", "starcoder2"})
+ONE_DEVICE = frozenset({"gemma3n_text", "gemma4_text", "gpt2", "olmoe", "phi", "starcoder2"})
 # Families of which it cannot load the same KV head on several ranks.
 DIVIDED_HEADS = frozenset(
     {"cohere", "ernie4_5", "ministral", "olmo2", "olmo3", "seed_oss", "smollm3"}
