@@ -61,6 +61,7 @@ FIXED = {
     "window_tokens": "path",
     "window_kv_heads": "path",
     "window_head_dim": "path",
+    "window_groups": "path",
     "state_bytes": "path",
     "whole_state_bytes": "path",
     "divided": "path",

@@ -372,7 +372,7 @@ def _model(
         tool_parser=data.tool_parser,
         reasoning_parser=data.reasoning_parser,
         adapter=adapter,
-        block_tokens=traits.block_tokens,
+        block_tokens=traits.block_tokens_of(latent=files.pools.latent_rope_dim is not None),
         aliases=tuple(data.aliases),
         embedding=embedding_of(path, data.embeddings, f"{key}.embeddings"),
         lora=lora_spec(

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 import kvcached
-from prism.config.checks.memory_needs import PoolNeed, pools_of, side_need, whole_pages
+from prism.config.checks.memory_needs import (
+    PoolNeed,
+    group_tokens,
+    pools_of,
+    side_need,
+    step_tokens,
+    whole_pages,
+)
 from prism.config.schema.units import format_size
 from prism.engines.ranks.group import ALONE, RankGroup
 from prism.engines.room import make_room
@@ -46,6 +53,9 @@ class MemoryPlan:
     # Pools in addition to the main one, of layers with windows or of states, by name.
     side: Mapping[str, PoolNeed] = field(default_factory=dict)
     side_tokens: Mapping[str, int] = field(default_factory=dict)  # their virtual tokens
+    # Groups of layers with a window in the main pool, and the tokens of a request in each.
+    window_groups: int = 0
+    group_tokens: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -59,6 +69,8 @@ class MemoryPlan:
         tokens = self.layout.block_tokens if self.side else self.slab_tokens
         quantum_bytes = self.quantum_bytes * tokens // self.slab_tokens
         of_side = side_need(self.layout, self.side)
+        if self.window_groups:
+            of_side = {"window_tokens": self.group_tokens, "window_share": self.window_groups}
         return {"quantum_bytes": quantum_bytes, "quantum_tokens": tokens, **of_side}
 
     @property
@@ -78,7 +90,8 @@ def plan(
     """Returns the plan of `order.model` on a device; pure arithmetic. `static_bytes` is the
     engine's static share, `chunk_tokens` the size of a prefill step."""
     spec = order.model
-    main, *others = pools_of(spec, chunk_tokens)
+    step = step_tokens(spec, chunk_tokens, order.max_running)
+    main, *others = pools_of(spec, step)
     layout = main.layout
     slab_tokens = layout.slab_tokens(page_bytes)
     quantum = layout.quantum_bytes(page_bytes)
@@ -94,6 +107,8 @@ def plan(
         virtual_tokens=virtual_tokens,
         side={pool.name: pool for pool in others},
         side_tokens={"window": virtual_tokens, "state": order.max_running + _PADDING_BLOCKS},
+        window_groups=spec.window_groups,
+        group_tokens=group_tokens(spec, step) if spec.window_groups else 0,
     )
 
 

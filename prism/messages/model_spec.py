@@ -85,6 +85,9 @@ class ModelSpec(Wire, frozen=True):
     window_tokens: int = 0  # that a token attends to there, with itself
     window_kv_heads: int = 0
     window_head_dim: int = 0
+    # Groups of these layers, each as large as `kv_layers`, where all share the blocks of the main
+    # pool. 0: they have a separate pool.
+    window_groups: int = 0
     state_bytes: int = 0  # of a sequence, whatever its length (Mamba, linear attention)
     whole_state_bytes: int = 0  # part of them that each device of several has
     # Numbers that `tp` must divide, in addition to KV heads: what they count, and the number.

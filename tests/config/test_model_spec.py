@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvcached import MLALayout
-from prism.config.checks.memory_needs import layout_of, pools_of
+from prism.config.checks.memory_needs import grouped, layout_of, pools_of
 from prism.errors import ConfigError
 from prism.messages.model_spec import ModelSpec
 from prism.models.files import ModelFiles, inspect_model
@@ -185,6 +185,17 @@ def test_windows_have_a_pool_where_engines_split_them(tmp_path: Path) -> None:
         assert (full.tokens, window.tokens) == (256, kept_tokens + 2 * split.block_tokens)
     assert full.layout == window.layout
     assert [pool.name for pool in pools_of(whole, 32)] == ["full"]
+
+
+def test_windows_are_groups_where_they_share_blocks(tmp_path: Path) -> None:
+    """Counts a window of 40 tokens, 60 of a step and a block, in whole blocks of 16 tokens."""
+    window = {"head_dim": 8, "sliding_window": 40, "layer_types": [*TYPES[:1] * 5, *TYPES[1:]]}
+    sizes = {"model_type": "gemma3_text", "num_hidden_layers": 6}
+    split = spec_of(make_model(tmp_path / "m", **sizes, **window), {"gemma3_text"})
+    spec = grouped(split, min)
+    assert (spec.kv_layers, spec.window_groups) == (1, 5)
+    [pool] = pools_of(spec, chunk_tokens=60)
+    assert (pool.tokens, pool.layout) == (256 + 5 * 128, layout_of(split))
 
 
 def test_a_state_is_counted_per_sequence(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import warnings
@@ -62,6 +63,12 @@ GEMMA3 = tiny.TinyModel(
         "tie_word_embeddings": True,
     },
 )
+# The same with heads that vLLM's kernels compute.
+GEMMA3_32 = dataclasses.replace(
+    GEMMA3,
+    name="tiny-gemma3-32",
+    settings=GEMMA3.settings | {"head_dim": 32, "query_pre_attn_scalar": 32},
+)
 # Latent attention.
 MLA = tiny.TinyModel(
     name="tiny-deepseek-v2",
@@ -103,7 +110,8 @@ FAMILIES = [family(f"family-{kind}", kind, settings) for kind, settings in TINY.
 # One that answers in sentences, and the same again under another name.
 SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
 RECIPES: dict[str, Recipe] = {
-    model.name: model for model in (*tiny.TINY_MODELS, *FAMILIES, MOE, GEMMA3, MLA, SMOLLM2, AGAIN)
+    model.name: model
+    for model in (*tiny.TINY_MODELS, *FAMILIES, MOE, GEMMA3, GEMMA3_32, MLA, SMOLLM2, AGAIN)
 }
 Kept = Callable[[Any], Any]
 TIE = 1e-3  # of `largest_gap`: less is rounding

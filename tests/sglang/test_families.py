@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
 from tests.families import TINY, VOCAB_SIZE
 from tests.sglang import models
-from tests.sglang.models import TIE, gap_of, network
+from tests.sglang.models import TIE, Kept, gap_of, network
 
 # torch deprecates a decorator that GPT-BigCode uses.
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore:.*torch.jit.script")]
@@ -39,8 +40,13 @@ def path_of(kind: str) -> Path:
     return models.path_of(f"family-{kind}")
 
 
-def spec_of(kind: str, path: Path) -> ModelSpec:
-    shape = inspect_model(path, kind, WINDOW_POOLS, WINDOWS).shape("float32", None)
+def spec_of(
+    kind: str,
+    path: Path,
+    window_pools: Container[str] = WINDOW_POOLS,
+    windows: Container[str] | None = WINDOWS,
+) -> ModelSpec:
+    shape = inspect_model(path, kind, window_pools, windows).shape("float32", None)
     return ModelSpec(name=kind, path=str(path), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 
 
@@ -135,23 +141,30 @@ def test_variants_answer_as_in_transformers(device: DeviceUnderTest, name: str) 
 
 
 def ask(
-    device: DeviceUnderTest, spec: ModelSpec, asked: dict[str, list[int]], reference: Any
+    device: DeviceUnderTest,
+    spec: ModelSpec,
+    asked: dict[str, list[int]],
+    reference: Any,
+    engine_id: str = "e0",
+    *,
+    kept: Kept | None = None,
 ) -> dict[str, list[int]]:
-    """Returns the answers of prompts by request, which are those of transformers."""
+    """Returns the answers of prompts by request, which are those of transformers. `kept`: see
+    `gap_of`."""
     names = {name: f"{spec.name}/{name}" for name in asked}
     requests = [request(names[name], spec.name, asked[name], TOKENS) for name in asked]
-    device.send(Submit(requests))
+    device.send(Submit(requests), engine_id)
     answers = {}
     for name, stream in zip(asked, device.finish(*names.values()), strict=True):
         answers[name] = stream.token_ids
         assert len(stream.token_ids) == TOKENS
-        assert gap_of(reference, asked[name], stream.token_ids) < TIE, name
+        assert gap_of(reference, asked[name], stream.token_ids, kept) < TIE, name
     return answers
 
 
-def leave(device: DeviceUnderTest) -> None:
-    device.send(Deactivate())
-    device.wait_for(Deactivated)
+def leave(device: DeviceUnderTest, engine_id: str = "e0") -> None:
+    device.send(Deactivate(), engine_id)
+    device.wait_for(Deactivated, engine_id)
 
 
 def test_weights_of_another_size_are_a_warning(device: DeviceUnderTest) -> None:

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from kvcached import Checkpoint, WeightStore
 from prism.config.checks.adapters import with_layout
 from prism.engines.vllm import traits
-from prism.engines.vllm.capabilities import HEAD_DIMS, SERVED, refuses
-from prism.messages.engine import Submit
+from prism.engines.vllm.capabilities import HEAD_DIMS, LATENT, SERVED, WINDOWS, refuses, weight_key
 from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.store import default_directory, prepare
-from tests.engines.harness import DeviceUnderTest, request
+from tests.engines.harness import DeviceUnderTest
 from tests.families import TINY
 from tests.sglang.conftest import config_of
-from tests.sglang.models import TIE, gap_of, network, towards_zero
-from tests.sglang.test_families import TOKENS, prompts, spec_of, write_config
+from tests.sglang.models import network, towards_zero
+from tests.sglang.test_families import ask, leave, logs, prompts, spec_of, write_config
 from tests.vllm.environment import variables, vllm_python
 
 # torch deprecates a decorator that GPT-BigCode uses.
@@ -32,11 +32,14 @@ HEADS = 6  # of each tiny model
 
 
 def settings_of(kind: str) -> dict[str, Any]:
-    """Returns the settings of a tiny model without windows, with heads that vLLM's kernels
-    compute."""
+    """Returns the settings of a tiny model with heads that vLLM's kernels compute, and without
+    windows in all layers, which would limit its context."""
     settings, dim = dict(TINY[kind]), min(HEAD_DIMS)
-    if "sliding_window" in settings:
+    if "sliding_window" in settings and kind not in WINDOWS:
         settings["sliding_window"] = None
+    if "kv_lora_rank" in settings:
+        latent = {"kv_lora_rank": LATENT.kv_lora_rank, "qk_rope_head_dim": LATENT.rope_dim}
+        return settings | latent
     if "head_dim" in settings:
         return settings | {"head_dim": dim}
     width = "n_embd" if "n_embd" in settings else "hidden_size"
@@ -54,53 +57,79 @@ def path_of(kind: str) -> Path:
 def device() -> Iterator[DeviceUnderTest]:
     with tempfile.TemporaryDirectory(prefix="prism-") as directory:
         config = config_of(Path(directory), 256 << 20)
-        engine = structs.replace(config.engine, adapter="vllm", python={"vllm": str(vllm_python())})
+        engine = structs.replace(
+            config.engine,
+            adapter="vllm",
+            python={"vllm": str(vllm_python())},
+            weight_store=str(Path(directory) / "store"),
+        )
         made = DeviceUnderTest("vllm", structs.replace(config, engine=engine), variables())
         yield made
         made.close()
+
+
+def spec_on(device: DeviceUnderTest, found: ModelSpec) -> ModelSpec:
+    """Returns the model as a cluster of this device has it."""
+    block_tokens = traits().block_tokens_of(latent=found.latent_rope_dim is not None)
+    stock = structs.replace(found, adapter="vllm", block_tokens=block_tokens)
+    config = structs.replace(device.config, models=[stock])
+    return with_layout(stock, config, config.engine.kv_layout)
+
+
+def is_stored(device: DeviceUnderTest, spec: ModelSpec) -> bool:
+    """Returns whether the store has the model's weights as its engine loaded them."""
+    store = WeightStore.open(device.config.engine.weight_store)
+    return store.find(weight_key(store.content_of(Checkpoint.open(spec.path)), spec)) is not None
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", SERVED)
 def test_answers_are_those_of_transformers(device: DeviceUnderTest, kind: str) -> None:
+    """Compares answers of prompts that run together, after their own beginnings, and alone with
+    weights from the store. The engine compares the layout of its KV with the one that config.json
+    gives."""
     path = path_of(kind)
     assert refuses(path) == ""
-    serve(device, spec_of(kind, path), path)
+    serve(device, spec_of(kind, path, WINDOWS, None), path)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("kind", ["llama", "glm4"])
+@pytest.mark.parametrize("kind", ["llama", "glm4", "gemma3_text"])
 def test_answers_with_fp8_kv_are_those_of_rounded_kv(
     device: DeviceUnderTest, kind: str, dtype: str
 ) -> None:
     """Compares with KV rounded towards zero, as vLLM's kernel for CPUs does it. The engine compares
     the size of its blocks with the model's specification."""
     path = path_of(kind)
-    shape = inspect_model(path, kind).shape("float32", None, dtype)
-    stock = structs.replace(spec_of(kind, path), **shape)
-    assert 4 * stock.token_bytes == spec_of(kind, path).token_bytes
+    plain = spec_of(kind, path, WINDOWS, None)
+    shape = inspect_model(path, kind, WINDOWS).shape("float32", None, dtype)
+    stock = structs.replace(plain, **shape)
+    assert 4 * stock.token_bytes == plain.token_bytes
     serve(device, stock, path)
 
 
 def serve(device: DeviceUnderTest, stock: ModelSpec, path: Path) -> None:
-    """Serves a model in a separate engine, and checks its answers."""
-    kind = stock.name
-    stock = structs.replace(stock, adapter="vllm", block_tokens=traits().block_tokens)
-    config = structs.replace(device.config, models=[stock])
-    spec = with_layout(stock, config, config.engine.kv_layout)
-    asked = {f"{kind} {spec.kv_dtype}/{name}": prompt for name, prompt in prompts(spec).items()}
-    reference, kept = network(path), spec.other_kv_dtype and towards_zero(spec.other_kv_dtype)
+    """Serves a model in a separate engine, again with weights from the store, and checks its
+    answers."""
+    spec, kind, reference = spec_on(device, stock), stock.name, network(path)
+    kept = towards_zero(spec.other_kv_dtype) if spec.other_kv_dtype else None
+    asked = {f"{name} {spec.kv_dtype}": prompt for name, prompt in prompts(spec).items()}
     device.fork(kind)
     device.activate(spec, kind)
-    orders = [request(name, kind, prompt, TOKENS) for name, prompt in asked.items()]
-    device.send(Submit(orders), kind)
-    for stream, prompt in zip(device.finish(*asked), asked.values(), strict=True):
-        assert len(stream.token_ids) == TOKENS
-        assert gap_of(reference, prompt, stream.token_ids, kept or None) < TIE
+    answers = ask(device, spec, asked, reference, kind, kept=kept)
+    longer = {f"{name}+": prompt + answers[name][:-4] for name, prompt in asked.items()}
+    ask(device, spec, longer, reference, kind, kept=kept)
+    leave(device, kind)
+    assert is_stored(device, spec)
+    device.activate(spec, kind)
+    alone = {f"alone {spec.kv_dtype}": min(asked.values(), key=len)}
+    ask(device, spec, alone, reference, kind, kept=kept)
     device.end(kind)
+    assert "discarding the stored copy" not in logs(device)
+    assert f"model {kind}: its weights take" not in logs(device)
 
 
 @pytest.mark.parametrize("kind", sorted(set(TINY) - set(SERVED)))
@@ -109,8 +138,22 @@ def test_the_others_are_refused_before_a_cluster_starts(tmp_path: Path, kind: st
     assert "vllm engines" in refuses(tmp_path)
 
 
-def test_heads_that_its_kernels_lack_are_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, "llama")
-    assert "has heads of dimension 16, but vLLM's CPU kernels compute only 32, 64" in refuses(
-        tmp_path
-    )
+FEW_WINDOWS = {"layer_types": ["sliding_attention", *["full_attention"] * 3]}
+CONDITIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {}, "has heads of dimension 16, but vLLM's CPU kernels compute only 32, 64"),
+    ("deepseek_v2", {}, "latents of 32 and 8 numbers, but vLLM's CPU kernel computes only 512"),
+    ("gemma3_text", FEW_WINDOWS, "has sliding windows in few layers"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        "has sliding windows in some layers, which vllm engines do not serve in this family",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changed", "says"), CONDITIONS)
+def test_what_its_kernels_lack_is_refused(
+    tmp_path: Path, kind: str, changed: dict[str, Any], says: str
+) -> None:
+    write_config(tmp_path, kind, **changed)
+    assert says in refuses(tmp_path)

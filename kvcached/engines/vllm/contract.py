@@ -34,6 +34,8 @@ CONTRACT = Contract(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": (
             "apply_admission_cap",
         ),
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_groups": ("vllm_config", "kv_cache_spec"),
+        "vllm.v1.kv_cache_interface:KVCacheSpec.max_memory_usage_bytes": ("vllm_config",),
         "vllm.v1.core.block_pool:BlockPool.__init__": ("num_gpu_blocks", "enable_caching"),
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks": ("num_blocks",),
         "vllm.v1.core.block_pool:BlockPool.free_blocks": ("ordered_blocks",),
@@ -56,6 +58,8 @@ CONTRACT = Contract(
         "vllm.v1.engine:EngineCoreRequestType.WAKEUP",
         "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
         "vllm.v1.kv_cache_interface:get_kv_cache_spec_kind",
+        "vllm.v1.kv_cache_interface:MLAAttentionSpec",
+        "vllm.v1.kv_cache_interface:SlidingWindowSpec",
         "vllm.v1.core.kv_cache_coordinator:BlockPool",
         "vllm.model_executor.model_loader.base_loader:process_weights_after_loading",
     ),

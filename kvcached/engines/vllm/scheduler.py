@@ -79,8 +79,19 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
 
     def _waiting_blocks(self) -> int:
         """Returns the blocks of the waiting requests that could run if there were room."""
-        count, block_tokens = self.max_num_running_reqs - len(self.running), self.block_size
-        return sum(-(-one.num_tokens // block_tokens) for one in islice(self.waiting, count))
+        count = self.max_num_running_reqs - len(self.running)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        return sum(
+            _blocks_of(manager, one.num_tokens)
+            for one in islice(self.waiting, count)
+            for manager in managers
+        )
+
+
+def _blocks_of(manager: Any, num_tokens: int) -> int:
+    """Returns the most blocks that a request holds in a group of layers."""
+    blocks, most = -(-num_tokens // manager.block_size), manager.max_admission_blocks_per_request
+    return int(blocks if most is None else min(blocks, most))
 
 
 def start_answering(core: Any) -> None:

@@ -1,7 +1,8 @@
 """vLLM's worker with its KV cache in kvcached's pages.
 
 With a layout of vLLM that keeps all layers of a block together, the KV cache is a single run of
-blocks, whatever the layers store.
+blocks, whatever the layers store. Where layers keep different tokens, vLLM divides them into
+groups that share the ids of blocks. A block then holds the layers of one group.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ from typing import Any
 
 import torch
 from vllm.model_executor.model_loader import base_loader
-from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_cache_spec_kind
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+)
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvcached import KVCache
 from kvcached.engines.device_share import weights_bytes
 from kvcached.engines.packed import ServedZeros, packed_tensor, replaced
+from kvcached.engines.vllm import latents
 from kvcached.engines.vllm.memory import open_memory
 from kvcached.layouts import KVLayout
 
 # vLLM's name for the order: blocks, layers, heads.
 _BLOCKS_FIRST = "BLHNC"
+# Layers that keep K and V heads, or a latent. Subclasses keep something else.
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 
 class ElasticWorker(CPUWorker):  # type: ignore[misc]
@@ -32,6 +42,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         super().__init__(vllm_config, *args, **kwargs)
         self._memory = open_memory(vllm_config, self.rank)
         self._layout: KVLayout | None = None
+        self._request_tokens = 0  # of blocks that a request of full length takes
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads the model and leases the memory of its weights.
@@ -54,6 +65,8 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
 
         Kernels that support heads as a block's outermost dimension accept blocks at any stride.
         """
+        if self.model_config.use_mla:
+            latents.install()
         names = super().get_supported_kv_cache_layouts()
         if "LBHNC" not in names:
             raise NotImplementedError(
@@ -64,27 +77,38 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Returns vLLM's specs with kvcached's stride.
 
-        Raises NotImplementedError for layers that keep anything other than K and V of every token.
+        Raises NotImplementedError for layers that keep anything other than K and V, or latents, of
+        every token or of a window.
         """
         specs = super().get_kv_cache_spec()
         for name, spec in specs.items():
-            # Subclasses are latent attention and others.
-            if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+            if type(spec) not in _SPECS:
                 raise NotImplementedError(
                     f"the attention of layer {name} ({get_kv_cache_spec_kind(spec)}) does not have "
-                    "a layout on kvcached: serve a model whose layers all have full-attention K "
-                    "and V (MHA, GQA or MQA), or unset KVCACHED_DEVICE"
+                    "a layout on kvcached: serve a model whose layers have attention with K and V "
+                    "(MHA, GQA or MQA) or latents (MLA), or unset KVCACHED_DEVICE"
                 )
-        if len({(spec.block_size, spec.page_size_bytes) for spec in specs.values()}) != 1:
-            raise NotImplementedError(
-                "a model without KV layers, or with KV layers of several sizes, is not supported "
-                "on kvcached"
-            )
-        block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-        block_tokens = next(iter(specs.values())).block_size
-        self._layout = layout = self._memory.layout(block_bytes, block_tokens)
-        stride_bytes = layout.buffer_token_bytes[0] * block_tokens
+        if not specs:
+            raise NotImplementedError("a model without KV layers is not supported on kvcached")
+        self._layout = layout = self._lay_out(specs)
+        stride_bytes = layout.buffer_token_bytes[0] * layout.block_tokens
         return {n: replace(s, block_stride_alignment=stride_bytes) for n, s in specs.items()}
+
+    def _lay_out(self, specs: dict[str, Any]) -> KVLayout:
+        """Returns the layout of blocks for the groups of layers that vLLM is going to form."""
+        with replaced(self.cache_config, "kv_cache_layout", _BLOCKS_FIRST):
+            groups = get_kv_cache_groups(self.vllm_config, dict(specs))
+        kept = [group.kv_cache_spec for group in groups]
+        block_bytes = max(sum(specs[n].page_size_bytes for n in g.layer_names) for g in groups)
+        blocks = sum(
+            -(-spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes)
+            for spec in kept
+        )
+        block_tokens = self.cache_config.block_size
+        self._request_tokens = blocks * block_tokens
+        block_bytes = -(-block_bytes // block_tokens) * block_tokens
+        layout: KVLayout = self._memory.layout(block_bytes, block_tokens)
+        return layout
 
     def determine_available_memory(self) -> int:
         """Returns a size of addresses in whole slabs: the user's limit, or the whole device.
@@ -95,7 +119,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
         layout, page_bytes = self._laid_out(), self._memory.share.device.page_bytes
-        need_bytes = layout.need_bytes(max(self.model_config.max_model_len, 0), page_bytes)
+        need_bytes = layout.need_bytes(self._request_tokens, page_bytes)
         size_bytes = max(int(self.cache_config.kv_cache_memory_bytes), need_bytes)
         slab_bytes = layout.quantum_bytes(page_bytes)
         return -(-size_bytes // slab_bytes) * slab_bytes
@@ -104,11 +128,9 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         blocks, layout = kv_cache_config.num_blocks, self._laid_out()
         stride_bytes = layout.buffer_token_bytes[0] * layout.block_tokens
         tensors = kv_cache_config.kv_cache_tensors
-        if len(tensors) != 1 or tensors[0].block_stride != stride_bytes:
+        if {tensor.block_stride for tensor in tensors} != {stride_bytes}:
             raise NotImplementedError(f"vLLM did not use kvcached's block layout: {tensors}")
-        kv = self._memory.alloc_kvcache(
-            layout, blocks * layout.block_tokens, self.model_config.max_model_len
-        )
+        kv = self._memory.alloc_kvcache(layout, blocks * layout.block_tokens, self._request_tokens)
         super().initialize_from_config(kv_cache_config)
         self._check_tensors(kv, blocks * stride_bytes)
 

@@ -15,7 +15,13 @@ from types import MappingProxyType, ModuleType
 import msgspec
 
 import prism
-from prism.config.checks.memory_needs import KV_LAYOUTS, arranged, check_static, shard_of
+from prism.config.checks.memory_needs import (
+    KV_LAYOUTS,
+    arranged,
+    check_static,
+    grouped,
+    shard_of,
+)
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
@@ -138,9 +144,11 @@ def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> Mode
     """Returns the model with its KV layout. Ranks keep their part of the heads per layer, and
     kernels expect latents per layer, whatever `kv_layout` says."""
     is_plain = model.tp > 1 or model.latent_rope_dim is not None or not model.is_plain
-    of_engines = adapter_named(config.adapter_of(model)).traits().arrangements
+    traits = adapter_named(config.adapter_of(model)).traits()
+    if model.window_layers and traits.block_layers:
+        model = grouped(model, traits.block_layers)
     asked = KV_LAYOUTS["per_layer" if is_plain else kv_layout]
-    model = arranged(model, config, of_engines or asked)
+    model = arranged(model, config, traits.arrangements or asked)
     if model.tp == 1:
         return model
     token_bytes = shard_of(model, model.tp).token_bytes * model.tp  # some KV is on every device

@@ -32,8 +32,10 @@ def kv_cache_dtype(
         )
     name = _OF_SCALES if files.kv_scheme else wanted
     found = KV_CACHE_DTYPES.get(name, dtype)
-    if found != dtype and name not in traits.kv_dtypes:
-        known = ", ".join((AUTO, *traits.kv_dtypes))
+    is_latent = files.pools.latent_rope_dim is not None
+    others = traits.kv_dtypes if traits.latent_attention or not is_latent else ()
+    if found != dtype and name not in others:
+        known = ", ".join((AUTO, *others))
         raise ConfigError(
             f"{key}.kv_cache_dtype: its engines do not serve {name}; choose one of {known}"
         )

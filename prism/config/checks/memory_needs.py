@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
@@ -68,6 +68,8 @@ class EngineTraits:
 
     # Tokens of a KV block.
     block_tokens: int = BLOCK_TOKENS
+    # Tokens of a block of latents (MLA). None: as of others.
+    latent_block_tokens: int | None = None
     # Supported arrangements of KV. Empty: `engine.kv_layout` decides.
     arrangements: tuple[Arrangement, ...] = ()
     # True if a model may be spread over several devices.
@@ -95,6 +97,13 @@ class EngineTraits:
     images: frozenset[str] = frozenset()
     # Vectors of images that an engine keeps on its device.
     image_vectors_bytes: int = 0
+    # Returns the layers of a block where these layers share the main pool's blocks with the others,
+    # by the numbers of layers without and with a window. None: they have a separate pool.
+    block_layers: Callable[[int, int], int] | None = None
+
+    def block_tokens_of(self, *, latent: bool) -> int:
+        """Returns the tokens of a block of a model with latents or with K and V heads."""
+        return (latent and self.latent_block_tokens) or self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +141,9 @@ class PoolNeed:
 
 def pools_of(model: ModelSpec, chunk_tokens: int) -> tuple[PoolNeed, ...]:
     """Returns the pools of `model`, the main one first. `chunk_tokens`: of a prefill step."""
-    pools = [PoolNeed("full", layout_of(model), model.context_length)]
-    if model.window_layers:
+    in_groups = model.window_groups * group_tokens(model, chunk_tokens)
+    pools = [PoolNeed("full", layout_of(model), model.context_length + in_groups)]
+    if model.window_layers and not model.window_groups:
         layout = Layout(
             num_layers=model.window_layers,
             num_kv_heads=model.window_kv_heads,
@@ -167,6 +177,30 @@ def side_need(main: KVLayout, side: Mapping[str, PoolNeed]) -> dict[str, Any]:
     if state := side.get("state"):
         need["state_tokens"] = -(-state.layout.token_bytes // main.token_bytes)
     return need
+
+
+def group_tokens(model: ModelSpec, chunk_tokens: int) -> int:
+    """Returns the most tokens that a request keeps in a group of layers with a window.
+
+    A step takes blocks for its tokens after those that the window has left are freed.
+    """
+    block = model.block_tokens
+    kept = ceil((model.window_tokens - 1 + chunk_tokens) / block) + 1
+    return block * min(kept, ceil(model.context_length / block))
+
+
+def step_tokens(model: ModelSpec, chunk_tokens: int, max_running: int) -> int:
+    """Returns the tokens of a step, as engines count them for windows: a chunk of prefill, and with
+    groups of layers also a token of each running request."""
+    return chunk_tokens + (max_running if model.window_groups else 0)
+
+
+def grouped(model: ModelSpec, block_layers: Callable[[int, int], int]) -> ModelSpec:
+    """Returns `model` with layers in groups that share blocks (`EngineTraits.block_layers`)."""
+    layers = block_layers(model.kv_layers, model.window_layers)
+    return msgspec.structs.replace(
+        model, kv_layers=layers, window_groups=ceil(model.window_layers / layers)
+    )
 
 
 def layout_of(model: ModelSpec) -> KVLayout:
@@ -267,7 +301,7 @@ def memory_need(model: ModelSpec, device: DeviceConfig, engine: EngineConfig) ->
     share_bytes = max(0, engine.static_on(device.name) - held_bytes)
     model = shard_of(model, model.tp) if model.tp > 1 else model
     page_bytes = device.page_bytes
-    pools = pools_of(model, engine.prefill_chunk_tokens)
+    pools = pools_of(model, step_tokens(model, engine.prefill_chunk_tokens, engine.max_running))
     return MemoryNeed(
         weight_bytes=whole_pages(model.weight_bytes, page_bytes),
         static_bytes=whole_pages(share_bytes + model.besides_weights_bytes, page_bytes),

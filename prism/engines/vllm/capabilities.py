@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvcached import Heads, WeightKey
+from kvcached import Heads, Latent, WeightKey
 from kvcached.models import shape_of_config
+from kvcached.models.shape import ModelShape
 from prism.config.checks.memory_needs import EngineTraits, GpuNeeds
 from prism.config.schema.machines import is_gpu
 from prism.messages.model_spec import ModelSpec
@@ -26,35 +27,55 @@ SERVED = {
     "arcee": "ArceeForCausalLM",
     "bloom": "BloomForCausalLM",
     "cohere": "CohereForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "falcon": "FalconForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "gptj": "GPTJForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "olmo": "OlmoForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
+# Those of them that have sliding windows in some layers.
+WINDOWS = frozenset({"exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3"})
 # Dimensions of heads that vLLM's attention on a CPU computes.
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# vLLM's CPU kernels require KV blocks of a multiple of this many tokens.
+# Latents that its kernel for MLA computes, and the tokens of their blocks.
+LATENT = Latent(kv_lora_rank=512, rope_dim=64)
+LATENT_BLOCK_TOKENS = 16
+# vLLM's CPU kernels of attention with heads require blocks of a multiple of this many tokens.
 BLOCK_TOKENS = 32
 
 
@@ -86,9 +107,25 @@ def _installed() -> str:
 
 
 def traits() -> EngineTraits:
-    """Returns the traits. KV is one run of blocks, each of which holds all layers."""
+    """Returns the traits. KV is one run of blocks, each of which holds all layers, or a group of
+    layers where some have a window."""
     kv_dtypes = {name: frozenset[str]() for name in ("fp8_e4m3", "fp8_e5m2")}
-    return EngineTraits(BLOCK_TOKENS, ("block_interleaved",), spreads=False, kv_dtypes=kv_dtypes)
+    return EngineTraits(
+        block_tokens=BLOCK_TOKENS,
+        latent_block_tokens=LATENT_BLOCK_TOKENS,
+        arrangements=("block_interleaved",),
+        spreads=False,
+        kv_dtypes=kv_dtypes,
+        window_pools=WINDOWS,
+        block_layers=block_layers,
+    )
+
+
+def block_layers(full: int, window: int) -> int:
+    """Returns the layers of a block, by the numbers of layers without and with a window
+    (`vllm.v1.core.kv_cache_utils._get_kv_cache_groups_uniform_page_size`)."""
+    fewer, more = sorted((full, window))
+    return more if more < 1.5 * fewer else fewer
 
 
 def needs(device: str) -> GpuNeeds:
@@ -126,19 +163,38 @@ def _unserved(config: dict[str, Any]) -> str:
     kept = {layer.kv for layer in shape.layers}
     if any(layer.state for layer in shape.layers):
         return "layers that keep a state per sequence, which vllm engines do not serve"
-    if not all(isinstance(kv, Heads) for kv in kept):
-        return "latent attention (MLA), which vllm engines do not serve"
-    if any(layer.window_tokens for layer in shape.layers):
-        return "sliding windows, whose KV vllm engines would keep in another pool"
     if "text_config" in config or shape.model_type not in SERVED:
         return (
             f"model_type {config.get('model_type')!r}, which vllm engines do not serve; they serve"
             f" {', '.join(SERVED)}"
         )
+    if why := _unserved_windows(shape):
+        return why
+    if other_latents := [kv for kv in kept if isinstance(kv, Latent) and kv != LATENT]:
+        found = other_latents[0]
+        return (
+            f"latents of {found.kv_lora_rank} and {found.rope_dim} numbers, but vLLM's CPU kernel"
+            f" computes only {LATENT.kv_lora_rank} and {LATENT.rope_dim}"
+        )
     dims = {kv.head_dim for kv in kept if isinstance(kv, Heads)}
     if other := dims - {*HEAD_DIMS}:
         listed = ", ".join(map(str, HEAD_DIMS))
         return f"heads of dimension {min(other)}, but vLLM's CPU kernels compute only {listed}"
+    return ""
+
+
+def _unserved_windows(shape: ModelShape) -> str:
+    """Returns why vllm engines do not serve the model's sliding windows, "" if they do."""
+    windows = [layer.window_tokens for layer in shape.layers if layer.window_tokens]
+    full = len(shape.layers) - len(windows)
+    if not windows or not full:
+        return ""
+    if shape.model_type not in WINDOWS:
+        return "sliding windows in some layers, which vllm engines do not serve in this family"
+    if len({layer.kv for layer in shape.layers}) > 1 or len(set(windows)) > 1:
+        return "layers that keep different KV, which vllm engines do not serve"
+    if full > block_layers(full, len(windows)):
+        return "sliding windows in few layers, whose KV would fill large parts of blocks of others"
     return ""
 
 

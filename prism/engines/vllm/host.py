@@ -59,6 +59,8 @@ def arguments(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig)
         # A step computes a token of each running request in addition to the prompts.
         "max_num_batched_tokens": engine.prefill_chunk_tokens + order.max_running,
         "max_logprobs": -1,
+        # Machines with AMX would choose another kernel, with other blocks and packed weights.
+        "attention_backend": None if model.latent_rope_dim is None else "CPU_MLA",
         "enforce_eager": True,
         "enable_prefix_caching": True,
         "async_scheduling": False,

@@ -1,0 +1,98 @@
+"""Windows of vLLM engines: what a long sequence holds, measured by the ledger."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from prism.config.checks.memory_needs import pools_of, step_tokens
+from prism.engines.vllm.capabilities import WINDOWS
+from prism.messages.engine import Submit
+from prism.messages.model_spec import ModelSpec
+from prism.models import tiny
+from prism.models.store import default_directory, prepare
+from tests.engines.harness import DeviceUnderTest, request
+from tests.families import TINY, VOCAB_SIZE
+from tests.sglang.conftest import PAGE_BYTES, config_of
+from tests.sglang.models import TIE, gap_of, network
+from tests.sglang.test_families import spec_of
+from tests.vllm.environment import variables, vllm_python
+from tests.vllm.test_families import spec_on
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+CHUNK_TOKENS, MAX_RUNNING, CONTEXT = 32, 4, 2048
+# Five layers of six have a window of 32 tokens, as in Gemma 3.
+MODEL = tiny.TinyModel(
+    "long-gemma3",
+    "gemma3_text",
+    "",
+    context_length=CONTEXT,
+    settings=TINY["gemma3_text"]
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "max_position_embeddings": CONTEXT,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceUnderTest]:
+    with tempfile.TemporaryDirectory(prefix="prism-") as directory:
+        config = config_of(Path(directory), 256 << 20, chunk_tokens=CHUNK_TOKENS)
+        engine = structs.replace(
+            config.engine,
+            adapter="vllm",
+            python={"vllm": str(vllm_python())},
+            max_running=MAX_RUNNING,
+        )
+        made = DeviceUnderTest("vllm", structs.replace(config, engine=engine), variables())
+        made.fork()
+        yield made
+        made.close()
+
+
+def need_bytes(spec: ModelSpec) -> int:
+    step = step_tokens(spec, CHUNK_TOKENS, MAX_RUNNING)
+    return sum(pool.need_bytes(PAGE_BYTES) for pool in pools_of(spec, step))
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(16, VOCAB_SIZE), k=tokens)
+
+
+def test_a_window_bounds_what_long_sequences_hold(device: DeviceUnderTest) -> None:
+    """Serves requests of the full context within the memory that windows need, much less than all
+    tokens of all layers would take. A request that begins like an earlier one is right too."""
+    path = prepare(MODEL, default_directory(), lambda _text: None)
+    spec = spec_on(device, spec_of(MODEL.name, path, WINDOWS, None))
+    reference = network(path)
+    sizes = {"kv_layers": 6, "token_bytes": 6 * spec.token_bytes}
+    plain = structs.replace(spec, window_layers=0, window_groups=0, **sizes)
+    assert (spec.kv_layers, spec.window_groups) == (1, 5)
+    assert 2.5 * need_bytes(spec) < need_bytes(plain)
+    done = device.activate(spec, kv_limit_bytes=need_bytes(spec), max_running=MAX_RUNNING)
+    assert done.reserve_bytes == need_bytes(spec)
+    assert (done.window_share, done.window_tokens) == (5, 128)  # 31 and 36 tokens, and a block
+    asked = {f"long{i}": prompt_of(CONTEXT - 100, i) for i in range(2)}
+    asked["again"] = asked["long1"][:-50]
+    for name, prompt in asked.items():
+        device.send(Submit([request(name, spec.name, prompt, 60)]))
+        device.wait_until(lambda name=name: len(device.stream(name).token_ids) > 50)
+        usage = device.client_usage()
+        assert usage is not None
+        assert usage.committed_bytes <= need_bytes(spec)
+        (stream,) = device.finish(name)
+        assert gap_of(reference, prompt, stream.token_ids) < TIE
+    assert device.fresh_status().retractions_total == 0
+    together = {f"wait{i}": prompt_of(700 + 40 * i, 10 + i) for i in range(5)}
+    device.send(Submit([request(name, spec.name, p, 90) for name, p in together.items()]))
+    for stream, prompt in zip(device.finish(*together), together.values(), strict=True):
+        assert gap_of(reference, prompt, stream.token_ids) < TIE
+    device.end()
