@@ -111,6 +111,10 @@ SEAMS: dict[str, str | None] = {
     "layers.radix_attention:RadixAttention.forward": (
         "self, q, k, v, forward_batch, save_kv_cache, key_value_num_tokens, **kwargs"
     ),
+    "configs.update_config:adjust_tp_num_heads_if_necessary": (
+        "model_config, tp_size, is_post_update"
+    ),
+    "models.transformers:TransformersBase._init_parameters": "self, module",
     "configs.model_config:get_hybrid_layer_ids": "model_architectures, hf_text_config",
     "model_executor.model_runner:adjust_config_with_unaligned_cpu_tp": (
         "model_config, load_config, tp_size"
