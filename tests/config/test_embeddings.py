@@ -113,8 +113,3 @@ def test_mistakes_are_named(folder: Path, mistake: str) -> None:
 def test_only_engines_that_make_vectors_serve_such_models(tmp_path: Path) -> None:
     assert "make no embeddings of" in vllm.refuses(tmp_path, embeds=True)
     assert vllm.refuses(make_whole_model(tmp_path / "m", hidden_size=128)) == ""
-
-
-def test_vllm_engines_refuse_windows_beside_full_attention(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "m", model_type="gemma2", head_dim=8, sliding_window=16)
-    assert "has sliding windows, whose KV" in vllm.refuses(folder)
