@@ -22,6 +22,6 @@ def prefix_hash(request: Request) -> str:
     alike. Empty for shorter prompts."""
     if len(request.prompt_ids) < PREFIX_TOKENS:
         return ""
-    images = [image.digest for image in request.images]
+    images = [image.digest for image in request.images if image.runs[0][0] < PREFIX_TOKENS]
     prefix = msgspec.msgpack.encode((request.lora, request.prompt_ids[:PREFIX_TOKENS], *images))
     return blake2b(prefix, digest_size=16).hexdigest()

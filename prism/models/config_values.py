@@ -123,9 +123,11 @@ def _expected_of_rope(rope: Mapping[str, Any], turned: int) -> Iterator[str]:
         elif turned and len(factors) != turned // 2:
             yield f"an object with {turned // 2} numbers of {name}, for {turned} of a head"
     for name in _ROPE_NUMBERS:
-        if name in rope and not _is_positive(rope[name]):
+        if rope.get(name) is not None and not _is_positive(rope[name]):
             yield f"an object with a positive {name}"
-    sections = rope.get("mrope_section", None if kind == "mrope" else [])
+    sections = rope.get("mrope_section")
+    if sections is None and kind != "mrope":
+        return
     if not isinstance(sections, list) or not all(type(each) is int for each in sections):
         yield "an object with an mrope_section of whole numbers"
 

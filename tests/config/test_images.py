@@ -74,6 +74,9 @@ def test_what_is_refused(folder: Path) -> None:
     change(file, vision_config=vision | {"hidden_act": "gelu"})
     with pytest.raises(ConfigError, match="has hidden_act 'gelu' in vision_config"):
         loaded(folder)
+    change(file, vision_config={k: v for k, v in vision.items() if k != "hidden_act"})
+    with pytest.raises(ConfigError, match="has hidden_act 'gelu' in vision_config"):
+        loaded(folder)
     change(file, vision_config=vision | {"num_hidden_layers": 3})
     with pytest.raises(ConfigError, match="parameters in its vision tower and projector, but"):
         loaded(folder)
@@ -85,3 +88,11 @@ def test_what_is_refused(folder: Path) -> None:
     change(file, model_type="gemma3")
     with pytest.raises(ConfigError, match="model_type 'gemma3', of which engines take no images"):
         loaded(folder, images=True)
+
+
+@pytest.mark.parametrize("size", [1540, {"longest_edge": "a"}, {"max_pixels": -1}])
+def test_a_wrong_size_of_images_is_named(folder: Path, size: Any) -> None:
+    change(folder / "preprocessor_config.json", size=size)
+    with pytest.raises(ConfigError, match=r"has a size of images of .*, or set images: false"):
+        loaded(folder)
+    assert loaded(folder, images=False).images is None

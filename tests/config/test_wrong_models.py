@@ -563,6 +563,9 @@ ACCEPTED: dict[str, Edit] = {
     ),
     "defaults that mean none": keys(GENERATION, temperature=None, top_k=0, eos_token_id=[0]),
     "positions of Llama 3": keys(rope_scaling={**LLAMA3, "original_max_position_embeddings": 128}),
+    "keys of positions that are null": keys(
+        rope_scaling={**LLAMA3, "original_max_position_embeddings": 128, "attention_factor": None}
+    ),
     "LongRoPE": keys(rope_scaling=LONGROPE, original_max_position_embeddings=128),
     "LongRoPE for a part of a head": keys(
         rope_scaling={**LONGROPE, "short_factor": [1.0] * 2, "long_factor": [1.0] * 2},

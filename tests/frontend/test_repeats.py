@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request as HttpRequest
 
 from prism.frontend.app import create_app
+from prism.frontend.protocol.chat_types import ChatBody
+from prism.frontend.requests.idempotency import read_key
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, listening, make_config, stack_of
@@ -152,6 +155,22 @@ async def test_a_key_has_a_length(stack: Stack, key: str) -> None:
     answer = await stack.client.post("/v1/completions", json=BODY, headers={"Idempotency-Key": key})
     assert answer.status_code == 400
     assert "Idempotency-Key: give 1 to 255" in answer.json()["error"]["message"]
+
+
+async def test_a_key_covers_the_places_of_images() -> None:
+    scope = {"type": "http", "path": "/v1", "headers": [(b"idempotency-key", b"k")]}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
+    texts = [{"type": "text", "text": text} for text in ("a", "b")]
+    contents = [
+        (image, *texts), (texts[0], image, texts[1]), (*texts, image), (*texts,),
+        ({"type": "text", "text": "a\nb"}, image),
+    ]  # fmt: skip
+    bodies = [
+        ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": [*each]}]})
+        for each in contents
+    ]
+    keys = [await read_key(HttpRequest(scope), body) for body in bodies]
+    assert len({key.fingerprint for key in keys if key}) == len(contents)
 
 
 async def test_an_error_is_not_kept(stack: Stack) -> None:

@@ -12,7 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.messages.prompt_prefix import PREFIX_KEPT_S, PREFIX_TOKENS, SLACK_REQUESTS
+from prism.messages.image_tensors import PromptImage
+from prism.messages.prompt_prefix import (
+    PREFIX_KEPT_S,
+    PREFIX_TOKENS,
+    SLACK_REQUESTS,
+    prefix_hash,
+)
 from prism.messages.requests import Request, Resume
 from prism.queueing import BundledRedis, RequestQueue
 from prism_sim.cluster.copies import SimModel
@@ -188,3 +194,13 @@ async def test_the_simulator_chooses_the_same_copies(
             assert await queue.forget([ended]) == {ended}
             simulated.of[open_at.pop(ended)].open_requests -= 1
     await queue.close()
+
+
+def test_images_after_the_prefix_do_not_change_its_hash() -> None:
+    def hashed(*places: int) -> str:
+        images = tuple(PromptImage(str(place), ((place, place + 3),)) for place in places)
+        ids = list(range(PREFIX_TOKENS + 50))
+        return prefix_hash(structs.replace(request("0"), prompt_ids=ids, images=images))
+
+    assert hashed(8) == hashed(8, PREFIX_TOKENS + 10)
+    assert hashed(8) != hashed()

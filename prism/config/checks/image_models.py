@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ from prism.config.checks.memory_needs import EngineTraits
 from prism.config.schema.cluster_config import EngineConfig, ModelYaml
 from prism.errors import ConfigError
 from prism.messages.model_spec import ImageSpec
+from prism.models.config_values import is_number
 from prism.models.files import DTYPE_BYTES, read_config
+from prism.models.special_tokens import read_json
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TOKEN_IDS = ("image_token_id", "image_token_index")
@@ -92,24 +93,29 @@ def _pixels_max(path: Path, key: str, config: dict[str, Any]) -> int:
     smaller."""
     settings: dict[str, Any] = {}
     for name in reversed(_PROCESSORS):
-        if (path / name).is_file():
-            found = _read(path / name, key)
-            settings |= found.get("image_processor") or found
+        found = read_json(path / name)
+        part = found.get("image_processor")
+        settings |= part if isinstance(part, dict) else found
     size = settings.get("size") or {}
+    if not isinstance(size, dict):
+        raise _wrong_size(path, key, size)
     if (pixels := settings.get("max_pixels") or size.get("max_pixels")) is not None:
-        return int(pixels)
+        return _positive(pixels, path, key)
     edge = size.get("longest_edge")
     if config["model_type"] == "mistral3":
         edge = edge or config["vision_config"].get("image_size", 1540)
-        return int(edge) ** 2
-    return int(edge or 28 * 28 * 1280)  # for Qwen's processors, an area
+        return _positive(edge, path, key) ** 2
+    return _positive(edge or 28 * 28 * 1280, path, key)  # for Qwen's processors, an area
 
 
-def _read(file: Path, key: str) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}.path: cannot read {file}: {error}; repair the file") from error
-    return found
+def _positive(value: object, path: Path, key: str) -> int:
+    if is_number(value) and value >= 1:
+        return int(value)
+    raise _wrong_size(path, key, value)
+
+
+def _wrong_size(path: Path, key: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{key}.path: {path}/{_PROCESSORS[0]} has a size of images of {value!r:.40}; correct the"
+        " file, or set images: false"
+    )

@@ -24,8 +24,9 @@ _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _DATA = re.compile(r"data:image/(png|jpe?g|webp|gif);base64,", re.IGNORECASE)
 _INLINE_CHARS_MAX = 64 << 10
-# IPv6 networks of addresses that lead to an IPv4 address.
-_TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "2002::/16", "2001::/32")))
+_IPV6_INTERNET = ipaddress.IPv6Network("2000::/3")
+# Networks among them whose addresses lead to an IPv4 address.
+_TRANSLATED = tuple(map(ipaddress.IPv6Network, ("2001::/32", "2002::/16")))
 
 
 async def image_data(url: str, config: ImagesConfig) -> bytes:
@@ -153,6 +154,6 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if any(ip in network for network in _TRANSLATED):
+        if ip not in _IPV6_INTERNET or any(ip in network for network in _TRANSLATED):
             return False
     return ip.is_global and not ip.is_multicast

@@ -294,6 +294,10 @@ class Conversation(RequestBody):
         return [url for message in self.messages for url in message.image_urls]
 
     @property
+    def image_places(self) -> list[list[dict[str, str]] | None]:
+        return [message._parts for message in self.messages] if self.image_urls else []
+
+    @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
@@ -361,6 +365,10 @@ class ConvertedBody(RequestBody):
     @property
     def image_urls(self) -> list[str]:
         return self._chat.image_urls
+
+    @property
+    def image_places(self) -> list[list[dict[str, str]] | None]:
+        return self._chat.image_places
 
     def chat_fields(self) -> dict[str, Any]:
         """Returns the chat completion's fields, without extensions. Raises BadRequestError."""

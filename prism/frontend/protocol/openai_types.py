@@ -94,6 +94,11 @@ class RequestBody(BaseModel):
         return []
 
     @property
+    def image_places(self) -> list[list[dict[str, str]] | None]:
+        """Parts of the prompt's messages, which say where its images are. Empty without images."""
+        return []
+
+    @property
     def output_tokens_min(self) -> int:
         """Number of tokens that must fit into the context after the prompt."""
         return 0

@@ -9,6 +9,7 @@ finished.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -78,7 +79,8 @@ async def read_key(request: Request, body: RequestBody) -> IdempotencyKey | None
     secret = blake2b(given.encode(), person=b"fingerprint").digest()
     # In a thread, since a body may have megabytes.
     content = await asyncio.to_thread(body.model_dump_json)
-    content = "\n".join((request.url.path, content, *body.image_urls))
+    places = json.dumps(body.image_places)
+    content = "\n".join((request.url.path, content, places, *body.image_urls))
     name = blake2b(given.encode(), digest_size=16).hexdigest()
     return IdempotencyKey(name, blake2b(content.encode(), key=secret, digest_size=16).hexdigest())
 

@@ -325,7 +325,7 @@ def _refuses_images(model: Path, config: dict[str, Any]) -> str:
     kind = config["model_type"]
     if why := _answers_differ(text_config(config), IMAGES[kind]):
         return f"{model}/config.json {why}; give another model"
-    act = config["vision_config"].get("hidden_act", "silu")
+    act = config["vision_config"].get("hidden_act", "gelu")  # transformers' default
     if kind in _SILU_TOWERS and act != "silu":
         return (
             f"{model}/config.json has hidden_act {act!r} in vision_config, but SGLang computes silu"
