@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prism.policies.data import Settings, request_kv_tokens, side_kv_tokens
 from prism.policies.knobs import Knobs
@@ -64,6 +64,11 @@ class KvNeed:
     def blocks(self, tokens: int) -> int:
         """Returns the blocks of a request, in all pools."""
         return -(-request_kv_tokens(self, tokens) // self.block_tokens)
+
+    @property
+    def step_blocks(self) -> int:
+        """Maximum number of blocks that a running request takes in one step. It has its state."""
+        return replace(self, state_tokens=0).blocks(1)
 
     def held_tokens(self, tokens: float) -> float:
         """Returns the size of the KV of a request of `tokens`, in all pools."""

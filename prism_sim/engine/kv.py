@@ -90,7 +90,7 @@ class KvSpace:
         self.quantum_bytes = quantum_bytes
         self.quantum_tokens = quantum_blocks * need.block_tokens
         # Maximum number of blocks that a request takes in one step.
-        self.step_blocks = need.blocks(1)
+        self.step_blocks = need.step_blocks
         # Blocks of requests and of cached prefixes.
         self.live_blocks = 0
         self.quanta = 0

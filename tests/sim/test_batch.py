@@ -55,6 +55,7 @@ def test_windows_grow_until_they_are_full(
         sum(need.blocks(prompt + step) for prompt, _ in lengths) for step in (first, first + steps)
     )
     assert batch.new_blocks(steps) == after - before
+    assert batch.new_blocks(1) <= len(lengths) * need.step_blocks <= len(lengths) * 4
 
 
 @given(LENGTHS)

@@ -177,7 +177,7 @@ class DecodeDevice:
         for request in [r for r in group.outside.values() if r.ready_s <= now_s]:
             blocks = blocks_of(group.model, request.kv_tokens)
             if group.batch:
-                step_blocks = (len(group.batch) + 1) * group.model.need.blocks(1)
+                step_blocks = (len(group.batch) + 1) * group.model.need.step_blocks
                 needed = group.blocks + blocks + step_blocks
                 if (
                     needed > self._room_blocks(group)
