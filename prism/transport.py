@@ -33,6 +33,8 @@ Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 MESSAGE_BYTES_MAX = 16 << 20  # takes at most a second to decode
 # Prompts and outputs of all requests of an engine may come in one message.
 ENGINE_MESSAGE_BYTES_MAX = 256 << 20
+# Images of several requests in such a message. Those of one request may have up to half of it.
+SUBMITTED_IMAGE_BYTES_MAX = 64 << 20
 _LOGGED_FIRST = 10  # malformed messages of a channel that are logged, then the 16th, 32nd, ...
 # Messages that are received without yielding to the event loop. A fast sender must not keep other
 # tasks from running.

@@ -50,6 +50,7 @@ from prism.config.schema.cluster_config import (
     SchedulerConfig,
     ServeYaml,
 )
+from prism.config.schema.image_limits import ImagesConfig
 from prism.config.schema.journal import JournalYaml
 from prism.config.schema.lora import lora_spec
 from prism.config.schema.machines import is_gpu
@@ -59,6 +60,7 @@ from prism.models.files import DTYPE_BYTES, ModelFiles, inspect_model
 from prism.models.hub.hub_model import cached
 from prism.scheduler import decision_journal
 from prism.scheduler.decision_journal import JournalConfig
+from prism.transport import ENGINE_MESSAGE_BYTES_MAX
 
 # Healthy loops may wait up to 10 s for a device's ledger.
 HANG_LEAST_S = 15
@@ -265,12 +267,24 @@ def _check_frontend(data: FrontendConfig) -> None:
         )
     _at_least(data.max_open_requests, 1, "frontend.max_open_requests")
     data.priority.check("frontend.priority")
+    _check_images(data.images)
     if not 1 <= data.processes <= FRONTENDS_MAX:
         raise ConfigError(
             f"frontend.processes: {data.processes} is out of range; choose 1 to {FRONTENDS_MAX}"
         )
     check_origins(data.cors_origins)
     _check_traces(data.traces)
+
+
+def _check_images(data: ImagesConfig) -> None:
+    key = "frontend.images"
+    _at_least(data.count_max, 1, f"{key}.count_max")
+    _at_least(data.pixels_max, 1, f"{key}.pixels_max")
+    if data.request_bytes > (most := ENGINE_MESSAGE_BYTES_MAX // 2):
+        raise ConfigError(
+            f"{key}.request_max: {data.request_bytes.text} is too large for a message to an engine;"
+            f" give at most {most >> 20}MiB"
+        )
 
 
 def _check_traces(address: str) -> None:

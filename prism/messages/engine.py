@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prism.messages import Wire
 from prism.messages.gpu_memory import OutsideMemory
+from prism.messages.image_tensors import Tensors
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Cancel, EngineOutput, Request
 
@@ -27,6 +28,7 @@ class Submit(Wire, frozen=True):
     """Requests for the engine to run."""
 
     requests: list[Request]
+    images: dict[str, Tensors] = {}  # those that the requests lack, by digest
 
 
 class Export(Wire, frozen=True):

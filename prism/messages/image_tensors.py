@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prism.messages import Wire
 
 
@@ -25,3 +27,7 @@ class PromptImage(Wire, frozen=True):
 
 
 Tensors = dict[str, Tensor]
+
+
+def size_bytes(images: Iterable[Tensors]) -> int:
+    return sum(len(tensor.data) for image in images for tensor in image.values())

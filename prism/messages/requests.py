@@ -111,9 +111,12 @@ class Request(Wire, frozen=True):
         return self.known_tokens - (self.resume.kv_tokens if self.resume else 0)
 
     def with_tensors(self, known: Mapping[str, Tensors]) -> Request:
-        """Returns the request with the tensors of its images. Raises KeyError if one is not in
-        `known`, by digest."""
-        full = (structs.replace(each, tensors=known[each.digest]) for each in self.images)
+        """Returns the request with the tensors of its images. Those not in `known`, by digest, stay
+        as they are."""
+        full = (
+            structs.replace(each, tensors=known.get(each.digest, each.tensors))
+            for each in self.images
+        )
         return structs.replace(self, images=tuple(full)) if self.images else self
 
     def without_tensors(self) -> Request:

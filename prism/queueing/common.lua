@@ -22,6 +22,8 @@
 -- answers            list of the keys of stored answers, oldest first
 -- answers_bytes      size of all stored answers
 -- image:<digest>     tensors of an image of open requests; expires
+-- images             sorted set of "digest|size" of stored images, by the time they expire (ms)
+-- images_bytes       size of all stored images
 -- limit:<key>        rest of an API key's rates: requests, tokens, and the time of the count (ms)
 -- malformed          stream of entries whose body is not a request
 local prefix = KEYS[1]
@@ -34,6 +36,7 @@ local function admitted_key(device) return prefix .. 'admitted:' .. device end
 local function lease_key(device) return prefix .. 'lease:' .. device end
 local function claims_key(frontend) return prefix .. 'claims:' .. frontend end
 local function answer_key(key) return prefix .. 'answer:' .. key end
+local function image_key(digest) return prefix .. 'image:' .. digest end
 local function epoch_key(device) return prefix .. 'epoch:' .. device end
 
 local function acquired_key(device) return prefix .. 'acquired:' .. device end

@@ -44,12 +44,15 @@ _ATTEMPT_DIGITS_MAX = 9
 _KEYS_AT_ONCE = 100
 _REPAIRS_MAX = 5  # of damaged keys, in one call
 _WRITABLE_TTL_S = 60.0
-# Requests that wait for longer are sent again with their images.
-IMAGES_KEPT_S = 600.0
+# Several heartbeats of frontends, which keep the images of their open requests.
+IMAGES_KEPT_S = 10.0
+# Images of all frontends, which are in the server's memory and its append-only file.
+IMAGES_BYTES_MAX = 4 << 30
 _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
     "remove_frontend", "claim", "settle", "take", "drop_damaged",
+    "keep_images",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 
@@ -120,13 +123,24 @@ class RequestQueue:
             args += each.id, each.model, each.attempt, packed, prefix_hash(each)
         return [_text(queue) for queue in await self._run("enqueue", *args)] if requests else []
 
-    async def store_images(self, images: Mapping[str, Tensors]) -> None:
-        """Stores images for IMAGES_KEPT_S by their digests. Known ones are not sent again."""
-        for digest, tensors in images.items():
-            key, ttl_ms = self._key("image", digest), _ms(IMAGES_KEPT_S)
-            if not await self._call(partial(self._redis.pexpire, key, ttl_ms)):
-                body = msgspec.msgpack.encode(tensors)
-                await self._call(partial(self._redis.set, key, body, px=ttl_ms))
+    async def store_images(self, images: Mapping[str, Tensors]) -> bool:
+        """Stores images for IMAGES_KEPT_S by their digests. Known ones are not sent again.
+
+        Returns False if all stored images would exceed IMAGES_BYTES_MAX.
+        """
+        limits = _ms(IMAGES_KEPT_S), IMAGES_BYTES_MAX
+        for digest in await self.keep_images(images):
+            body = msgspec.msgpack.encode(images[digest])
+            if await self._run("keep_images", *limits, body, digest):
+                return False
+        return True
+
+    async def keep_images(self, digests: Collection[str]) -> set[str]:
+        """Keeps stored images for IMAGES_KEPT_S from now. Returns the digests of unknown ones."""
+        if not digests:
+            return set()
+        limits = _ms(IMAGES_KEPT_S), IMAGES_BYTES_MAX
+        return _texts(await self._run("keep_images", *limits, "", *digests))
 
     async def images(self, digests: Collection[str]) -> dict[str, Tensors]:
         """Returns digest -> image, for those that are stored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -16,9 +17,10 @@ from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import AgentTiming
 from prism.errors import QueueUnavailableError
 from prism.messages.engine import Submit
-from prism.messages.image_tensors import PromptImage, Tensor
-from prism.messages.requests import Failure
+from prism.messages.image_tensors import PromptImage, Tensor, Tensors
+from prism.messages.requests import Failure, Request
 from prism.queueing import BundledRedis, RequestQueue
+from prism.transport import ENGINE_MESSAGE_BYTES_MAX
 from tests.agent.bench import Bench
 from tests.queueing.requests import request
 
@@ -175,9 +177,60 @@ async def test_images_come_with_the_request(desk: Desk, monkeypatch: pytest.Monk
     await desk.replay()
     await desk.admission.step(desk.epoch)
     [order] = [m for _, m in desk.bench.sent.messages if isinstance(m, Submit)]
-    assert [each.images for each in order.requests] == [(structs.replace(image, tensors=tensors),)]
-    assert order.requests[0].without_tensors() == with_image
+    assert (order.requests, order.images) == ([with_image], {image.digest: tensors})
     assert [(f.request_id, f.code, f.retryable) for f in sent] == [("2", "images_lost", True)]
     assert desk.bench.state.requests.running_ids() == {"1"}
     await desk.admission.step(desk.epoch)
     assert await desk.queue.open_attempts(["1", "2"]) == {"1": 1}
+
+
+async def test_images_are_in_messages_that_engines_take(desk: Desk) -> None:
+    """Sends no message that would end the connection, and so the engine."""
+    desk.queue.lost = True  # no more answers
+    images = {
+        digest * 64: {"pixel_values": Tensor("uint8", (1,), digest.encode() * (40 << 20))}
+        for digest in "abc"
+    }
+    await desk.queue.store_images(images)
+    await desk.queue.enqueue_all([shown("text")])
+    await desk.queue.enqueue_all([shown(f"a{number}", "a") for number in range(4)])
+    await desk.queue.enqueue_all([shown("b", "b"), shown("bc", "b", "c"), shown("c", "c")])
+    await desk.replay()
+    await desk.admission.step(desk.epoch)
+    orders = [m for _, m in desk.bench.sent.messages if isinstance(m, Submit)]
+    sizes = [len(msgspec.msgpack.encode(order)) for order in orders]
+    assert max(sizes) < ENGINE_MESSAGE_BYTES_MAX // 2
+    together = {each.id: number for number, order in enumerate(orders) for each in order.requests}
+    assert len(together) == 8
+    assert len({together[f"a{number}"] for number in range(4)}) == 1
+    assert len({together[name] for name in ("a0", "b", "c")}) == 3
+    for order in orders:
+        for each in order.requests:
+            full = each.with_tensors(order.images)
+            assert all(image.tensors == images[image.digest] for image in full.images)
+
+
+async def test_requests_wait_again_if_their_images_cannot_be_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.queue.lost = True  # no more answers
+    await desk.queue.store_images({"b" * 64: {}})
+    await desk.queue.enqueue_all([shown("text"), shown("b", "b")])
+    await desk.replay()
+
+    async def fail(_: object) -> dict[str, Tensors]:
+        raise QueueUnavailableError("the connection broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.queue, "images", fail)
+        with pytest.raises(QueueUnavailableError):
+            await desk.admission.step(desk.epoch)
+    for _ in range(3):
+        await desk.replay()
+        await desk.admission.step(desk.epoch)
+    assert sorted(desk.submitted) == ["b", "text"]
+
+
+def shown(request_id: str, *digests: str) -> Request:
+    images = tuple(PromptImage(each * 64, ((0, 0),)) for each in digests)
+    return structs.replace(request(request_id), images=images)

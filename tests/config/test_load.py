@@ -266,6 +266,19 @@ MISTAKES: list[tuple[Edit, str]] = [
         "frontend.max_open_requests: 0 is too small; give at least 1",
     ),
     (
+        put("frontend", "images", value={"count_max": 0}),
+        "frontend.images.count_max: 0 is too small; give at least 1",
+    ),
+    (
+        put("frontend", "images", value={"pixels_max": -1}),
+        "frontend.images.pixels_max: -1 is too small; give at least 1",
+    ),
+    (
+        put("frontend", "images", value={"request_max": "129MiB"}),
+        "frontend.images.request_max: 129MiB is too large for a message to an engine; give at most"
+        " 128MiB",
+    ),
+    (
         put("scheduler", "interval", value="0s"),
         "scheduler.interval: '0s' must be more than 0, such as 500ms or 2s",
     ),

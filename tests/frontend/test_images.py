@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.image_limits import ImagesConfig
 from prism.config.schema.units import Seconds
+from prism.frontend.dispatch.dispatcher import Dispatcher
+from prism.frontend.dispatch.request_log import Mailbox, OpenRequest
+from prism.frontend.http import calls
+from prism.frontend.http.calls import Call
+from prism.frontend.http.error_bodies import OverloadedError
+from prism.frontend.images import sources
 from prism.frontend.images.client import ImageClient
+from prism.frontend.images.preparation import PreparedImage
 from prism.frontend.images.sources import image_data, is_public
-from prism.messages.image_tensors import Tensor
-from prism.messages.model_spec import ImageSpec
-from prism.queueing.request_queue import RequestQueue
+from prism.frontend.protocol.chat_types import ChatBody
+from prism.frontend.requests import prompt_images
+from prism.frontend.requests.prompt_images import (
+    CLIENT_FETCHES_MAX,
+    FETCHES_MAX,
+    Prompt,
+    PromptImages,
+)
+from prism.messages.image_tensors import PromptImage, Tensor
+from prism.messages.model_spec import ImageSpec, ModelSpec
+from prism.messages.requests import Failure
+from prism.queueing import request_queue
+from prism.queueing.request_queue import IMAGES_KEPT_S, RequestQueue
 from prism.queueing.server import BundledRedis
 from tests import vision_models
 from tests.families import VOCAB_SIZE
 from tests.frontend.conftest import make_config, make_spec, stack_of
 from tests.frontend.scripted_agent import answering
+from tests.queueing.requests import request
 
 PIXELS_MAX = 1 << 20
 ADDRESSES = {
@@ -204,7 +225,151 @@ async def test_a_stored_image_expires(redis_server: BundledRedis, namespace: str
     image = {"pixel_values": Tensor("float32", (1,), b"1234")}
     for _ in range(2):
         await queue.store_images({"a": image})
-        assert 0 < await queue._redis.ttl(f"{namespace}:image:a") <= 600
+        assert 0 < await queue._redis.ttl(f"{namespace}:image:a") <= IMAGES_KEPT_S
     await queue._redis.set(f"{namespace}:image:b", b"junk")
     assert await queue.images(["a", "b", "c"]) == {"a": image}
     await queue.close()
+
+
+async def test_stored_images_have_a_limit(
+    redis_server: BundledRedis, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds for all frontends. Images that are not kept make room."""
+    monkeypatch.setattr(request_queue, "IMAGES_BYTES_MAX", 2500)
+    monkeypatch.setattr(request_queue, "IMAGES_KEPT_S", 1.0)
+    queues = [RequestQueue.connect(redis_server.url, namespace) for _ in range(2)]
+    images = {name: {"pixel_values": Tensor("uint8", (1000,), b"x" * 1000)} for name in "abc"}
+    assert await queues[0].store_images({"a": images["a"]})
+    assert await queues[1].store_images({"a": images["a"], "b": images["b"]})
+    assert not await queues[1].store_images({"b": images["b"], "c": images["c"]})
+    async with asyncio.timeout(30):
+        while not await queues[1].store_images({"c": images["c"]}):
+            assert await queues[0].keep_images(["a", "z"]) == {"z"}
+            await asyncio.sleep(0.1)
+    assert set(await queues[0].images("abc")) == {"a", "c"}
+    assert 2000 < int(await queues[0]._redis.get(f"{namespace}:images_bytes")) < 2500
+    for queue in queues:
+        await queue.close()
+
+
+async def test_a_heartbeat_keeps_images_of_open_requests(
+    redis_server: BundledRedis, namespace: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_queue, "IMAGES_KEPT_S", 600.0)
+    queue = RequestQueue.connect(redis_server.url, namespace)
+    async with stack_of(make_config(redis_server.url, namespace, short_dir)) as stack:
+        dispatcher: Dispatcher = stack.state.dispatcher
+        image = PromptImage("a" * 64, ((0, 0),), {"pixel_values": Tensor("uint8", (1,), b"1")})
+        asked = structs.replace(request("r", "chat"), images=(image,))
+        await dispatcher.submit([OpenRequest(asked, 0, Mailbox())])
+        key = f"{namespace}:image:{image.digest}"
+        await queue._redis.pexpire(key, 60_000)
+        async with asyncio.timeout(30):
+            while await queue._redis.ttl(key) <= 60:
+                await asyncio.sleep(0.05)
+        # Without room, a new request is refused and a retry of an open one fails.
+        monkeypatch.setattr(request_queue, "IMAGES_BYTES_MAX", 1)
+        await queue._redis.unlink(key)
+        refused = OpenRequest(structs.replace(asked, id="s"), 0, Mailbox())
+        with pytest.raises(OverloadedError, match="too many images"):
+            await dispatcher.submit([refused])
+        assert dispatcher.log.get("s") is None
+        entry = dispatcher.log.get("r")
+        assert entry is not None
+        await dispatcher._restore()
+        [(_, failure)] = await entry.mailbox.take(1)
+        assert isinstance(failure, Failure)
+        assert failure.code == "frontend_full"
+    await queue.close()
+
+
+class Preparation:
+    """`ImageClient` whose images are their files."""
+
+    async def prepare(
+        self, model: ModelSpec, data: bytes, pixels_max: int, timeout_s: float
+    ) -> PreparedImage:
+        tensors = {"pixel_values": Tensor("uint8", (len(data),), data)}
+        return PreparedImage(blake2b(data).hexdigest(), [VOCAB_SIZE], tensors)
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def prompts_of(
+    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Awaitable[Prompt]]]:
+    """Yields a function that prepares the prompt of an HTTP request with images at addresses."""
+    vision = structs.replace(config.models[0], images=ImageSpec(VOCAB_SIZE))
+    monkeypatch.setattr(prompt_images, "ImageClient", Preparation)
+    async with stack_of(config) as stack:
+        images = PromptImages(stack.state.live, stack.state.dispatcher.log)
+
+        async def prompt(call: Call, *urls: str) -> Prompt:
+            calls.current.set(call)
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+            messages = [{"role": "user", "content": parts}]
+            body = ChatBody.model_validate({"model": "chat", "messages": messages})
+            return await images.prompt(vision, body, [VOCAB_SIZE] * len(urls))
+
+        yield lambda *args: asyncio.create_task(prompt(*args))
+
+
+def inline(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+async def test_images_in_preparation_count(
+    redis_server: BundledRedis, namespace: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts them until their HTTP request ends, and equal ones once."""
+    monkeypatch.setattr(prompt_images, "OPEN_BYTES_MAX", 25)
+    config = make_config(redis_server.url, namespace, short_dir)
+    async with prompts_of(config, monkeypatch) as prompt:
+        first, second, third = Call("1"), Call("2"), Call("3")
+        _, [a, b] = await prompt(first, inline(b"a" * 10), inline(b"b" * 10))
+        _, [again] = await prompt(second, inline(b"a" * 10))
+        assert again.tensors is a.tensors
+        with pytest.raises(OverloadedError, match="too many images"):
+            await prompt(third, inline(b"c" * 10))
+        for release in first.at_end:
+            release()
+        _, [c] = await prompt(third, inline(b"c" * 10))
+        assert len({a.digest, b.digest, c.digest}) == 3
+
+
+async def test_fetches_at_once_have_limits(
+    redis_server: BundledRedis, namespace: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeps one client's slow servers from stalling others, and images that come inline."""
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    go_on = asyncio.Event()
+
+    async def fetch(url: str, config: ImagesConfig) -> bytes:
+        client = url.split("/")[2]
+        running.update([client])
+        most[client] = max(most[client], running[client])
+        most["all"] = max(most["all"], running.total())
+        await go_on.wait()
+        running.subtract([client])
+        return url.encode()
+
+    monkeypatch.setattr(sources, "_fetched", fetch)
+    config = make_config(redis_server.url, namespace, short_dir)
+    async with prompts_of(config, monkeypatch) as prompt:
+        clients = [f"client{number}" for number in range(6)]
+        asked = [
+            prompt(Call(f"{client}-{number}", client=client), f"http://{client}/{number}")
+            for client in clients
+            for number in range(6)
+        ]
+        await prompt(Call("inline", client=clients[0]), inline(b"a"))
+        async with asyncio.timeout(30):
+            while running.total() < FETCHES_MAX:
+                await asyncio.sleep(0)
+        assert running[clients[0]] == CLIENT_FETCHES_MAX
+        go_on.set()
+        await asyncio.gather(*asked)
+    assert most["all"] == FETCHES_MAX
+    assert max(most[client] for client in clients) == CLIENT_FETCHES_MAX

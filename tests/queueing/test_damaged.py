@@ -16,6 +16,7 @@ from redis import Redis
 
 from prism.errors import LeaseLostError, MalformedRequestError
 from prism.messages.cluster import ClusterStatus, FrontendState
+from prism.messages.image_tensors import Tensor
 from prism.messages.requests import KeptAnswer
 from prism.queueing import UNPLACED, BundledRedis, RequestQueue
 from tests.junk import JUNK, junk_into
@@ -27,7 +28,7 @@ KEYS = (
     "queue:host:0", "queue:unplaced", "left:host:0", "running:host:0", "admitted:host:0", "open",
     "load", "placement", "begun:a|x", "lease:host:0", "epoch:host:0", "frontend:f", "frontends",
     "incarnation", "server", "acquired:host:0", "claims:f", "answer:k", "answers", "answers_bytes",
-    "limit:key", "malformed", "status", "writable",
+    "limit:key", "malformed", "image:d", "images", "images_bytes", "status", "writable",
 )  # fmt: skip
 KEPT = KeptAnswer("print", "cmpl-1", 1.0, [])
 STATUS = ClusterStatus(0.0, "prism", {}, [])
@@ -73,6 +74,8 @@ async def use(queue: RequestQueue, epoch: int) -> int:
     await queue.claim("k", "f", "print", 30)
     await queue.settle("k", "f", KEPT, 30)
     assert await queue.claim("k", "g", "print", 30) in (KEPT, None)
+    assert await queue.store_images({"d": {"pixel_values": Tensor("uint8", (1,), b"1")}})
+    await queue.keep_images(["d"])
     await queue.take_rate("key", 10, 1000, 5)
     await queue.refund_rate("key", 10, 1000, 5)
     await settled(queue.follow(DEVICE, "0", "0", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Sequence
 
 from prism.agent.engines.reclaimer import Reclaimer
 from prism.agent.requests.engine_views import EngineViews
@@ -12,7 +13,9 @@ from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.request_table import TrackedRequest, Update
 from prism.errors import LeaseLostError, QueueUnavailableError
+from prism.messages.image_tensors import Tensors, size_bytes
 from prism.queueing import RequestQueue
+from prism.transport import SUBMITTED_IMAGE_BYTES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +71,23 @@ class Admission:
             await self._admit(admitting, epoch)
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
+        left = admitting
         try:
             admitted = await self._queue.admit(self._device, epoch, [t.entry_id for t in admitting])
-            shown = {i.digest for t in admitting for i in t.request.images}
-            images = await self._queue.images(shown) if shown else {}
+            left = self._admitted(admitting, admitted)
+            async for part, images in self._parts(left):
+                left = left[len(part) :]
+                self._running.submit(part[0].request.model, part, images)
         except (QueueUnavailableError, LeaseLostError):
-            for tracked in admitting:
+            for tracked in left:
                 self._put_back(tracked)
             raise
+
+    def _admitted(
+        self, admitting: Sequence[TrackedRequest], admitted: set[str]
+    ) -> list[TrackedRequest]:
+        """Returns the requests whose entries are `admitted`, those of a model in a row, and drops
+        the others."""
         by_model: dict[str, list[TrackedRequest]] = {}
         for tracked in admitting:
             if tracked.entry_id in admitted:
@@ -84,8 +96,36 @@ class Admission:
             if tracked.cancelled:  # its entry is stale; the request may wait in another one
                 self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
             self._requests.drop(tracked)
-        for model, chosen in by_model.items():
-            self._running.submit(model, chosen, images)
+        return [tracked for chosen in by_model.values() for tracked in chosen]
+
+    async def _parts(
+        self, admitted: Sequence[TrackedRequest]
+    ) -> AsyncIterator[tuple[list[TrackedRequest], dict[str, Tensors]]]:
+        """Yields the requests in order, in parts for one message each, with their images: of one
+        model, and with at most SUBMITTED_IMAGE_BYTES_MAX of images unless one request has more."""
+        part: list[TrackedRequest] = []
+        images: dict[str, Tensors] = {}
+        for tracked in admitted:
+            own = await self._images(tracked, images)
+            joined = images | own
+            grows = len(joined) > len(images)
+            is_full = grows and size_bytes(joined.values()) > SUBMITTED_IMAGE_BYTES_MAX
+            if part and (is_full or part[0].request.model != tracked.request.model):
+                yield part, images
+                part, joined = [], own
+            part.append(tracked)
+            images = joined
+        if part:
+            yield part, images
+
+    async def _images(
+        self, tracked: TrackedRequest, known: dict[str, Tensors]
+    ) -> dict[str, Tensors]:
+        """Returns the request's images by digest: those of `known`, and others that Redis has."""
+        digests = {image.digest for image in tracked.request.images}
+        lacking = digests - known.keys()
+        read = await self._queue.images(lacking) if lacking else {}
+        return {digest: known[digest] for digest in digests & known.keys()} | read
 
     def _put_back(self, tracked: TrackedRequest) -> None:
         """Lets a request wait again after a failed admission.

@@ -72,15 +72,15 @@ class RunningRequests:
                 self._start(tracked, hosted.engine_id)
                 started.append(tracked)
         if hosted is not None and started:
-            full = [each.request.with_tensors(images) for each in started]
-            self._engines.send(hosted.engine_id, Submit(full))
+            order = Submit([each.request for each in started], dict(images))
+            self._engines.send(hosted.engine_id, order)
         for tracked in started:
             self._choose_attempt(tracked)
 
     def _fail_imageless(self, tracked: TrackedRequest) -> None:
         """Fails a request whose images are not in Redis any more. Its frontend has them."""
         batch = OutputBatch()
-        text = "the request waited for longer than its images are kept"
+        text = "the queue does not have the request's images any more"
         batch.failure(tracked.request, retryable(tracked.request, "images_lost", text))
         self._requests.finish(tracked)
         self._tokens.send(batch)

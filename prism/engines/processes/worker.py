@@ -198,8 +198,8 @@ class Worker:
     def _handle(self, message: ToEngine) -> None:
         self._changed = True
         match message:
-            case Submit(requests=requests):
-                self._submit(requests)
+            case Submit(requests=requests, images=images):
+                self._submit([request.with_tensors(images) for request in requests])
             case Cancel(request_ids=ids):
                 self._core.cancel([i for i in ids if i in self._open])
             case ActivateEngine():

@@ -23,7 +23,7 @@ from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.dispatch.receiving import receive
 from prism.frontend.dispatch.refusals import RefusalWatch
 from prism.frontend.dispatch.request_log import ChunkOutcome, OpenRequest, RequestLog
-from prism.frontend.http.error_bodies import SheddingError
+from prism.frontend.http.error_bodies import OverloadedError, SheddingError
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
@@ -219,6 +219,8 @@ class Dispatcher:
         except QueueUnavailableError as error:
             log.warning("%s: %s", entry.request.id, error)
             entry.fail("queue_unavailable", "the request queue (Redis) cannot be reached")
+        except OverloadedError as error:
+            entry.fail(error.code, str(error))
 
     async def _enqueue(self, entries: Sequence[OpenRequest]) -> None:
         """Retries until Redis takes the entries or they are closed. Raises QueueUnavailableError
@@ -244,7 +246,17 @@ class Dispatcher:
         entries = self.log.unended()
         # Several at a time, since the next heartbeat waits for all of them.
         for start in range(0, len(entries), _RESTORED_AT_ONCE):
-            await self._enqueuer.put(entries[start : start + _RESTORED_AT_ONCE])
+            await self._put_again(entries[start : start + _RESTORED_AT_ONCE])
+
+    async def _put_again(self, entries: Sequence[OpenRequest]) -> None:
+        """Enqueues the entries. Fails those with images if Redis has no room for these."""
+        try:
+            await self._enqueuer.put(entries)
+        except OverloadedError as error:
+            for entry in entries:
+                if entry.request.images:
+                    entry.fail(error.code, str(error))
+            await self._enqueuer.put([each for each in entries if not each.request.images])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

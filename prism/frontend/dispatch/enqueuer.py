@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import OpenRequest, RequestLog
+from prism.frontend.http.error_bodies import OverloadedError
 from prism.queueing.request_queue import RequestQueue
 
 # The next batch is sent after this time although Redis has not answered the last one.
@@ -34,10 +35,12 @@ class Enqueuer:
 
     async def put(self, entries: Sequence[OpenRequest]) -> None:
         """Enqueues the entries that are still open when the batch is sent. Raises
-        QueueUnavailableError: Redis may have taken them anyway, and they may be put again."""
+        QueueUnavailableError: Redis may have taken them anyway, and they may be put again. Raises
+        OverloadedError if Redis has too many images."""
         # Not with the batch, which other requests would wait for.
         shown = (image for entry in entries for image in entry.request.images)
-        await self._queue.store_images({image.digest: image.tensors for image in shown})
+        if not await self._queue.store_images({image.digest: image.tensors for image in shown}):
+            raise OverloadedError("the cluster's requests have too many images; try again later")
         done = asyncio.get_running_loop().create_future()
         self._next.append((entries, done))
         self._begin()

@@ -68,8 +68,12 @@ class Heartbeat:
             log.warning("%s", error)
 
     async def _send(self) -> str:
-        """Sends a heartbeat and returns the incarnation of Redis's data."""
+        """Sends a heartbeat, keeps the images of open requests in Redis, and returns the
+        incarnation of Redis's data."""
         config = self._live.config
         leaving = sorted(self._requests.models() - {model.name for model in config.models})
         state = FrontendState(config.revision, leaving)
-        return await self._queue.beat(self._id, _TTL_S, state)
+        incarnation = await self._queue.beat(self._id, _TTL_S, state)
+        shown = (image for each in self._requests.unended() for image in each.request.images)
+        await self._queue.keep_images({image.digest for image in shown})
+        return incarnation

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -44,9 +45,10 @@ class Call:
     api_key: ApiKey | None = None
     traceparent: str = ""  # header with the client's span
     arrived_s: float = field(default_factory=time.monotonic)  # see `GuardedProtocol`
+    at_end: list[Callable[[], object]] = field(default_factory=list)
 
 
-_UNLOGGED = ("api_key", "traceparent", "arrived_s")
+_UNLOGGED = ("api_key", "traceparent", "arrived_s", "at_end")
 _LOGGED = tuple(f.name for f in dataclasses.fields(Call) if f.name not in _UNLOGGED)
 
 current: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -86,6 +88,8 @@ class CallMiddleware:
             raise
         finally:
             current.reset(token)
+            for release in call.at_end:
+                release()
             if self._logs:
                 _write(call, status, time.monotonic() - call.arrived_s)
 

@@ -29,9 +29,13 @@ _IPV6_INTERNET = ipaddress.IPv6Network("2000::/3")
 _TRANSLATED = tuple(map(ipaddress.IPv6Network, ("2001::/32", "2002::/16")))
 
 
+def is_inline(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
 async def image_data(url: str, config: ImagesConfig) -> bytes:
     """Returns the file of an image. Raises ValueError with what is wrong with `url`."""
-    if url[:5].lower() == "data:":
+    if is_inline(url):
         long = len(url) > _INLINE_CHARS_MAX
         data = await asyncio.to_thread(_decoded, url) if long else _decoded(url)
     else:

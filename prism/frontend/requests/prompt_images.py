@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
+from msgspec import structs
+
+from prism.config.schema.image_limits import ImagesConfig
 from prism.errors import RequestError
 from prism.frontend.dispatch.request_log import RequestLog
+from prism.frontend.http import calls
 from prism.frontend.http.error_bodies import OverloadedError, bad_request
+from prism.frontend.http.fair_lock import client_name
 from prism.frontend.images.client import ImageClient
 from prism.frontend.images.preparation import PreparedImage
-from prism.frontend.images.sources import image_data
+from prism.frontend.images.sources import image_data, is_inline
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.protocol.chat_types import Conversation
-from prism.messages.image_tensors import PromptImage, Tensors
+from prism.messages.image_tensors import PromptImage, Tensors, size_bytes
 from prism.messages.model_spec import ModelSpec
 
-# Images of all open requests of a frontend, which keeps them until the requests end.
+# Images of a frontend's requests, from their preparation to the end of the request.
 OPEN_BYTES_MAX = 2 << 30
+# Images that are fetched at once, for all clients and for one.
+FETCHES_MAX, CLIENT_FETCHES_MAX = 16, 4
 
 Prompt = tuple[list[int], tuple[PromptImage, ...]]
 
@@ -27,6 +36,11 @@ class PromptImages:
     def __init__(self, live: LiveConfig, log: RequestLog) -> None:
         self._live, self._log = live, log
         self._client = ImageClient()
+        # Images of HTTP requests by digest. They are in the log too once it has their requests.
+        self._prepared: dict[object, dict[str, Tensors]] = {}
+        self._fetches = asyncio.Semaphore(FETCHES_MAX)
+        # So that one client's slow servers do not stall the others.
+        self._client_fetches: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def close(self) -> None:
         await self._client.close()
@@ -48,32 +62,55 @@ class PromptImages:
                 field,
             )
         known: dict[str, PreparedImage] = {}
+        prepared = self._hold()
         for number, url in enumerate(urls):
             if url not in known:
                 try:
-                    data = await image_data(url, limits)
-                    known[url] = await self._client.prepare(
+                    data = await self._data(url, limits)
+                    image = await self._client.prepare(
                         model, data, limits.pixels_max, limits.timeout_s
                     )
                 except ValueError as error:
                     raise bad_request(f"{field}: image {number} {error!s:.300}", field) from error
-            size_bytes = _size_bytes(each.tensors for each in known.values())
-            if size_bytes > limits.request_bytes:
+                known[url] = self._shared(image, prepared)
+            total_bytes = size_bytes(prepared.values())
+            if total_bytes > limits.request_bytes:
                 most = f"{limits.request_bytes} are allowed (frontend.images.request_max)"
                 raise bad_request(
-                    f"{field}: the images have {size_bytes} bytes as the model takes them; at most"
+                    f"{field}: the images have {total_bytes} bytes as the model takes them; at most"
                     f" {most}; send fewer or smaller ones",
                     field,
                 )
-        self._check_open(known.values())
         return with_images(ids, [known[url] for url in urls], token)
 
-    def _check_open(self, more: Iterable[PreparedImage]) -> None:
-        """Raises OverloadedError if the open requests have too many images."""
-        held = {image.digest: image.tensors for each in self._log for image in each.request.images}
-        held |= {image.digest: image.tensors for image in more}
-        if _size_bytes(held.values()) > OPEN_BYTES_MAX:
+    def _hold(self) -> dict[str, Tensors]:
+        """Returns a new entry of `_prepared`, which the end of the HTTP request removes."""
+        key, prepared = object(), dict[str, Tensors]()
+        if (call := calls.current.get()) is not None:
+            self._prepared[key] = prepared
+            call.at_end.append(lambda: self._prepared.pop(key))
+        return prepared
+
+    def _shared(self, image: PreparedImage, prepared: dict[str, Tensors]) -> PreparedImage:
+        """Adds an image to `prepared`, and returns it with the tensors of an equal one if there is
+        one. Raises OverloadedError if all requests have too many images."""
+        held = {each.digest: each.tensors for open_ in self._log for each in open_.request.images}
+        for others in self._prepared.values():
+            held |= others
+        tensors = held.setdefault(image.digest, image.tensors)
+        if size_bytes(held.values()) > OPEN_BYTES_MAX:
             raise OverloadedError("the open requests have too many images; try again later")
+        prepared[image.digest] = tensors
+        return structs.replace(image, tensors=tensors)
+
+    async def _data(self, url: str, limits: ImagesConfig) -> bytes:
+        """Returns the file of an image. Raises ValueError. Addresses wait for their turn."""
+        if is_inline(url):
+            return await image_data(url, limits)
+        fresh = asyncio.Semaphore(CLIENT_FETCHES_MAX)
+        own = self._client_fetches.setdefault(client_name(), fresh)
+        async with own, self._fetches:
+            return await image_data(url, limits)
 
 
 def no_images(model: ModelSpec, body: Conversation) -> RequestError:
@@ -108,7 +145,3 @@ def _runs(ids: Sequence[int], token: int, start: int) -> tuple[tuple[int, int], 
         else:
             runs.append((place, place))
     return tuple(runs)
-
-
-def _size_bytes(images: Iterable[Tensors]) -> int:
-    return sum(len(tensor.data) for image in images for tensor in image.values())
