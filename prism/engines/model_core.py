@@ -16,7 +16,7 @@ from prism.config.checks.memory_needs import GpuNeeds
 from prism.engines.core import EngineContext, RequestTotals, ShrinkCall, StepOutput
 from prism.engines.gpu_share import GpuShare
 from prism.engines.model_memory import MemoryPlan, ModelMemory
-from prism.engines.request_checks import failure
+from prism.engines.request_checks import check_images, failure
 from prism.engines.timeline import Timeline
 from prism.engines.weights.model_weights import ModelWeights, StoreAccess
 from prism.errors import ActivationError, RankLostError, RequestError, SelfCheckError
@@ -249,11 +249,11 @@ class ModelCore(ABC, Generic[M, A, R]):
         for request in requests:
             rid = f"{next(self._rids)}/"  # no prefix of another id: an engine may cancel by prefix
             try:
+                check_images(request, active.order.model)
                 self._by_rid[rid] = self._submit(active, request, rid)
+                self._totals.prompt_tokens += len(request.prompt_ids)
             except RequestError as error:
                 self._ended.failures.append(failure(request, error))
-                continue
-            self._totals.prompt_tokens += len(request.prompt_ids)
 
     def handing_over(self) -> bool:
         return self._active is not None and self._active.memory.kv.open_offers() > 0

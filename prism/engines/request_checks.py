@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from prism.errors import BadRequestError, ContextLengthError, RequestError
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Failure, Request, Sampling
 
 _INT32_MAX = 2**31 - 1
@@ -39,6 +40,12 @@ def check_ranges(sampling: Sampling) -> None:
     for name, (value, least, most) in ranges.items():
         if not least <= value <= most:
             raise BadRequestError(f"{name}: {value} must be between {least} and {most}")
+
+
+def check_images(request: Request, model: ModelSpec) -> None:
+    """Raises BadRequestError for images that the model does not take."""
+    if request.images and model.images is None:
+        raise BadRequestError(f"{model.name} does not take images; remove them")
 
 
 def check(request: Request, context_length: int, vocab_size: int) -> None:

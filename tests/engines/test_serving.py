@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from msgspec import structs
 
 from prism.messages.engine import ActivateEngine, ActivationFailed, Deactivate, Deactivated, Submit
+from prism.messages.image_tensors import PromptImage, Tensor
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Cancel, Request
 from tests.engines.harness import DeviceUnderTest, request
@@ -129,6 +131,22 @@ def test_a_request_over_the_context_fails_for_good(
     assert stream.failure is not None
     assert (stream.failure.code, stream.failure.retryable) == ("context_length_exceeded", False)
     assert len(full.token_ids) == 20
+
+
+def test_images_for_a_model_without_them_fail_alone(
+    device: DeviceUnderTest, engine: str, subject: Subject
+) -> None:
+    model = subject.models[0]
+    device.activate(model, engine)
+    plain = request(next(_ids), model.name, [11] * 20, 5)
+    image = PromptImage("0" * 64, ((2, 3),), {"pixel_values": Tensor("float32", (1,), b"1234")})
+    shown = structs.replace(plain, id=next(_ids), images=(image,))
+    device.send(Submit([shown, plain]), engine)
+    refused, served = device.finish(shown.id, plain.id)
+    assert refused.failure is not None
+    assert (refused.failure.code, refused.failure.retryable) == ("invalid_request_error", False)
+    assert refused.failure.message == f"{model.name} does not take images; remove them"
+    assert len(served.token_ids) == 5
 
 
 def test_deactivation_fails_what_runs_so_that_it_is_served_again(

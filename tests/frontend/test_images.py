@@ -128,6 +128,7 @@ async def test_an_address_is_fetched() -> None:
         (whole(b"", "302 Found", "location: http://[::1]/\r\n"), "leads to a private address"),
         (whole(b"x" * 101), "has more than 100 bytes"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 101, "has more than 100 bytes"),
+        (whole(b""), "is empty"),
         (b"nonsense", "the connection failed"),
     ],
 )
@@ -135,6 +136,19 @@ async def test_answers_that_are_refused(answer: bytes, problem: str) -> None:
     async with server(answer) as url:
         with pytest.raises(ValueError, match=problem):
             await image_data(url, structs.replace(OPEN, file_bytes=100))
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("data:image/png;base64,", "is empty"),
+        (f"http://{'a' * 64}.example/", "has a host name that is not valid"),
+        ("http://a..example/", "has a host name that is not valid"),
+    ],
+)
+async def test_urls_that_are_refused(url: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}$"):
+        await image_data(url, OPEN)
 
 
 async def test_a_slow_server_has_a_deadline() -> None:

@@ -310,6 +310,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages: chat does not take images"),
     (
+        {"messages": [USER, {"role": "assistant", "content": [IMAGE]}]},
+        "messages[1]: only messages of the role user may have images",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{**IMAGE, "source": None}]}]},
+        "messages[0].content[0]: a block of the type image requires source",
+    ),
+    (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "tool type 'web_search_20250305' is not supported",
     ),
@@ -341,6 +349,12 @@ async def test_what_is_refused(stack: Stack, body: Any, message: str) -> None:
     assert error["type"] in ("invalid_request_error", "not_found_error")
     assert message in error["message"]
     assert stack.agent.seen == []
+
+
+def test_a_source_of_a_text_is_no_image() -> None:
+    text = {**IMAGE, "type": "text", "text": "x"}
+    chat = chat_of(messages=[{"role": "user", "content": [text]}])
+    assert chat["messages"] == [{"role": "user", "content": "x"}]
 
 
 def test_a_count_refuses_what_a_message_does() -> None:

@@ -49,6 +49,7 @@ async def test_fields_of_chat_completions_are_extensions(stack: Stack) -> None:
 
 
 CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 ERRORS = [
     ({"input": []}, "input", "input: List should have at least 1 item"),
     ({"input": None}, "input", "input: Input should be a valid array"),
@@ -63,6 +64,11 @@ ERRORS = [
         {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
         "input",
         "input[0]: an input_image requires image_url; files are not stored",
+    ),
+    (
+        {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": [IMAGE]}]},
+        "input",
+        "input[1]: only messages of the role user may have images",
     ),
     ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role: Input should be"),
     (

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from prism.engines.sglang.platform.supported_models import IMAGES, WINDOW_POOLS, refuses
+from prism.errors import BadRequestError
 from prism.frontend.images.preparation import Preparer
 from prism.frontend.requests.prompt_images import with_images
 from prism.messages.engine import Deactivate, Deactivated, Submit
@@ -115,6 +117,15 @@ def test_answers_are_those_of_the_whole_model(
         assert again[case].chunks[0].cached_tokens > len(BEFORE)
     device.send(Deactivate())
     device.wait_for(Deactivated)
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_config_without_an_image_token_is_refused() -> None:
+    from prism.engines.sglang.scheduling.image_inputs import _token_id
+
+    with pytest.raises(BadRequestError, match="does not take images"):
+        _token_id(SimpleNamespace(image_token_id=None))
+    assert _token_id(SimpleNamespace(image_token_id=None, image_token_index=0)) == 0
 
 
 def test_the_page_of_supported_models_has_the_families() -> None:

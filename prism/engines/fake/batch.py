@@ -23,7 +23,8 @@ from prism.engines.fake.memory import BLOCK_TOKENS, FakeMemory
 from prism.engines.fake.options import FakeOptions
 from prism.engines.fake.token_sampling import reject_unsupported, with_requested_data
 from prism.engines.fake.tokens import seed_of, token_at
-from prism.errors import EngineError
+from prism.engines.request_checks import check_images, failure
+from prism.errors import BadRequestError, EngineError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Chunk, Failure, Request, Resume
 from prism.models.prefill_speed import Speed
@@ -86,8 +87,7 @@ class FakeBatch:
         self._options = options
         self._totals = totals
         self._speed = speed
-        self._model = order.model.name
-        self._context_tokens = order.model.context_length
+        self._model = order.model
         self._chunk_tokens = engine.prefill_chunk_tokens
         self.max_running = min(order.max_running, engine.max_running)
         self._waiting: deque[FakeSequence] = deque()
@@ -98,15 +98,23 @@ class FakeBatch:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            excess = len(request.prompt_ids) + request.sampling.max_tokens - self._context_tokens
-            if (rejection := reject_unsupported(request)) is not None:
+            if (rejection := self._rejection(request)) is not None:
                 self._rejected.append(rejection)
-                continue
-            if excess > 0 or not request.prompt_ids:
-                self._rejected.append(_too_long(request, excess))
                 continue
             self._totals.prompt_tokens += len(request.prompt_ids)
             self._waiting.append(_sequence(request))
+
+    def _rejection(self, request: Request) -> Failure | None:
+        """Returns why a request can never run."""
+        try:
+            check_images(request, self._model)
+        except BadRequestError as error:
+            return failure(request, error)
+        if (rejection := reject_unsupported(request)) is not None:
+            return rejection
+        tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        excess = tokens - self._model.context_length
+        return _too_long(request, excess) if excess > 0 or not request.prompt_ids else None
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         ids = set(request_ids)
@@ -146,7 +154,7 @@ class FakeBatch:
         """Returns the model's part of EngineStatus."""
         return {
             **self.memory.figures(busy=bool(self._running)),
-            "model": self._model,
+            "model": self._model.name,
             "running": len(self._running),
             "waiting": len(self._waiting),
             "pending_prefill_tokens": sum(s.prefill_left for s in (*self._waiting, *self._running)),

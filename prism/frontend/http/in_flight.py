@@ -25,6 +25,9 @@ class InFlight:
     @contextmanager
     def request(self) -> Iterator[None]:
         """Counts a request within the block. Raises UnavailableError while draining."""
+        if self.draining:
+            message = "this server is shutting down; try again shortly"
+            raise UnavailableError(message, "shutting_down")
         self.enter()
         try:
             yield
@@ -32,10 +35,7 @@ class InFlight:
             self.leave()
 
     def enter(self) -> None:
-        """Counts a request; `leave` must follow. Raises UnavailableError while draining."""
-        if self.draining:
-            message = "this server is shutting down; try again shortly"
-            raise UnavailableError(message, "shutting_down")
+        """Counts what outlasts the block of its request; `leave` must follow."""
         self._count += 1
 
     def leave(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from contextlib import suppress
 
 import msgspec
@@ -14,8 +15,10 @@ from prism.frontend.images.image_process import HEADER, Answer, Ask
 from prism.frontend.images.preparation import PreparedImage
 from prism.messages.model_spec import ModelSpec
 from prism.process import child_environment
+from prism.tasks import cancel_all
 
 WAITING_MAX = 64  # images that wait or are being prepared
+WAITING_OF_A_CLIENT_MAX = 8
 _START_S_MAX = 120.0
 
 
@@ -26,7 +29,8 @@ class ImageClient:
     def __init__(self) -> None:
         self._lock = FairLock()
         self._process: asyncio.subprocess.Process | None = None
-        self._waiting = 0
+        self._running: asyncio.Task[PreparedImage] | None = None
+        self._clients: Counter[str] = Counter()  # client -> its waiting and running images
 
     async def prepare(
         self, model: ModelSpec, data: bytes, pixels_max: int, timeout_s: float
@@ -34,25 +38,40 @@ class ImageClient:
         """Returns the image in the file `data` for `model`. Raises ValueError with what is wrong
         with it, OverloadedError if too many are waiting, and UnavailableError if the process cannot
         be started."""
-        if self._waiting >= WAITING_MAX:
+        client = client_name()
+        full = self._clients.total() >= WAITING_MAX
+        if full or self._clients[client] >= WAITING_OF_A_CLIENT_MAX:
             raise OverloadedError("too many images are waiting to be prepared; try again later")
-        self._waiting += 1
-        used_s, client = 0.0, client_name()
+        self._clients[client] += 1
         try:
             await self._lock.acquire(client)
-            began_s = asyncio.get_running_loop().time()
-            try:
-                await self._start(model)
-                asked = Ask(model.path, model.dtype, data, pixels_max)
-                return await self._prepared(asked, timeout_s)
-            finally:
-                used_s = asyncio.get_running_loop().time() - began_s
-                self._lock.release(client, used_s)
-        finally:
-            self._waiting -= 1
+        except BaseException:
+            self._forget(client)
+            raise
+        asked = Ask(model.path, model.dtype, data, pixels_max)
+        self._running = asyncio.create_task(self._in_turn(client, model, asked, timeout_s))
+        # Not cancelled with its client: the next image would have to wait for a new process.
+        return await asyncio.shield(self._running)
 
     async def close(self) -> None:
+        if self._running is not None:
+            await cancel_all([self._running])
         await self._end()
+
+    def _forget(self, client: str) -> None:
+        self._clients[client] -= 1
+        self._clients += Counter()  # drops what is zero
+
+    async def _in_turn(
+        self, client: str, model: ModelSpec, asked: Ask, timeout_s: float
+    ) -> PreparedImage:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            await self._start(model)
+            return await self._prepared(asked, timeout_s)
+        finally:
+            self._forget(client)
+            self._lock.release(client, asyncio.get_running_loop().time() - began_s)
 
     async def _prepared(self, asked: Ask, timeout_s: float) -> PreparedImage:
         try:

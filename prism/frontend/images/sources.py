@@ -40,6 +40,8 @@ async def image_data(url: str, config: ImagesConfig) -> bytes:
         data = await asyncio.to_thread(_decoded, url) if long else _decoded(url)
     else:
         data = await _fetched(url, config)
+    if not data:
+        raise ValueError("is empty")
     if len(data) > config.file_bytes:
         raise _too_large(config)
     return data
@@ -72,6 +74,8 @@ async def _fetched(url: str, config: ImagesConfig) -> bytes:
     except TimeoutError as error:
         limit = f"{config.timeout_s:g} s (frontend.images.timeout)"
         raise ValueError(f"was not received within {limit}") from error
+    except UnicodeError as error:  # of a label that is empty or too long
+        raise ValueError("has a host name that is not valid") from error
     except (httpcore.ConnectError, httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
         raise ValueError("cannot be fetched: the connection failed") from error
 

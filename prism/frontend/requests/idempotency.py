@@ -288,21 +288,22 @@ class SharedAnswers:
     async def _compute(self, run: SharedAnswer) -> None:
         outcome: str | None = "failed"
         generation = self._generate(run.spec)
-        with self._in_flight.request():
-            try:
-                await generation.start()
-                run.begin(generation)
-                async for update in generation.updates():
-                    if all(choice.finish_reason is not None for choice in generation.choices):
-                        run.settling = asyncio.create_task(self._settle(run.key, _kept(run)))
-                        await asyncio.wait([run.settling], timeout=_STORE_WAIT_S)
-                    run.show(update)
-                outcome = None
-            except RequestError as error:
-                outcome = error.code
-                raise
-            finally:
-                generation.finish(outcome)
+        self._in_flight.enter()
+        try:
+            await generation.start()
+            run.begin(generation)
+            async for update in generation.updates():
+                if all(choice.finish_reason is not None for choice in generation.choices):
+                    run.settling = asyncio.create_task(self._settle(run.key, _kept(run)))
+                    await asyncio.wait([run.settling], timeout=_STORE_WAIT_S)
+                run.show(update)
+            outcome = None
+        except RequestError as error:
+            outcome = error.code
+            raise
+        finally:
+            self._in_flight.leave()
+            generation.finish(outcome)
 
     def _replay(self, run: SharedAnswer, kept: KeptAnswer) -> None:
         requests = [

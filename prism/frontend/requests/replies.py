@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from prism.errors import RequestError
@@ -42,25 +43,35 @@ async def reply_whole(
     generation: AnyGeneration,
     render: Callable[[], dict[str, Any]],
 ) -> Response:
-    """Waits for all output and returns the answer from `render`."""
-    in_flight: InFlight = request.app.state.in_flight
+    """Waits for all output and returns the answer from `render`. REQUIRES: the request is counted
+    as in flight."""
     outcome: str | None = "failed"
-    with in_flight.request():
-        try:
-            complete = await _finished_before_disconnect(request.receive, _run(generation))
-            outcome = None
-            if not complete:
-                return Response(status_code=STATUS_CLIENT_GONE)
-            spec, tokens = generation.spec, _tokens_shown(generation)
-            content = await run_in_thread_if_slow(
-                lambda: msgspec.json.encode(render()), spec, tokens
-            )
-            return Response(content, media_type="application/json")
-        except RequestError as error:
-            outcome = error.code
-            raise
-        finally:
-            generation.finish(outcome)
+    try:
+        complete = await _finished_before_disconnect(request.receive, _run(generation))
+        outcome = None
+        if not complete:
+            return Response(status_code=STATUS_CLIENT_GONE)
+        spec, tokens = generation.spec, _tokens_shown(generation)
+        content = await run_in_thread_if_slow(lambda: msgspec.json.encode(render()), spec, tokens)
+        return Response(content, media_type="application/json")
+    except RequestError as error:
+        outcome = error.code
+        raise
+    finally:
+        generation.finish(outcome)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
+    """Returns the result of `work`. If the client disconnects, cancels it and raises
+    ClientDisconnect."""
+    made: list[Made] = []
+
+    async def run() -> None:
+        made.append(await work)
+
+    if not await _finished_before_disconnect(request.receive, run()):
+        raise ClientDisconnect
+    return made[0]
 
 
 async def run_in_thread_if_slow(
@@ -174,7 +185,8 @@ def _part(body: bytes, more: bool = True) -> Message:
 async def reply_stream(
     request: Request, generation: AnyGeneration, events: Events, named: bool = False
 ) -> Response:
-    """Enqueues the request, so that a rejection has its HTTP status, and returns the stream."""
+    """Enqueues the request, so that a rejection has its HTTP status, and returns the stream.
+    REQUIRES: the request is counted as in flight."""
     in_flight: InFlight = request.app.state.in_flight
     in_flight.enter()
     try:

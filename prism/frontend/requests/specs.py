@@ -66,11 +66,12 @@ class SpecBuilder:
 
     async def completion(self, body: CompletionBody) -> GenerationSpec:
         """Returns the spec of a completion. Raises RequestError."""
-        model = self._generating(body)
+        model, adapter = self._generating(body)
         tokenizer = self._catalog.tokenizer(model.name)
         prompts = await _encoded(model, body, body.prompt, tokenizer)
         grammar = await self._grammar(body, model)
-        spec = self._spec(body, prompts, _Ends(tokenizer.eos_ids, grammar))
+        ends = _Ends(tokenizer.eos_ids, grammar)
+        spec = self._spec(body, model, adapter, prompts, ends)
         if not body.echo:
             return spec
         echoes = await asyncio.to_thread(_echoes, body, tokenizer)
@@ -78,7 +79,7 @@ class SpecBuilder:
 
     async def chat(self, body: ChatBody) -> GenerationSpec:
         """Returns the spec of a chat completion. Raises RequestError."""
-        model = self._generating(body)
+        model, adapter = self._generating(body)
         tokenizer = self._catalog.tokenizer(model.name)
         text, ids, images = await self.conversation(model, body)
         parsing = await self.modules.parsers(model).parsing(body, model, tokenizer, text)
@@ -93,7 +94,8 @@ class SpecBuilder:
             await self._check(model, grammar, "response_format")
         elif parsing is not None:
             grammar = await self._call_grammar(body, model, parsing)
-        spec = self._spec(body, [ids], _Ends(tokenizer.chat_eos_ids, grammar))
+        ends = _Ends(tokenizer.chat_eos_ids, grammar)
+        spec = self._spec(body, model, adapter, [ids], ends)
         if images:
             shown = [structs.replace(each, images=images) for each in spec.requests]
             spec = replace(spec, requests=shown)
@@ -101,7 +103,7 @@ class SpecBuilder:
         return replace(spec, parsing=parsing, skip_special_tokens=False) if parsing else spec
 
     async def conversation(
-        self, model: ModelSpec, body: Conversation
+        self, model: ModelSpec, body: Conversation, special_tokens: bool = False
     ) -> tuple[str, list[int], tuple[PromptImage, ...]]:
         """Returns the prompt as text and as token ids, which have those of its images, and these.
         Raises RequestError."""
@@ -109,7 +111,7 @@ class SpecBuilder:
             raise no_images(model, body)
         tokenizer = self._catalog.tokenizer(model.name)
         text = await conversation_text(model, body, tokenizer)
-        [ids] = await tokenizer.encode([text], special_tokens=False)
+        [ids] = await tokenizer.encode([text], special_tokens)
         if not body.image_urls:
             return text, ids, ()
         return text, *await self.images.prompt(model, body, ids)
@@ -138,13 +140,14 @@ class SpecBuilder:
             embeds=True,
         )
 
-    def _generating(self, body: GenerationBody) -> ModelSpec:
-        """Returns the model of the request. Raises BadRequestError for an embedding model."""
-        model, _ = self._catalog.resolve(body.model)
+    def _generating(self, body: GenerationBody) -> tuple[ModelSpec, str]:
+        """Returns the model of the request and its adapter. Raises BadRequestError for an embedding
+        model."""
+        model, adapter = self._catalog.resolve(body.model)
         if model.embedding is not None:
             message = f"model: {model.name} is an embedding model; use /v1/embeddings"
             raise bad_request(message, "model", "model_makes_embeddings")
-        return model
+        return model, adapter
 
     async def _grammar(self, body: GenerationBody, model: ModelSpec) -> Grammar | None:
         found = grammar_of(body)
@@ -175,8 +178,14 @@ class SpecBuilder:
         tokenizer = self._catalog.tokenizer(model.name)
         await self.modules.grammars(model).check(model, tokenizer, grammar, field)
 
-    def _spec(self, body: GenerationBody, prompts: list[list[int]], ends: _Ends) -> GenerationSpec:
-        model, adapter = self._catalog.resolve(body.model)
+    def _spec(
+        self,
+        body: GenerationBody,
+        model: ModelSpec,
+        adapter: str,
+        prompts: list[list[int]],
+        ends: _Ends,
+    ) -> GenerationSpec:
         left = min(_output_tokens_left(model, prompt, body) for prompt in prompts)
         shared = self._shared(body, model, adapter, body.slo_tpot_ms)
         tokenizer = self._catalog.tokenizer(model.name)

@@ -34,7 +34,11 @@ def of_request(request: Request, model_config: Any) -> MultimodalInputs | None:
 
 def _token_id(config: Any) -> int:
     names = ("image_token_id", "image_token_index")
-    return next(int(value) for name in names if (value := getattr(config, name, None)) is not None)
+    found = (getattr(config, name, None) for name in names)
+    token = next((each for each in found if each is not None), None)
+    if token is None:
+        raise BadRequestError("the model does not take images; remove them")
+    return int(token)
 
 
 def _item(image: PromptImage, prompt_tokens: int) -> MultimodalDataItem:

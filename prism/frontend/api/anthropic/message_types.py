@@ -83,8 +83,8 @@ class Block(BaseModel):
         kind = value.get("type")
         if not isinstance(kind, str) or kind not in _BLOCKS:
             raise ValueError(f"block type {kind!r:.40} is not supported; send text or images")
-        if _BLOCKS[kind] not in value:
-            raise ValueError(f"a {kind} block requires {_BLOCKS[kind]}")
+        if value.get(_BLOCKS[kind]) is None:
+            raise ValueError(f"a block of the type {kind} requires {_BLOCKS[kind]}")
         return {name: part for name, part in value.items() if part is not None}
 
 
@@ -102,6 +102,12 @@ class MessageParam(BaseModel):
         if isinstance(value, str):
             return [{"type": "text", "text": value}]
         return check_count(value, "blocks")
+
+    @model_validator(mode="after")
+    def _images_of_the_user(self) -> MessageParam:
+        if self.role != "user" and any(block.type == "image" for block in self.content):
+            raise ValueError("only messages of the role user may have images")
+        return self
 
     def texts(self, kind: str = "text") -> str:
         return "\n".join(getattr(b, kind) for b in self.content if b.type == kind)
@@ -275,15 +281,15 @@ def chat_messages(turns: Sequence[MessageParam]) -> list[dict[str, Any]]:
 
 def _user_content(turn: MessageParam) -> str | list[dict[str, Any]]:
     """Returns the text of a user's message, in parts if it has images."""
-    if not any(block.source for block in turn.content):
+    if not any(block.type == "image" for block in turn.content):
         return turn.texts()
-    return [
-        {"type": IMAGE, IMAGE: {"url": block.source.address}}
-        if block.source
-        else {"type": "text", "text": block.text}
-        for block in turn.content
-        if block.type in ("text", "image")
-    ]
+    return [_part(block) for block in turn.content if block.type in ("text", "image")]
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.type == "image" and block.source is not None:
+        return {"type": IMAGE, IMAGE: {"url": block.source.address}}
+    return {"type": "text", "text": block.text}
 
 
 def _answer(turn: MessageParam) -> dict[str, Any]:

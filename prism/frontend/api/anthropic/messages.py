@@ -18,7 +18,13 @@ from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
 from prism.frontend.requests.model_catalog import ModelCatalog
-from prism.frontend.requests.replies import Event, Events, reply_stream, reply_whole
+from prism.frontend.requests.replies import (
+    Event,
+    Events,
+    reply_stream,
+    reply_whole,
+    while_connected,
+)
 from prism.frontend.requests.specs import SpecBuilder
 
 router = APIRouter(route_class=PlainRoute)
@@ -36,17 +42,19 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 async def create_message(request: Request) -> Response:
     specs: SpecBuilder = request.app.state.specs
     answers: SharedAnswers = request.app.state.answers
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, MessagesBody)
     key = await read_key(request, body)
-    try:
-        spec = await specs.chat(body.chat)
-    except BadRequestError as error:
-        raise body.renamed(error) from error
-    answer = _Answer(answers.generation(spec, key))
-    if body.stream:
-        events = answer.events()
-        return await reply_stream(request, answer.generation, events, named=True)
-    return await reply_whole(request, answer.generation, answer.whole)
+    with in_flight.request():
+        try:
+            spec = await while_connected(request, specs.chat(body.chat))
+        except BadRequestError as error:
+            raise body.renamed(error) from error
+        answer = _Answer(answers.generation(spec, key))
+        if body.stream:
+            events = answer.events()
+            return await reply_stream(request, answer.generation, events, named=True)
+        return await reply_whole(request, answer.generation, answer.whole)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -57,7 +65,8 @@ async def count_tokens(request: Request) -> Response:
     with in_flight.request():
         model, _ = catalog.resolve(body.model)
         specs: SpecBuilder = request.app.state.specs
-        _, ids, _ = await specs.conversation(model, body.chat)
+        asked = specs.conversation(model, body.chat)
+        _, ids, _ = await while_connected(request, asked)
         return JSONResponse({"input_tokens": len(ids)})
 
 

@@ -11,12 +11,19 @@ from fastapi.responses import Response
 from msgspec.structs import replace
 
 from prism.frontend.api.openai.logprobs import chat_logprobs
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import ChatBody
 from prism.frontend.requests.generation import TextUpdate
 from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
-from prism.frontend.requests.replies import Event, openai_events, reply_stream, reply_whole
+from prism.frontend.requests.replies import (
+    Event,
+    openai_events,
+    reply_stream,
+    reply_whole,
+    while_connected,
+)
 from prism.frontend.requests.specs import SpecBuilder
 from prism.messages.requests import Logprobs
 
@@ -29,14 +36,17 @@ _DELTA_CHARS = 4  # about those of a token
 async def create_chat_completion(request: Request) -> Response:
     specs: SpecBuilder = request.app.state.specs
     answers: SharedAnswers = request.app.state.answers
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, ChatBody)
     key = await read_key(request, body)
-    generation = answers.generation(await specs.chat(body), key)
-    if body.stream:
-        kind, choices = "chat.completion.chunk", partial(_Choices, generation)
-        events = openai_events(generation, kind, choices, body.stream_options)
-        return await reply_stream(request, generation, events)
-    return await reply_whole(request, generation, lambda: _whole(generation))
+    with in_flight.request():
+        spec = await while_connected(request, specs.chat(body))
+        generation = answers.generation(spec, key)
+        if body.stream:
+            kind, choices = "chat.completion.chunk", partial(_Choices, generation)
+            events = openai_events(generation, kind, choices, body.stream_options)
+            return await reply_stream(request, generation, events)
+        return await reply_whole(request, generation, lambda: _whole(generation))
 
 
 class _Choices:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from prism.frontend.api.openai.logprobs import CompletionLogprobs, joined, mean
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import CompletionBody
@@ -26,14 +27,16 @@ KIND = "text_completion"
 async def create_completion(request: Request) -> Response:
     specs: SpecBuilder = request.app.state.specs
     answers: SharedAnswers = request.app.state.answers
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, CompletionBody)
     key = await read_key(request, body)
-    generation = answers.generation(await specs.completion(body), key)
-    if body.stream:
-        choices = partial(_Choices, generation)
-        events = openai_events(generation, KIND, choices, body.stream_options)
-        return await reply_stream(request, generation, events)
-    return await reply_whole(request, generation, lambda: _whole(generation))
+    with in_flight.request():
+        generation = answers.generation(await specs.completion(body), key)
+        if body.stream:
+            choices = partial(_Choices, generation)
+            events = openai_events(generation, KIND, choices, body.stream_options)
+            return await reply_stream(request, generation, events)
+        return await reply_whole(request, generation, lambda: _whole(generation))
 
 
 class _Choices:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.openai_types import EmbeddingsBody
@@ -22,10 +23,12 @@ router = APIRouter(route_class=PlainRoute)
 async def create_embeddings(request: Request) -> Response:
     specs: SpecBuilder = request.app.state.specs
     answers: SharedAnswers = request.app.state.answers
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, EmbeddingsBody)
     key = await read_key(request, body)
-    generation = answers.generation(await specs.embeddings(body), key)
-    return await reply_whole(request, generation, lambda: _answer(generation, body))
+    with in_flight.request():
+        generation = answers.generation(await specs.embeddings(body), key)
+        return await reply_whole(request, generation, lambda: _answer(generation, body))
 
 
 def _answer(generation: AnyGeneration, body: EmbeddingsBody) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from prism.frontend.protocol.bodies import read_body
 from prism.frontend.protocol.chat_types import TokenizeBody
 from prism.frontend.protocol.openai_types import DetokenizeBody
 from prism.frontend.requests.model_catalog import ModelCatalog
+from prism.frontend.requests.replies import while_connected
 from prism.frontend.requests.specs import (
     SpecBuilder,
     check_ids,
-    conversation_text,
     reject_if_longer_than_context,
 )
 from prism.frontend.text.tokenizers import ModelTokenizer
@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
     with in_flight.request():
         model, tokenizer = _named(request, body.model)
         specs: SpecBuilder = request.app.state.specs
-        ids = await _ids(body, model, tokenizer, specs)
+        ids = await while_connected(request, _ids(body, model, tokenizer, specs))
         return await _reply(lambda: _tokenized(body, model, tokenizer, ids), len(ids))
 
 
@@ -64,15 +64,11 @@ def _named(request: Request, name: str) -> tuple[ModelSpec, ModelTokenizer]:
 async def _ids(
     body: TokenizeBody, model: ModelSpec, tokenizer: ModelTokenizer, specs: SpecBuilder
 ) -> list[int]:
-    if body.image_urls:
-        return (await specs.conversation(model, body))[1]
-    if body.prompt is None:
-        text = await conversation_text(model, body, tokenizer)
-    else:
-        text = body.prompt
-        reject_if_longer_than_context(model, body, tokenizer, len(text))
     special = body.add_special_tokens
-    [ids] = await tokenizer.encode([text], body.prompt is not None if special is None else special)
+    if body.prompt is None:
+        return (await specs.conversation(model, body, bool(special)))[1]
+    reject_if_longer_than_context(model, body, tokenizer, len(body.prompt))
+    [ids] = await tokenizer.encode([body.prompt], special is None or special)
     return ids
 
 

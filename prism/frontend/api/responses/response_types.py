@@ -80,6 +80,8 @@ class Item(BaseModel):
             return handler(value)
         texts = [part for part in content if not _is_image(part)]
         made = handler(value | {"content": texts or ""})
+        if made.role != "user":
+            raise ValueError("only messages of the role user may have images")
         made._parts = [_chat_part(part) for part in content]
         return made
 

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from prism.errors import BadRequestError, RequestError
 from prism.frontend.api.openai.chat_parts import ChatParts, Kind
 from prism.frontend.api.responses.response_types import ResponsesBody
+from prism.frontend.http.in_flight import InFlight
 from prism.frontend.http.routing import PlainRoute
 from prism.frontend.protocol.bodies import read_body
 from prism.frontend.requests.idempotency import AnyGeneration, SharedAnswers, read_key
@@ -21,6 +22,7 @@ from prism.frontend.requests.replies import (
     reply_stream,
     reply_whole,
     run_in_thread_if_slow,
+    while_connected,
 )
 from prism.frontend.requests.specs import SpecBuilder
 
@@ -43,17 +45,19 @@ _CONTENTS: dict[Kind, Event] = {
 async def create_response(request: Request) -> Response:
     specs: SpecBuilder = request.app.state.specs
     answers: SharedAnswers = request.app.state.answers
+    in_flight: InFlight = request.app.state.in_flight
     body = await read_body(request, ResponsesBody)
     key = await read_key(request, body)
-    try:
-        spec = await specs.chat(body.chat)
-    except BadRequestError as error:
-        raise body.renamed(error) from error
-    generation = answers.generation(spec, key)
-    answer = _Answer(body, generation)
-    if body.stream:
-        return await reply_stream(request, generation, answer.events(), named=True)
-    return await reply_whole(request, generation, answer.whole)
+    with in_flight.request():
+        try:
+            spec = await while_connected(request, specs.chat(body.chat))
+        except BadRequestError as error:
+            raise body.renamed(error) from error
+        generation = answers.generation(spec, key)
+        answer = _Answer(body, generation)
+        if body.stream:
+            return await reply_stream(request, generation, answer.events(), named=True)
+        return await reply_whole(request, generation, answer.whole)
 
 
 class _Answer:
