@@ -177,7 +177,7 @@ async def test_the_places_of_a_client_are_limited(
     for task in held:
         task.cancel()  # they give their places to others
     await asyncio.wait(held)
-    assert client._clients == {"one": 1, "two": 1}  # the one that is being prepared goes on
+    assert client._clients == {"one": 1, "two": 1}  # the one that is being prepared continues
     opened.set()
     await other
     assert order == [b"0", b"other"]
