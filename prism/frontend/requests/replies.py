@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from prism.errors import RequestError
 from prism.frontend.http.error_bodies import STATUS_CLIENT_GONE, error_body
 from prism.frontend.http.in_flight import InFlight
-from prism.frontend.protocol.openai_types import StreamOptions
+from prism.frontend.protocol.openai_types import RequestBody, StreamOptions
 from prism.frontend.requests.generation import GenerationSpec, TextUpdate
 from prism.frontend.requests.idempotency import AnyGeneration
 
@@ -61,9 +61,13 @@ async def reply_whole(
         generation.finish(outcome)
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
-    """Returns the result of `work`. If the client disconnects, cancels it and raises
-    ClientDisconnect."""
+async def while_connected(
+    request: Request, body: RequestBody, work: Coroutine[Any, Any, Made]
+) -> Made:
+    """Returns the result of `work`, which takes long for a body with images: if the client
+    disconnects meanwhile, cancels it and raises ClientDisconnect."""
+    if not body.image_urls:
+        return await work
     made: list[Made] = []
 
     async def run() -> None:

@@ -47,7 +47,7 @@ async def create_message(request: Request) -> Response:
     key = await read_key(request, body)
     with in_flight.request():
         try:
-            spec = await while_connected(request, specs.chat(body.chat))
+            spec = await while_connected(request, body, specs.chat(body.chat))
         except BadRequestError as error:
             raise body.renamed(error) from error
         answer = _Answer(answers.generation(spec, key))
@@ -66,7 +66,7 @@ async def count_tokens(request: Request) -> Response:
         model, _ = catalog.resolve(body.model)
         specs: SpecBuilder = request.app.state.specs
         asked = specs.conversation(model, body.chat)
-        _, ids, _ = await while_connected(request, asked)
+        _, ids, _ = await while_connected(request, body, asked)
         return JSONResponse({"input_tokens": len(ids)})
 
 

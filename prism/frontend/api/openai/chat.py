@@ -40,7 +40,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     key = await read_key(request, body)
     with in_flight.request():
-        spec = await while_connected(request, specs.chat(body))
+        spec = await while_connected(request, body, specs.chat(body))
         generation = answers.generation(spec, key)
         if body.stream:
             kind, choices = "chat.completion.chunk", partial(_Choices, generation)

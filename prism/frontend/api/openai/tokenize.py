@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
     with in_flight.request():
         model, tokenizer = _named(request, body.model)
         specs: SpecBuilder = request.app.state.specs
-        ids = await while_connected(request, _ids(body, model, tokenizer, specs))
+        ids = await while_connected(request, body, _ids(body, model, tokenizer, specs))
         return await _reply(lambda: _tokenized(body, model, tokenizer, ids), len(ids))
 
 

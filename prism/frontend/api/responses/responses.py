@@ -50,7 +50,7 @@ async def create_response(request: Request) -> Response:
     key = await read_key(request, body)
     with in_flight.request():
         try:
-            spec = await while_connected(request, specs.chat(body.chat))
+            spec = await while_connected(request, body, specs.chat(body.chat))
         except BadRequestError as error:
             raise body.renamed(error) from error
         generation = answers.generation(spec, key)
