@@ -85,11 +85,13 @@ class DeviceShare:
     def find_room(self, kv: KVCache, num_blocks: int) -> NDArray[np.int64] | None:
         """Returns blocks that a step needs, or None.
 
-        Waits for `FIND_S` if other engines have memory to give. After a failure it returns None
-        until `ASK_AGAIN_S` have passed.
+        If they do not fit now, waits for `FIND_S` if other engines have memory to give. After a
+        failure it does not wait again until `ASK_AGAIN_S` have passed.
         """
-        if time.monotonic() < self._wait_at_s:
-            return None
+        # With several ranks each calls this, also those that do have room.
+        ids = kv.alloc_kv(num_blocks)
+        if ids is not None or time.monotonic() < self._wait_at_s:
+            return ids
         pages = kv.missing_pages(num_blocks)
         if pages is None or not self._others_could_give(pages * self.device.page_bytes):
             return None

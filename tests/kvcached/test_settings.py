@@ -329,6 +329,17 @@ def test_a_step_finds_room_where_another_engine_is_idle(
     assert len(ids) == 100
 
 
+def test_a_step_finds_the_room_that_is_there_without_others(
+    share: Callable[..., DeviceShare],
+) -> None:
+    """Covers a rank that has room: it is asked since another rank's device is full."""
+    engine = share()
+    kv = engine.alloc_kvcache(TINY, 1 << 14, request_tokens=16)
+    ids = engine.find_room(kv, 100)
+    assert ids is not None
+    assert len(ids) == 100
+
+
 def test_a_request_that_waits_asks_without_waiting(
     share: Callable[..., DeviceShare], idle: Callable[..., Idle], device: Device
 ) -> None:
