@@ -81,16 +81,13 @@ class RankKV:
         it evicted. Pages without a live block are returned after that. All ranks call this with the
         same `size_bytes`, without a vote.
         """
-        held_bytes = self.kv.mapped_bytes()
+        # Of the client: `evict` may also free blocks of other pools, such as that of windows.
+        held_bytes = self.kv._committed_bytes()
         tokens = None if size_bytes is None else -(-size_bytes // self.kv.layout.token_bytes)
-        spare_bytes = max(0, held_bytes - self._trimmed_bytes())
+        spare_bytes = max(0, held_bytes - self.kv._trimmed_bytes())
         evicted_tokens = evict(tokens)
-        returned_bytes = max(0, held_bytes - self._trimmed_bytes())
+        returned_bytes = max(0, held_bytes - self.kv._trimmed_bytes())
         return Shrunk(returned_bytes, evicted_tokens, max(0, returned_bytes - spare_bytes))
-
-    def _trimmed_bytes(self) -> int:
-        self.kv.trim()
-        return self.kv.mapped_bytes()
 
     def _own(self, num_blocks: int) -> Ids | None:
         try:

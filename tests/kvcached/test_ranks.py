@@ -188,6 +188,23 @@ def test_ranks_agree_on_blocks_that_each_has_found_in_another_way(ranks: Ranks) 
     assert ranks.live() == [4, 4]
 
 
+@PAIRS_OF_DEVICES
+def test_a_rank_counts_the_pages_of_all_its_pools(ranks: Ranks) -> None:
+    full = ranks.caches[0]
+    window = ranks.clients[0].alloc_kvcache(TINY, 1 << 14)
+    prefixes = [kv.alloc_kv(2 * BLOCKS_PER_SLAB) for kv in (full, window)]
+
+    def evict(tokens: int | None) -> int:
+        assert tokens == QUANTUM // TINY.token_bytes
+        for kv, ids in zip((full, window), prefixes, strict=True):
+            assert ids is not None
+            kv.free_kv(ids)
+        return 2 * BLOCKS_PER_SLAB * TINY.block_tokens
+
+    shrunk = RankKV(full, bool).shrink(QUANTUM, evict)
+    assert shrunk.returned_bytes == shrunk.evicted_bytes == 4 * QUANTUM
+
+
 class Processes:
     """Two ranks in processes. This process passes their lines and counts their votes."""
 

@@ -147,7 +147,7 @@ class ServerMemory:
             self.share.client.answer_requests(lambda size: self.kv.shrink(size, cache))
         else:
             evict = partial(allocator.evict_cache, tree)
-            self._waking.answer_together(self.share.client, self.rank_kv(self.kv), evict)
+            self._waking.answer_together(self._pools.values(), self.rank_kv(self.kv), evict)
         self.share.client.publish_evictable(cache.evictable_bytes_max(self.kv))
 
     def handle_idle_step(self, scheduler: Any) -> None:
