@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sglang.test_families import write_config
 from tests.vllm.environment import variables, vllm_python
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -15,6 +16,22 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 POOLS = Path(__file__).with_name("pools.py")
 UNKNOWN = "import vllm; vllm.__version__ = '0.99.1'\n"
 INSTALL = "import kvcached_plugins\nkvcached_plugins.vllm_general()\nprint('serves')"
+# Prints the size of blocks and the kernel of attention that vLLM chooses on a CPU with AMX.
+KERNEL = """
+import sys, torch
+torch.cpu._is_amx_tile_supported = lambda: True
+import kvcached_plugins
+kvcached_plugins.vllm_general()
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+path, backend = sys.argv[1:]
+attention = {"attention_backend": backend or None, "kv_cache_memory_bytes": 1 << 20}
+config = EngineArgs(path, skip_tokenizer_init=True, **attention).create_engine_config()
+class Layer:
+    use_sparse, use_mla = False, config.model_config.use_mla
+kernel = current_platform.get_attn_backend_cls(config.attention_config.backend, Layer)
+print(config.cache_config.block_size, kernel.split(".")[-1])
+"""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +64,16 @@ def test_a_version_that_lacks_something_is_refused_by_its_name() -> None:
     assert done.returncode != 0
     assert "BlockPool.evict_blocks(block_ids)" in done.stdout
     assert "serves" not in done.stdout.splitlines()
+
+
+def test_latents_have_the_kernel_that_reads_blocks_at_any_stride(tmp_path: Path) -> None:
+    write_config(tmp_path, "deepseek_v2")
+    done = run("-c", KERNEL, str(tmp_path), "")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "16 CPUMLABackend"
+    refused = run("-c", KERNEL, str(tmp_path), "AMX_MLA")
+    assert refused.returncode != 0
+    assert "--attention-backend ('AMX_MLA') is not supported on kvcached" in refused.stdout
 
 
 def test_without_the_variable_nothing_of_kvcached_is_imported() -> None:

@@ -57,6 +57,7 @@ CONTRACT = Contract(
     attributes=(
         "vllm.v1.engine:EngineCoreRequestType.WAKEUP",
         "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA",
         "vllm.v1.kv_cache_interface:get_kv_cache_spec_kind",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec",
         "vllm.v1.kv_cache_interface:SlidingWindowSpec",

@@ -13,6 +13,7 @@ from typing import Any
 import vllm
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvcached.engines.settings import Settings
@@ -64,6 +65,16 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "--attention-config",
         "hisparse keeps KV in pools outside of kvcached",
     ),
+    "attention_config.backend": (
+        (None, *(kernel for kernel in AttentionBackendEnum if kernel.name != "AMX_MLA")),
+        "--attention-backend",
+        "its kernel needs blocks without gaps between them",
+    ),
+    "attention_config.backend_per_kind": (
+        ({},),
+        "--attention-config",
+        "backend_per_kind selects kernels that need blocks without gaps between them",
+    ),
     "cache_config.num_gpu_blocks_override": (
         (None,),
         "--num-gpu-blocks-override",
@@ -94,6 +105,9 @@ def install() -> None:
     @functools.wraps(stock_check)
     def check_and_update_config(cls: Any, config: Any) -> None:
         _check_arguments(config)
+        if config.model_config is not None and config.model_config.use_mla:
+            # vLLM would choose AMX's kernel, with other blocks, on a CPU that has AMX.
+            config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         stock_check(cls, config)
         _complete(config)
 
@@ -119,8 +133,9 @@ def _check_arguments(config: Any) -> None:
     for path, (allowed, flag, reason) in _ONLY.items():
         found = functools.reduce(_attribute, path.split("."), config)
         if found not in allowed:
+            shown = found.name if isinstance(found, AttentionBackendEnum) else found
             raise NotImplementedError(
-                f"{flag} ({found!r}) is not supported on kvcached ({reason}): leave it out, or "
+                f"{flag} ({shown!r}) is not supported on kvcached ({reason}): leave it out, or "
                 "unset KVCACHED_DEVICE"
             )
 
