@@ -106,24 +106,32 @@ class EngineMemory:
 
     def wake_on_requests(self, wake: Callable[[], None]) -> None:
         """Calls `wake` on a separate thread when other engines send requests, for a sleeping
-        engine.
+        engine. See `watch_input`."""
 
-        Ends the process with its parent, even a killed one, since it would hold memory without use.
-        """
-        parent = os.pidfd_open(os.getppid())
-        polled = poll()
-        for descriptor in (parent, self.share.client.fileno()):
-            polled.register(descriptor, POLLIN)
+        def wake_and_wait() -> None:
+            self._answered.clear()
+            wake()
+            self._answered.wait()
 
-        def watch() -> None:
-            while True:
-                if any(descriptor == parent for descriptor, _ in polled.poll()):
-                    os._exit(1)
-                self._answered.clear()
-                wake()
-                self._answered.wait()
+        watch_input(self.share.client.fileno(), wake_and_wait)
 
-        threading.Thread(target=watch, name="kvcached-requests", daemon=True).start()
+
+def watch_input(descriptor: int, handle: Callable[[], None]) -> None:
+    """Calls `handle` on a separate thread whenever the descriptor is readable.
+
+    Ends the process with its parent, even a killed one, since it would hold memory without use.
+    """
+    parent, polled = os.pidfd_open(os.getppid()), poll()
+    polled.register(parent, POLLIN)
+    polled.register(descriptor, POLLIN)
+
+    def watch() -> None:
+        while True:
+            if any(ready == parent for ready, _ in polled.poll()):
+                os._exit(1)
+            handle()
+
+    threading.Thread(target=watch, name="kvcached-requests", daemon=True).start()
 
 
 _active: Any = None

@@ -7,11 +7,9 @@ vLLM sends these calls in the order of the steps.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Callable
-from select import POLLIN, poll
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from kvcached import PrefixCache, Shrunk
 from kvcached.engines import wake_socket
-from kvcached.engines.vllm.memory import use_memory
+from kvcached.engines.vllm.memory import use_memory, watch_input
 from kvcached.layouts import KVLayout
 
 Ids = NDArray[np.int64]
@@ -166,23 +164,15 @@ class RankMemory:
         self._call("answer_request", shrunk.evicted_tokens)
 
     def wake_on_requests(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` on a separate thread when other engines send requests to a rank.
-
-        Ends the process with its parent, as `EngineMemory.wake_on_requests` does.
-        """
+        """Calls `wake` on a separate thread when other engines send requests to a rank. See
+        `watch_input`."""
         number = secrets.randbelow(wake_socket.NUMBER_MAX)
-        bound, parent = wake_socket.bound_socket(number), os.pidfd_open(os.getppid())
-        polled = poll()
-        for descriptor in (parent, bound.fileno()):
-            polled.register(descriptor, POLLIN)
+        bound = wake_socket.bound_socket(number)
 
-        def watch() -> None:
-            while True:
-                if any(descriptor == parent for descriptor, _ in polled.poll()):
-                    os._exit(1)
-                wake_socket.drain(bound)
-                self._asked.set()
-                wake()
+        def drain_and_wake() -> None:
+            wake_socket.drain(bound)
+            self._asked.set()
+            wake()
 
-        threading.Thread(target=watch, name="kvcached-requests", daemon=True).start()
+        watch_input(bound.fileno(), drain_and_wake)
         self._call("watch_requests", number)
