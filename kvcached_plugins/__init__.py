@@ -24,11 +24,21 @@ def sglang_platform() -> str | None:
 
 
 def sglang_general() -> None:
-    """Leases memory before SGLang loads its model on a GPU, for `sglang.srt.plugins`."""
-    if _is_gpu() and "sglang.srt.managers.scheduler" in sys.modules:
-        from kvcached.engines.sglang import server_gpu
+    """Corrects SGLang's models before it reads their configs and loads them, and leases their
+    memory on a GPU, for `sglang.srt.plugins`. Does nothing if KVCACHED_DEVICE is not set."""
+    if not os.environ.get("KVCACHED_DEVICE"):
+        return
+    from kvcached.engines.sglang.hybrid import configs
 
-        server_gpu.install()
+    configs.install()
+    if "sglang.srt.managers.scheduler" in sys.modules:  # others import no models
+        from kvcached.engines.sglang.hybrid import corrections
+
+        corrections.install()
+        if _is_gpu():
+            from kvcached.engines.sglang import server_gpu
+
+            server_gpu.install()
 
 
 def vllm_general() -> None:

@@ -140,6 +140,12 @@ def test_sglang_gets_the_platform_of_the_device(
     assert str(kvcached_plugins.sglang_platform()).endswith(f"server_platform.{platform}")
 
 
+def test_sglang_without_kvcached_is_left_alone(bare: pytest.MonkeyPatch) -> None:
+    code = "import kvcached_plugins, sys\nkvcached_plugins.sglang_general()\n"
+    code += "sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_vllm_is_not_served_on_gpus(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("KVCACHED_DEVICE", "cuda:0")
     with pytest.raises(

@@ -41,6 +41,7 @@ SEAMS: dict[str, str | None] = {
     "layers.rotary_embedding.rope_variant:Phi3LongRoPEScaledRotaryEmbedding": None,
     # pools of windows and of states
     "arg_groups.model_override_base:_MODEL_OVERRIDE_FNS": None,
+    "arg_groups.model_overrides.gemma2_gemma3:_gemma2_gemma3_overrides": None,
     "arg_groups.model_override_base:attention_backends_of": "cfg",
     "arg_groups.model_override_base:model_config_of": "server_args",
     "arg_groups.model_override_base:resolved_view": "server_args",
@@ -297,6 +298,7 @@ SEAMS: dict[str, str | None] = {
     ),
     "runtime_context:get_schedule": "",
     "layers.rotary_embedding.factory:_ROPE_DICT": None,
+    "managers.mm_schedule:embedding_cache": None,
     # arguments and sampling
     "layers.sampler:multinomial_with_seed": "logprobs, seed, positions",
     "layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch": (

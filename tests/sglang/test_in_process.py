@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ def test_input_buffers_are_for_a_prefill_and_not_for_all_tokens(core: Any) -> No
     arguments = core._active.scheduler.server_args
     assert core._active.memory.plan.pool_tokens > 4 * arguments.max_prefill_tokens
     assert max(size for _, size, *_ in buffers) <= 3 * 2 * arguments.max_prefill_tokens
+
+
+def test_vectors_of_images_go_with_the_model(core: Any) -> None:
+    import torch
+    from sglang.srt.managers import mm_schedule
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    vectors = torch.zeros(16, 64)
+    assert mm_schedule.embedding_cache.set(1, EmbeddingResult(embedding=vectors))
+    kept = weakref.ref(vectors)
+    del vectors
+    core.deactivate()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("core", [16, 64, 256], indirect=True)

@@ -56,3 +56,15 @@ def test_ranks_are_refused_on_a_gpu() -> None:
     arguments = ServerArgs(model_path="model", tp_size=2)
     with pytest.raises(NotImplementedError, match=r"^tp_size 2 is not .*on a GPU .ranks have run"):
         CudaServer().apply_server_args_defaults(arguments)
+
+
+def test_a_model_that_was_loaded_without_the_plugin_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.models.llama4 import Llama4ForCausalLM
+
+    from kvcached.engines.sglang.server_platform import ServerPlatform
+
+    monkeypatch.setattr(Llama4ForCausalLM, "load_weights", None)
+    with pytest.raises(RuntimeError, match=r"^SGLang has not run kvcached's plugin: see its log"):
+        ServerPlatform().post_load_model(None)

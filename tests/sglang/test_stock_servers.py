@@ -145,8 +145,18 @@ def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path)
     ("kind", "arguments"),
     [
         ("ernie4_5_moe", ()),
+        pytest.param("gemma3_text", (), marks=pytest.mark.long),
+        ("gemma3n_text", ()),
+        pytest.param("gemma4_text", (), marks=pytest.mark.long),
         ("gpt_oss", ("--attention-backend", "triton")),
+        pytest.param("hunyuan_v1_dense", (), marks=pytest.mark.long),
         ("lfm2", ()),
+        ("llama4_text", ()),
+        pytest.param(
+            "nemotron_h",
+            ("--json-model-override-args", '{"mamba_n_groups": 2}'),
+            marks=pytest.mark.long,
+        ),
         ("qwen3_next", ("--json-model-override-args", '{"full_attention_interval": 4}')),
     ],
 )

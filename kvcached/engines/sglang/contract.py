@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvcached.engines.contract import Contract
 
 _PAGED = "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"
-_ATTENTION = "sglang.srt.models.deepseek_common"
+_MODELS = "sglang.srt.models"
+_ATTENTION = f"{_MODELS}.deepseek_common"
 _BUDGET = "sglang.srt.mem_cache.prefill_budget:PrefillBudget"
 _SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
@@ -50,9 +51,33 @@ CONTRACT = Contract(
         f"{_SCHEDULER}.update_running_batch": ("batch",),
         f"{_SCHEDULER}.is_fully_idle": ("self",),
         "sglang.srt.mem_cache.common:release_kv_cache": ("tree_cache", "checkpoint"),
+        # hybrid.configs and hybrid.corrections
+        "sglang.srt.configs.model_config:get_hybrid_layer_ids": (
+            "model_architectures",
+            "hf_text_config",
+        ),
+        "sglang.srt.configs.nemotron_h:NemotronHConfig._resolve_layers_block_type": (
+            "layers_block_type",
+            "hybrid_override_pattern",
+        ),
+        "sglang.srt.utils.hf_transformers.config:get_hf_text_config": ("config",),
+        "sglang.srt.utils.hf_transformers.config:_apply_gemma4_attention_overrides": ("config",),
+        "sglang.srt.model_executor.model_runner:adjust_config_with_unaligned_cpu_tp": (
+            "model_config",
+        ),
+        "sglang.srt.layers.radix_attention:RadixAttention": ("sliding_window_size",),
+        "sglang.srt.layers.radix_attention:RadixAttention.forward": ("q", "k", "v"),
+        f"{_MODELS}.gemma3n_causal:Gemma3nForCausalLM.load_weights": ("weights",),
+        f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM.load_weights": ("weights",),
+        f"{_MODELS}.llama4:Llama4ForCausalLM.load_weights": ("weights",),
+        f"{_MODELS}.mllama4:Llama4ForConditionalGeneration.load_weights": ("weights",),
         "sglang.srt.utils:get_num_new_pages": ("seq_lens", "page_size", "prefix_lens", "decode"),
     },
     attributes=(
+        "sglang.srt.arg_groups.model_override_base:_MODEL_OVERRIDE_FNS",
+        "sglang.srt.arg_groups.model_overrides.gemma2_gemma3",
+        f"{_MODELS}.gemma3n_causal:RadixAttention",
+        f"{_MODELS}.hunyuan:RadixAttention",
         f"{_ATTENTION}.attention_forward_methods.forward_methods:AttnForwardMethod.MLA",
         "sglang.srt.platforms.cpu:CpuSRTPlatform",
         "sglang.srt.platforms.cuda:CudaSRTPlatform",

@@ -79,9 +79,12 @@ class ServerPlatform:
             _complete_for_states(server_args)
 
     def post_load_model(self, model: Any) -> None:
-        """Starts the adapter; called once, in the scheduler's process."""
+        """Starts the adapter; called once, in the scheduler's process. Raises RuntimeError if
+        SGLang has loaded the model without kvcached's plugin."""
         from kvcached.engines.sglang import server
+        from kvcached.engines.sglang.hybrid import corrections
 
+        corrections.require()
         self.memory = server.start(self.memory, model)
 
 

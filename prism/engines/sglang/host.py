@@ -30,6 +30,7 @@ from sglang.srt.distributed.parallel_state import (  # noqa: E402
     destroy_model_parallel,
 )
 from sglang.srt.layers.rotary_embedding import factory as rotary_factory  # noqa: E402
+from sglang.srt.managers import mm_schedule  # noqa: E402
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator  # noqa: E402
 from sglang.srt.model_executor import input_buffers, model_runner  # noqa: E402
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput  # noqa: E402
@@ -171,6 +172,7 @@ def _forget_tensors() -> None:
     input_buffers._forward_input_buffer_pool.clear()
     rotary_factory._ROPE_DICT.clear()
     GraphSharedOutput._process_shared = None
+    mm_schedule.embedding_cache = None  # vectors of images
 
 
 def release_heap(device: str = "host:0") -> None:

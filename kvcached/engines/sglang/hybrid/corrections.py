@@ -3,67 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.configs import model_config
-from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor import model_runner
 from sglang.srt.models import gemma3n_causal, hunyuan
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma4_causal import Gemma4ForCausalLM
 from sglang.srt.models.llama4 import Llama4ForCausalLM
 from sglang.srt.models.mllama4 import Llama4ForConditionalGeneration
-from sglang.srt.utils.hf_transformers import config as parsing
 from torch import nn
+
+from kvcached.engines.sglang.hybrid import configs
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
-# Names of transformers 5 for kinds of layers, with SGLang's.
-_RENAMED = {"linear_attention": "mamba", "full_attention": "attention"}
-_hybrid_layer_ids = model_config.get_hybrid_layer_ids
 _load_gemma3n = Gemma3nForCausalLM.load_weights
 _load_gemma4 = Gemma4ForCausalLM.load_weights
-_text_config_of = parsing.get_hf_text_config
-_kinds_of_layers = NemotronHConfig._resolve_layers_block_type
+_padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
 
 
 def install() -> None:
-    """Replaces parts of SGLang's models. Idempotent."""
-    NemotronHConfig._resolve_layers_block_type = staticmethod(kinds_of_layers)
+    """Replaces parts of SGLang's models, before one is built. Idempotent."""
+    configs.install()
     gemma3n_causal.RadixAttention = WindowAttention
     hunyuan.RadixAttention = FlatAttention
-    model_config.get_hybrid_layer_ids = layers_with_kv
-    parsing.get_hf_text_config = text_config_of
+    model_runner.adjust_config_with_unaligned_cpu_tp = padded_sizes
     Gemma3nForCausalLM.load_weights = load_gemma3n
     Gemma4ForCausalLM.load_weights = load_gemma4
     Llama4ForCausalLM.load_weights = load_llama4
 
 
-def kinds_of_layers(*args: Any) -> list[str]:
-    """Returns SGLang's names of the layers in a config.json of Nemotron-H, which transformers 5
-    saves by its own names."""
-    return [_RENAMED.get(kind, kind) for kind in _kinds_of_layers(*args)]
+def require() -> None:
+    """Raises RuntimeError if a model was loaded without them: its answers would be wrong."""
+    if Llama4ForCausalLM.load_weights is not load_llama4:
+        raise RuntimeError("SGLang has not run kvcached's plugin: see its log")
 
 
-def text_config_of(config: Any) -> Any:
-    """Returns a model's text config. SGLang gives Gemma 4 the heads of its layers by the names that
-    it reads only as a part of a whole model, and fails for the language model alone."""
-    if config.model_type == "gemma4_text" and not hasattr(config, "swa_head_dim"):
-        parsing._apply_gemma4_attention_overrides(SimpleNamespace(text_config=config))
-    return _text_config_of(config=config)
-
-
-def layers_with_kv(architectures: Any, config: Any) -> tuple[Any, Any]:
-    """Returns the layers with windows and with full attention, without those that read the K and V
-    of others (Gemma 3n and 4)."""
-    first_shared = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    windows, full = (
-        None if layers is None else [layer for layer in layers if layer < first_shared]
-        for layers in _hybrid_layer_ids(architectures, config)
-    )
-    return windows, full
+def padded_sizes(model_config: Any, *args: Any) -> Any:
+    """Returns the config with sizes that SGLang pads on a CPU, except for models with a list of
+    sizes, for which it fails (Gemma 3n)."""
+    listed = isinstance(getattr(model_config.hf_config, "intermediate_size", None), list)
+    return model_config if listed else _padded_sizes(model_config, *args)
 
 
 class FlatAttention(RadixAttention):  # type: ignore[misc]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.arg_groups import model_override_base
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.platforms import current_platform
@@ -28,9 +27,6 @@ def install() -> None:
         from kvcached.engines.sglang.hybrid import torch_kernels
 
         torch_kernels.install()
-    # SGLang gives windows of Gemma 3 no pool, since its test of those of Gemma 2 fails.
-    for name in ("Gemma3ForCausalLM", "Gemma3nForCausalLM"):
-        model_override_base._MODEL_OVERRIDE_FNS.pop(name, None)
 
 
 def _triton_attention(model_runner: Any) -> Any:

@@ -19,7 +19,6 @@ from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba import causal_conv1d, mamba
 from sglang.srt.layers.moe import fused_moe_native, topk
-from sglang.srt.model_executor import model_runner
 from sglang.srt.models import gemma4_causal, llama4, minimax_m2, qwen2_moe, qwen3_5, qwen3_next
 from torch.nn import functional
 
@@ -44,7 +43,6 @@ def install() -> None:
     TritonGDNKernel.extend = delta_rule
     TritonGDNKernel.packed_decode = delta_rule_next
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
-    model_runner.adjust_config_with_unaligned_cpu_tp = padded_sizes
     topk.fused_topk_native = choose_experts
     fused_moe_native.moe_forward_native = mix_experts
     gemma4_causal.Gemma4Router.forward = route
@@ -59,13 +57,6 @@ def install() -> None:
 @cache
 def _register_multiply() -> None:
     _ATEN.impl("mm.dtype", multiply, "CPU")
-
-
-def padded_sizes(model_config: Any, *args: Any) -> Any:
-    """Returns the config with sizes that SGLang pads on a CPU, except for models with a list of
-    sizes, for which it fails (Gemma 3n)."""
-    listed = isinstance(getattr(model_config.hf_config, "intermediate_size", None), list)
-    return model_config if listed else _padded_sizes(model_config, *args)
 
 
 # --- attention and norms -------------------------------------------------------------------------
@@ -141,7 +132,6 @@ def add_shared_expert(
     final_hidden_states.add_(shared_expert(hidden_states, gate_weight, shared_output))
 
 
-_padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
 _choose_experts = topk.fused_topk_native
 _mix_experts = fused_moe_native.moe_forward_native
 
