@@ -110,7 +110,7 @@ def test_a_window_holds_what_is_planned_however_long_the_answer_becomes(core: An
     while core.step().busy:
         held.append(window._live_pages * window.page_size - cache.swa_evictable_size())
     assert len(held) >= 400
-    assert max(held) <= active.memory.plan.side["window"].request_tokens
+    assert max(held) <= active.memory.plan.side["window"].tokens
 
 
 def test_another_number_of_tokens_than_planned_is_refused(

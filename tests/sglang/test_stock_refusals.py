@@ -58,6 +58,7 @@ def test_ranks_are_refused_on_a_gpu() -> None:
         CudaServer().apply_server_args_defaults(arguments)
 
 
+@pytest.mark.filterwarnings("ignore")  # of imports of SGLang's models
 def test_a_model_that_was_loaded_without_the_plugin_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
