@@ -27,7 +27,12 @@ TOKENS = 12
 def with_adapters(model: str, adapters: dict[str, Path], slots: int = 4) -> ModelSpec:
     files = inspect_model(path_of(model), model)
     where = (path_of(model), files, "float32")
-    lora = lora_spec([*adapters.items()], where, "lora", LoraConfig(slots=slots))
+    lora = lora_spec(
+        [(name, folder, "") for name, folder in adapters.items()],
+        where,
+        "lora",
+        LoraConfig(slots=slots),
+    )
     return msgspec.structs.replace(spec_of(model), lora=lora)
 
 

@@ -32,7 +32,8 @@ class RankWorker(ElasticWorker):
     @property
     def _kv(self) -> KVCache:
         kv: KVCache | None = self._memory.kv
-        assert kv is not None
+        if kv is None:
+            raise RuntimeError("vLLM has not allocated its KV cache yet")
         return kv
 
     # --- calls of the scheduler's process ----------------------------------------------------
