@@ -35,12 +35,10 @@ def _attention(hidden: int, heads: int, kv: Heads, *, shared: bool, v: bool = Tr
     return 2 * linear(hidden, q) + kv.head_dim + own
 
 
-def _unused(hidden: int, kv: Heads, *, shared: bool, v: bool = True) -> int:
+def _unused(hidden: int, heads: int, kv: Heads, *, shared: bool, v: bool = True) -> int:
     """Returns the numbers of projections that engines add to those of `_attention`."""
-    one = linear(hidden, kv.num_kv_heads * kv.head_dim)
-    if shared:
-        return 2 * one + kv.head_dim
-    return 0 if v else one
+    whole = _attention(hidden, heads, kv, shared=False)
+    return whole - _attention(hidden, heads, kv, shared=shared, v=v)
 
 
 def _per_layer_inputs(hidden: int, width: int) -> int:
@@ -81,7 +79,7 @@ def gemma3n(keys: ConfigKeys) -> ModelShape:
             flops,
             None if shared else kv,
             window,
-            absorbed=_unused(hidden, kv, shared=shared),
+            absorbed=_unused(hidden, heads, kv, shared=shared),
         )
 
     made = [one(i, kind) for i, kind in enumerate(_kinds(keys, layers, 5))]
@@ -114,7 +112,7 @@ def gemma4(keys: ConfigKeys) -> ModelShape:
         mixer = common + dense + _attention(hidden, heads, kv, shared=shared, v=has_v)
         window = None if full else keys.integer("sliding_window")
         own = None if shared else kv
-        unused = _unused(hidden, kv, shared=shared, v=has_v)
+        unused = _unused(hidden, heads, kv, shared=shared, v=has_v)
         flops = pair_flops(heads, kv)
         return LayerShape(mixer, sparse, heads, flops, own, window, absorbed=unused)
 

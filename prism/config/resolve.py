@@ -210,9 +210,11 @@ def _check_spread(model: ModelSpec, key: str) -> None:
         )
 
 
-def _check_divides(files: ModelFiles, tp: int, adapter: str, key: str) -> None:
+def _check_divides(
+    files: ModelFiles, tp: int, adapter: str, traits: EngineTraits, key: str
+) -> None:
     """Raises ConfigError for a model that the adapter's engines cannot divide."""
-    traits, kind = adapter_named(adapter).traits(), files.decoder.model_type
+    kind = files.decoder.model_type
     if not traits.spreads:
         raise ConfigError(f"{key}: {adapter} engines run on one device each; remove the key")
     if kind in traits.one_device:
@@ -362,7 +364,7 @@ def _model(
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
     if data.tp > 1:
-        _check_divides(files, data.tp, adapter, f"{key}.tp")
+        _check_divides(files, data.tp, adapter, traits, f"{key}.tp")
     if data.lora and not traits.lora:
         raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
     if method := files.quantization:

@@ -16,16 +16,24 @@ _COMMON = frozenset({"weight", "bias"})
 def model_files(files: Iterable[Path], kind: str, architecture: str) -> Iterator[Path]:
     """Yields those of an engine's `files` that have the class of a model or a base of it, and
     transformers' of the family `kind`."""
+    yield from (file for file, _, _ in class_sources(files, architecture))
+    for folder in {kind, kind.removesuffix("_text")}:
+        yield from (package_folder("transformers") / "models" / folder).glob("modeling_*.py")
+
+
+def class_sources(files: Iterable[Path], architecture: str) -> Iterator[tuple[Path, str, str]]:
+    """Yields the file, its text and the body of a model's class in `files`, and those of its base
+    classes."""
     texts = {file: file.read_text(errors="replace") for file in files}
     names = [architecture]
     for name in names:  # which grows
-        of_class = re.compile(rf"^class {re.escape(name)}\b\(?([^)]*)\)?:", re.M)
+        of_class = re.compile(
+            rf"^class {re.escape(name)}\b\(?([^)]*)\)?:\n(.*?)(?=^\S|\Z)", re.M | re.S
+        )
         for file, text in texts.items():
-            for bases in of_class.findall(text):
+            for bases, body in of_class.findall(text):
                 names += [base for base in re.findall(r"\w+", bases) if base not in names]
-                yield file
-    for folder in {kind, kind.removesuffix("_text")}:
-        yield from (package_folder("transformers") / "models" / folder).glob("modeling_*.py")
+                yield file, text, body
 
 
 def package_folder(name: str) -> Path:

@@ -62,7 +62,7 @@ def _unknown_kv(shape: ModelShape) -> str:
         return "keeps an index of keys (sparse attention)"
     if shape.windows_apart and len(windows) > 1:
         return "has windows of several sizes"
-    return "" if shape.main_layers else "has no layer that keeps KV of all tokens"
+    return "" if shape.main_layers else "does not have a layer that keeps KV of all tokens"
 
 
 def _is_fp8(config: dict[str, Any], path: Path, key: str) -> bool:

@@ -59,7 +59,8 @@ def test_what_has_no_images_by_default(folder: Path) -> None:
     (folder / "preprocessor_config.json").unlink()
     (folder / "processor_config.json").unlink()
     assert loaded(folder).images is None
-    with pytest.raises(ConfigError, match=r"models\[0\].images: .* has no preprocessor_config"):
+    says = r"models\[0\].images: .* does not have preprocessor_config"
+    with pytest.raises(ConfigError, match=says):
         loaded(folder, images=True)
 
 

@@ -121,7 +121,10 @@ LFM2 = {"model_type": "lfm2", "layer_types": ["conv"] * 32, "max_position_embedd
     [
         ({"num_local_experts": 8}, "has num_local_experts 8, which changes no llama model"),
         ({"intermediate_size": None}, "lacks intermediate_size; complete the file"),
-        (LFM2, "lfm2 has no layer that keeps KV of all tokens, which the simulator does not"),
+        (
+            LFM2,
+            "lfm2 does not have a layer that keeps KV of all tokens, which the simulator does not",
+        ),
         ({"hidden_size": "large"}, "hidden_size"),
         ({"hidden_size": 3}, "config.json has hidden_size 3 for 32 heads"),
         ({"intermediate_size": "16384"}, r'config.json has intermediate_size "16384", which is'),

@@ -324,7 +324,7 @@ async def prompts_of(
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
             messages = [{"role": "user", "content": parts}]
             body = ChatBody.model_validate({"model": "chat", "messages": messages})
-            return await images.prompt(vision, body, [VOCAB_SIZE] * len(urls))
+            return await images.prompt(vision, VOCAB_SIZE, body, [VOCAB_SIZE] * len(urls))
 
         yield lambda *args: asyncio.create_task(prompt(*args))
 

@@ -48,7 +48,9 @@ class Gate:
         self.opened = asyncio.Event()
         self.began = self.cancelled = 0
 
-    async def prompt(self, model: Any, body: Any, ids: list[int]) -> tuple[list[int], tuple[()]]:
+    async def prompt(
+        self, model: Any, token: int, body: Any, ids: list[int]
+    ) -> tuple[list[int], tuple[()]]:
         self.began += 1
         try:
             await self.opened.wait()

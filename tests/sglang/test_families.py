@@ -185,7 +185,8 @@ def logs(device: DeviceUnderTest) -> str:
 def test_the_others_are_refused_before_a_cluster_starts(tmp_path: Path, kind: str) -> None:
     """Looks for the reason in the line of each family that is known."""
     write_config(tmp_path, kind)
-    assert "(SGLang has no class" in reason(tmp_path) or "index of keys" in reason(tmp_path)
+    says = reason(tmp_path)
+    assert "(SGLang does not have a class" in says or "index of keys" in says
 
 
 CONDITIONS: list[tuple[str, dict[str, Any], str]] = [

@@ -28,7 +28,7 @@ def _sglang() -> None:
         ("dp_size", 2, "start one server for each replica"),
         ("dcp_size", 2, "it divides the tokens of a block among ranks"),
         ("nnodes", 2, "on one machine only"),
-        ("speculative_algorithm", "EAGLE", "a draft model's KV has no pool on kvcached"),
+        ("speculative_algorithm", "EAGLE", "kvcached does not have a pool for a draft model's KV"),
         ("speculative_algorithm", "NGRAM", "attention over NGRAM's trees needs a GPU"),
         ("disaggregation_mode", "prefill", "addresses that must have memory from the start"),
         ("enable_hierarchical_cache", True, "has the size of the pool"),

@@ -27,8 +27,8 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "nnodes": (1, "ranks agree on blocks on one machine only"),
     "speculative_algorithm": (
         None,
-        "a draft model's KV has no pool on kvcached, and attention over NGRAM's trees needs a GPU, "
-        "where it has not been run",
+        "kvcached does not have a pool for a draft model's KV, and attention over NGRAM's trees "
+        "needs a GPU, where it has not been run",
     ),
     "disaggregation_mode": (
         "null",

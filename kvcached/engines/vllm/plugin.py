@@ -52,7 +52,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "speculative_config.method": (
         (None, "ngram"),
         "--speculative-config",
-        "a draft model's KV has no pool on kvcached; ngram is supported",
+        "kvcached does not have a pool for a draft model's KV; ngram is supported",
     ),
     "kv_transfer_config": (
         (None,),

@@ -33,11 +33,11 @@ def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits) ->
     lacks = ""
     if kind not in traits.images:
         known = ", ".join(sorted(traits.images)) or "none"
-        lacks = f"model_type {kind!r}, of which engines take no images; give one of {known}"
+        lacks = f"has model_type {kind!r}, of which engines take no images; give one of {known}"
     elif not any((path / name).is_file() for name in _PROCESSORS):
-        lacks = f"no {_PROCESSORS[0]}; save the model's processor there"
+        lacks = f"does not have {_PROCESSORS[0]}; save the model's processor there"
     if lacks and data.images:
-        raise ConfigError(f"{key}.images: {path} has {lacks}, or remove the key")
+        raise ConfigError(f"{key}.images: {path} {lacks}, or remove the key")
     others = {"lora": bool(data.lora), "tp": data.tp > 1, "embeddings": bool(data.embeddings)}
     combined = [name for name, is_set in others.items() if is_set]
     if combined and data.images:

@@ -249,7 +249,7 @@ class Dispatcher:
             await self._put_again(entries[start : start + _RESTORED_AT_ONCE])
 
     async def _put_again(self, entries: Sequence[OpenRequest]) -> None:
-        """Enqueues the entries. Fails those with images if Redis has no room for these."""
+        """Enqueues the entries. Fails those with images if Redis does not have room for these."""
         try:
             await self._enqueuer.put(entries)
         except OverloadedError as error:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import msgspec
 
+from prism.frontend.child_process import exchange
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
 from prism.frontend.http.fair_lock import FairLock, client_name
 from prism.frontend.images.image_process import HEADER, Answer, Ask
@@ -123,19 +124,13 @@ class ImageClient:
 
     async def _ask(self, asked: Ask, limit_s: float) -> Answer:
         """Returns the answer. Raises TimeoutError, or EOFError if the process died."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        assert self._process is not None
         packed = msgspec.msgpack.encode(asked)
-        try:
-            async with asyncio.timeout(limit_s):
-                process.stdin.write(HEADER.pack(len(packed)) + packed)
-                await process.stdin.drain()
-                header = await process.stdout.readexactly(HEADER.size)
-                body = await process.stdout.readexactly(HEADER.unpack(header)[0])
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise EOFError from error
+        question = HEADER.pack(len(packed)) + packed
+        body = await exchange(self._process, question, _message, limit_s)
         return msgspec.msgpack.decode(body, type=Answer)
+
+
+async def _message(answers: asyncio.StreamReader) -> bytes:
+    header = await answers.readexactly(HEADER.size)
+    return await answers.readexactly(HEADER.unpack(header)[0])

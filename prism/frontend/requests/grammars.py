@@ -15,6 +15,7 @@ from typing import Any
 
 from prism.config.checks.adapters import grammars_module
 from prism.errors import RequestError
+from prism.frontend.child_process import exchange
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError, bad_request
 from prism.frontend.http.fair_lock import FairLock, client_name
 from prism.frontend.protocol.openai_types import GenerationBody
@@ -311,24 +312,12 @@ class GrammarTrials:
     ) -> str:
         """Returns the error of compiling `grammar`, "" for none. Raises TimeoutError, or EOFError
         if the process died."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        assert self._process is not None
         asked = {"directory": model.path, "vocab_size": tokenizer.vocab_size}
         asked |= {"kind": grammar.kind, "text": grammar.text, "cpu_s_max": TRIAL_CPU_S_MAX}
-        line = json.dumps(asked)
-        try:
-            async with asyncio.timeout(limit_s):
-                process.stdin.write(line.encode() + b"\n")
-                await process.stdin.drain()
-                answer = await process.stdout.readline()
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise EOFError from error
-        if not answer:
-            raise EOFError
-        found = json.loads(answer)
+        line = json.dumps(asked).encode() + b"\n"
+        found = json.loads(
+            await exchange(self._process, line, asyncio.StreamReader.readline, limit_s)
+        )
         self._used_s = float(found["cpu_s"])
         return str(found["error"])

@@ -77,12 +77,15 @@ async def read_key(request: Request, body: RequestBody) -> IdempotencyKey | None
     call = calls.current.get()
     given = f"{call.key if call else ''}\n{given}"
     secret = blake2b(given.encode(), person=b"fingerprint").digest()
-    # In a thread, since a body may have megabytes.
-    content = await asyncio.to_thread(body.model_dump_json)
-    places = json.dumps(body.image_places)
-    content = "\n".join((request.url.path, content, places, *body.image_urls))
     name = blake2b(given.encode(), digest_size=16).hexdigest()
-    return IdempotencyKey(name, blake2b(content.encode(), key=secret, digest_size=16).hexdigest())
+    # In a thread, since a body may have megabytes.
+    return IdempotencyKey(name, await asyncio.to_thread(_fingerprint, request, body, secret))
+
+
+def _fingerprint(request: Request, body: RequestBody, secret: bytes) -> str:
+    parts = body.model_dump_json(), json.dumps(body.image_places), *body.image_urls
+    content = "\n".join((request.url.path, *parts))
+    return blake2b(content.encode(), key=secret, digest_size=16).hexdigest()
 
 
 class SharedAnswer:

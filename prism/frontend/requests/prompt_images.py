@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 from msgspec import structs
 
 from prism.config.schema.image_limits import ImagesConfig
-from prism.errors import RequestError
 from prism.frontend.dispatch.request_log import RequestLog
 from prism.frontend.http import calls
 from prism.frontend.http.error_bodies import OverloadedError, bad_request
@@ -45,13 +44,13 @@ class PromptImages:
     async def close(self) -> None:
         await self._client.close()
 
-    async def prompt(self, model: ModelSpec, body: Conversation, ids: list[int]) -> Prompt:
+    async def prompt(
+        self, model: ModelSpec, token: int, body: Conversation, ids: list[int]
+    ) -> Prompt:
         """Returns the prompt of a conversation with the tokens of its images, and these. `ids` have
-        one placeholder for each. Raises RequestError."""
+        one placeholder `token` for each. Raises RequestError."""
         urls, field = body.image_urls, body.prompt_field
-        if model.images is None:
-            raise no_images(model, body)
-        limits, token = self._live.config.frontend.images, model.images.token_id
+        limits = self._live.config.frontend.images
         if len(urls) > limits.count_max:
             most = f"at most {limits.count_max} are allowed (frontend.images.count_max)"
             raise bad_request(f"{field}: has {len(urls)} images; {most}", field)
@@ -111,11 +110,6 @@ class PromptImages:
         own = self._client_fetches.setdefault(client_name(), fresh)
         async with own, self._fetches:
             return await image_data(url, limits)
-
-
-def no_images(model: ModelSpec, body: Conversation) -> RequestError:
-    field = body.prompt_field
-    return bad_request(f"{field}: {model.name} does not take images; remove them", field)
 
 
 def with_images(ids: Sequence[int], images: Sequence[PreparedImage], token: int) -> Prompt:

@@ -32,7 +32,7 @@ from prism.frontend.requests.embedding_answers import check_able
 from prism.frontend.requests.generation import GenerationSpec
 from prism.frontend.requests.grammars import grammar_of
 from prism.frontend.requests.model_catalog import ModelCatalog
-from prism.frontend.requests.prompt_images import PromptImages, no_images
+from prism.frontend.requests.prompt_images import PromptImages
 from prism.frontend.requests.sampling import sampling_of
 from prism.frontend.text.chat_template import ChatTemplate
 from prism.frontend.text.tokenizers import ModelTokenizer
@@ -107,14 +107,16 @@ class SpecBuilder:
     ) -> tuple[str, list[int], tuple[PromptImage, ...]]:
         """Returns the prompt as text and as token ids, which have those of its images, and these.
         Raises RequestError."""
-        if body.image_urls and model.images is None:
-            raise no_images(model, body)
+        images = model.images if body.image_urls else None
+        if body.image_urls and images is None:
+            field = body.prompt_field
+            raise bad_request(f"{field}: {model.name} does not take images; remove them", field)
         tokenizer = self._catalog.tokenizer(model.name)
         text = await conversation_text(model, body, tokenizer)
         [ids] = await tokenizer.encode([text], special_tokens)
-        if not body.image_urls:
+        if images is None:
             return text, ids, ()
-        return text, *await self.images.prompt(model, body, ids)
+        return text, *await self.images.prompt(model, images.token_id, body, ids)
 
     async def embeddings(self, body: EmbeddingsBody) -> GenerationSpec:
         """Returns the spec of a request for embeddings. Raises RequestError.

@@ -173,12 +173,11 @@ class DecodeDevice:
     def _join(self, group: DecodeGroup) -> float:
         """Adds requests to the batch, oldest first, while they and their next step fit. Returns the
         number of tokens whose KV is copied to the device."""
-        coming, now_s = 0.0, self._kernel.time_s
+        coming, now_s, of_step = 0.0, self._kernel.time_s, group.model.need.step_blocks
         for request in [r for r in group.outside.values() if r.ready_s <= now_s]:
             blocks = blocks_of(group.model, request.kv_tokens)
             if group.batch:
-                step_blocks = (len(group.batch) + 1) * group.model.need.step_blocks
-                needed = group.blocks + blocks + step_blocks
+                needed = group.blocks + blocks + (len(group.batch) + 1) * of_step
                 if (
                     needed > self._room_blocks(group)
                     or len(group.batch) >= self._settings.max_running

@@ -17,7 +17,7 @@ from kvcached import Checkpoint, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.models.kv_scheme import has_scales
 from prism.models.text_part import has_parts, text_config
-from prism.models.weight_names import model_files, package_folder, words_of
+from prism.models.weight_names import class_sources, model_files, package_folder, words_of
 from prism.models.weight_shapes import vision_differs, weights_differ
 
 # Families whose answers are those of transformers, which tests/sglang/test_families.py shows.
@@ -82,7 +82,7 @@ SERVED = frozenset(
         "starcoder2",
     }
 )
-_NO_CLASS = "SGLang has no class for it, and cannot run transformers' class"
+_NO_CLASS = "SGLang does not have a class for it, and cannot run transformers' class"
 # Families that are known, and why they are not served.
 _REFUSED = {
     "bamba": _NO_CLASS,
@@ -398,30 +398,16 @@ def _scales_lost(model: Path, architecture: str) -> str:
 
 def loads_kv_scales(architecture: str) -> bool:
     """Returns whether the module of the class that loads the weights knows scales of K and V."""
-    loaders = (text for body, text in _classes(architecture) if "def load_weights" in body)
+    classes = class_sources(_own_models(), architecture)
+    loaders = (text for _, text, body in classes if "def load_weights" in body)
     return "maybe_remap_kv_scale_name" in next(loaders, "")
-
-
-def _classes(architecture: str) -> Iterator[tuple[str, str]]:
-    """Yields the bodies of the model class and of its base classes, and the modules of each."""
-    texts = [file.read_text(errors="replace") for file in _own_models()]
-    seen, names = set[str](), [architecture]
-    while names:
-        name = names.pop(0)
-        found = re.compile(
-            rf"^class {re.escape(name)}\b\(?([^)]*)\)?:\n(.*?)(?=^\S|\Z)", re.M | re.S
-        )
-        for text in texts if name not in seen else ():
-            for bases, body in found.findall(text):
-                yield body, text
-                names += re.findall(r"\w+", bases)
-        seen.add(name)
 
 
 def _can_embed(architecture: str) -> bool:
     """Returns whether the model class, or a base class, can return an embedding of the last token.
     Classes that only transformers implements always can."""
-    if any("get_embedding" in body for body, _ in _classes(architecture)):
+    classes = class_sources(_own_models(), architecture)
+    if any("get_embedding" in body for _, _, body in classes):
         return True
     named = re.compile(rf"""(\bclass |["']){re.escape(architecture)}\b""")
     return not any(named.search(file.read_text(errors="replace")) for file in _own_models())

@@ -51,7 +51,7 @@ def _item(image: PromptImage, prompt_tokens: int) -> MultimodalDataItem:
         runs.append((first, last))
         following = last + 1
     if feature is None or not runs:
-        raise BadRequestError(f"image {image.digest:.8}: has no pixels or no placeholders")
+        raise BadRequestError(f"image {image.digest:.8}: does not have pixels and placeholders")
     item = MultimodalDataItem(
         modality=Modality.IMAGE, feature=feature, offsets=runs, model_specific_data=tensors
     )
