@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import shutil
 import tempfile
 import warnings
@@ -97,6 +99,22 @@ def test_vectors_of_images_go_with_the_model(core: Any) -> None:
     del vectors
     core.deactivate()
     assert kept() is None
+
+
+def test_process_groups_that_outlive_their_model_write_into_no_file(core: Any) -> None:
+    """Checks what an error's traceback may keep. torch's rendezvous was a descriptor, which was
+    another file's by then: it wrote there, or read a large file on and on."""
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    core.deactivate()
+    core.activate(ActivateEngine(spec_of(LLAMA)))
+    kept = [core._active.scheduler]
+    core.deactivate()
+    files = [os.memfd_create("another") for _ in range(32)]
+    kept.clear()
+    gc.collect()
+    assert [os.fstat(file).st_size for file in files] == [0] * len(files)
+    for file in files:
+        os.close(file)
 
 
 @pytest.mark.parametrize("core", [16, 64, 256], indirect=True)

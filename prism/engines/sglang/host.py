@@ -41,6 +41,7 @@ from sglang.srt.runtime_context import (  # noqa: E402
     publish,
     reset_context,
 )
+from torch.distributed import HashStore, Store, register_rendezvous_handler  # noqa: E402
 
 from kvcached.engines.sglang.hybrid import install as hybrid_pools  # noqa: E402
 from kvcached.engines.sglang.kv_pool import pool_bytes  # noqa: E402
@@ -66,7 +67,6 @@ _build_input_buffers = eager_runner.build_eager_registry
 _libc = ctypes.CDLL(None)
 _RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _EVICTION_TOKENS = 128  # SGLang's own, since each eviction takes time
-_closed_with_groups = ExitStack()
 
 
 @wraps(_build_input_buffers)
@@ -161,7 +161,6 @@ def tear_down(scheduler: InProcessScheduler | None, device: str = "host:0") -> N
         scheduler.release_host_resources()
     destroy_model_parallel()
     destroy_distributed_environment()
-    _closed_with_groups.close()
     reset_context()
     _forget_tensors()
     platforms.current_platform.memory = None
@@ -185,24 +184,26 @@ def release_heap(device: str = "host:0") -> None:
 
 @contextmanager
 def _rendezvous(ranks: RankGroup) -> Iterator[None]:
-    """Makes torch.distributed use a file as rendezvous of the ranks, instead of a TCP port.
+    """Makes torch.distributed keep the rendezvous of the ranks in a file, instead of a TCP port. A
+    single rank keeps it in memory.
 
-    The file must exist as long as the process groups: the first NCCL group of a process reads it
-    every second in a thread, and waits for a missing one to appear, so that the groups could not be
-    destroyed. With one rank it has no name and disappears with `tear_down` or the process. With
-    more, torch removes it with the last rank's group.
+    The file must exist as long as the process groups, in threads that poll it or, after an error,
+    in a traceback: a group waits for a missing file to appear, and reads a shorter one forever.
+    torch removes it with the last rank's group.
     """
-    if ranks.size == 1:
-        descriptor = os.memfd_create("prism-rendezvous")
-        _closed_with_groups.callback(os.close, descriptor)
-        path = Path(f"/proc/self/fd/{descriptor}")
-    else:
-        path = ranks.rendezvous_path()
-    os.environ[_RENDEZVOUS_VARIABLE] = f"file://{path}"
+    url = "prism-one-rank://" if ranks.size == 1 else f"file://{ranks.rendezvous_path()}"
+    os.environ[_RENDEZVOUS_VARIABLE] = url
     try:
         yield
     finally:
         del os.environ[_RENDEZVOUS_VARIABLE]
+
+
+def _one_rank(*_arguments: object, **_named: object) -> Iterator[tuple[Store, int, int]]:
+    yield HashStore(), 0, 1
+
+
+register_rendezvous_handler("prism-one-rank", _one_rank)
 
 
 def import_models() -> None:
