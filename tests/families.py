@@ -66,8 +66,7 @@ _MAMBA: dict[str, Any] = {
 TINY: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | _WINDOWS,
-    "ministral": _HEAD
-    | {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "ministral": _HEAD | _WINDOWS | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "ministral3": _HEAD,
     "qwen2": _SIZES,
     "qwen3": _HEAD | {"attention_bias": True},

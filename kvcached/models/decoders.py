@@ -84,6 +84,12 @@ def window_by_switch(keys: ConfigKeys, layers: int) -> Sequence[int | None]:
     return _windows(keys, layers, [SLIDING if i >= first else FULL for i in range(layers)])
 
 
+def window_everywhere_by_switch(keys: ConfigKeys, layers: int) -> Sequence[int | None]:
+    """Returns `sliding_window` for every layer, if `use_sliding_window`."""
+    switched_on = keys.flag("use_sliding_window")
+    return window_everywhere(keys, layers) if switched_on else no_windows(keys, layers)
+
+
 def window_except_every(count: int | None) -> Windows:
     """Returns a reader of windows by `layer_types`, or else in all but each `count`-th layer.
 

@@ -18,6 +18,7 @@ from kvcached.models.decoders import (
     same_mlps,
     window_by_switch,
     window_everywhere,
+    window_everywhere_by_switch,
     window_except_every,
 )
 from kvcached.models.shape import ModelShape
@@ -189,7 +190,9 @@ EXPERTS: dict[str, Family] = {
         **_QWEN,
     ),
     "qwen3_moe": _decoder(
-        Decoder(qk_norm="head", windows=window_by_switch, mlps=mixtures.qwen_without_shared),
+        Decoder(
+            qk_norm="head", windows=window_everywhere_by_switch, mlps=mixtures.qwen_without_shared
+        ),
         **_QWEN,
     ),
     "olmoe": _decoder(Decoder(qk_norm="all", mlps=mixtures.mixtral), **_MHA),

@@ -74,7 +74,7 @@ class ModelFiles:
     architecture: str
     # Dtype in config.json, by default float32.
     stored_dtype: str
-    # At most the window, if every layer has one: engines compute full attention.
+    # At most the window, if engines compute full attention in layers that have one.
     context_length: int
     num_layers: int
     pools: Pools
@@ -169,7 +169,7 @@ def inspect_model(
         raise _mistake(values, name, expected, path, key)
     sizes = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
     everywhere = len(sizes) == len(decoder.layers)
-    ignored = windows is not None and decoder.model_type not in windows
+    ignored = everywhere if windows is None else decoder.model_type not in windows
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
     tensors = _weights(path, decoder.tied, key, in_part=has_parts(config) and not images)
@@ -177,7 +177,7 @@ def inspect_model(
     return ModelFiles(
         architecture=architecture,
         stored_dtype=named_dtype(config, path, key) or "float32",
-        context_length=min([decoder.context_tokens, *(sizes if everywhere or ignored else ())]),
+        context_length=min([decoder.context_tokens, *(sizes if ignored else ())]),
         num_layers=len(decoder.layers),
         pools=pools,
         quantization=method,

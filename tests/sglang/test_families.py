@@ -23,7 +23,7 @@ from prism.models.files import inspect_model
 from prism.models.hugging_face import import_transformers
 from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
-from tests.families import TINY, VOCAB_SIZE
+from tests.families import TINY, VOCAB_SIZE, WINDOW
 from tests.sglang import models
 from tests.sglang.models import TIE, Kept, gap_of, network
 
@@ -100,8 +100,19 @@ def test_an_older_config_means_the_same(device: DeviceUnderTest, tmp_path: Path,
     leave(device)
 
 
+_SWITCH = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 # Settings of other models of a family.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{kind}-windows": (kind, _SWITCH)
+        for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
+    },
+    "mixtral-windows": ("mixtral", {"sliding_window": WINDOW}),
+    "phimoe-windows": ("phimoe", {"sliding_window": WINDOW}),
+    "dots1-windows": (
+        "dots1",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "gemma4-keys": (
         "gemma4_text",
         {

@@ -152,6 +152,7 @@ def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path)
         pytest.param("hunyuan_v1_dense", (), marks=pytest.mark.long),
         ("lfm2", ()),
         ("llama4_text", ()),
+        pytest.param("mistral", (), marks=pytest.mark.long),
         pytest.param(
             "nemotron_h",
             ("--json-model-override-args", '{"mamba_n_groups": 2}'),

@@ -84,8 +84,8 @@ class EngineTraits:
     quantized: frozenset[str] = frozenset()
     # Families (`model_type`) whose layers with sliding windows have a separate pool.
     window_pools: frozenset[str] = frozenset()
-    # Families of which engines compute windows next to full attention (None: all). Others are
-    # served within their windows.
+    # Families of which engines compute sliding windows, others are served within their windows
+    # (None: all families, except with windows in all layers).
     windows: frozenset[str] | None = None
     # Regular expression of the weights that each rank has, searched in "model_type:tensor".
     whole_weights: str = "^$"

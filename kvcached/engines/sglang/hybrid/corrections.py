@@ -16,12 +16,15 @@ from sglang.srt.models.mllama4 import Llama4ForConditionalGeneration
 from torch import nn
 
 from kvcached.engines.sglang.hybrid import configs
+from kvcached.errors import InvalidArgumentError
+from kvcached.models import shape_of_config
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 _load_gemma3n = Gemma3nForCausalLM.load_weights
 _load_gemma4 = Gemma4ForCausalLM.load_weights
 _padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
+_window_of = model_runner.resolve_sliding_window_size
 
 
 def install() -> None:
@@ -30,6 +33,7 @@ def install() -> None:
     gemma3n_causal.RadixAttention = WindowAttention
     hunyuan.RadixAttention = FlatAttention
     model_runner.adjust_config_with_unaligned_cpu_tp = padded_sizes
+    model_runner.resolve_sliding_window_size = window_of
     Gemma3nForCausalLM.load_weights = load_gemma3n
     Gemma4ForCausalLM.load_weights = load_gemma4
     Llama4ForCausalLM.load_weights = load_llama4
@@ -46,6 +50,26 @@ def padded_sizes(model_config: Any, *args: Any) -> Any:
     sizes, for which it fails (Gemma 3n)."""
     listed = isinstance(getattr(model_config.hf_config, "intermediate_size", None), list)
     return model_config if listed else _padded_sizes(model_config, *args)
+
+
+def window_of(model: Any, model_config: Any) -> int | None:
+    """Returns the tokens before a token that windows of a loaded model have, None without windows.
+    Gives windows to layers of SGLang's classes that ignore them (Mistral, Phi-3, Qwen), and of
+    transformers' (Ministral), whose it makes a token too long. Models that `kvcached.models` does
+    not know stay as they are."""
+    found: int | None = _window_of(model, model_config)
+    config = model_config.hf_text_config
+    if found is not None or not getattr(config, "sliding_window", None):
+        return found
+    try:
+        layers = shape_of_config(config.to_dict()).layers
+    except InvalidArgumentError:
+        return None
+    of_transformers = getattr(model, "attention_instances", {}).values()
+    for each in (*model.modules(), *of_transformers):
+        if isinstance(each, RadixAttention):
+            each.sliding_window_size = (layers[each.layer_id].window_tokens or 0) - 1
+    return max((each.window_tokens - 1 for each in layers if each.window_tokens), default=None)
 
 
 class FlatAttention(RadixAttention):  # type: ignore[misc]

@@ -101,20 +101,9 @@ IMAGES = {
 }
 # Vectors of images that are kept on the device, for the next chunk of a prompt or the same image.
 VECTORS_KEPT_MIB = 64
-# Families of which SGLang computes windows next to full attention. It ignores those of others, or
-# computes them with some backends only (chunks of Llama 4).
-WINDOWS = frozenset(
-    {
-        "cohere2",
-        "exaone4",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "gpt_oss",
-        "olmo3",
-    }
-)
+# Families whose windows SGLang computes, with kvcached's corrections: all but chunks of Llama 4,
+# which it computes with some backends only.
+WINDOWS = SERVED - {"llama4_text"}
 # Families among them whose layers with windows have a separate pool.
 WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss"})
 # Weights that SGLang does not divide over ranks: norms, routers, down-projections to latents,
