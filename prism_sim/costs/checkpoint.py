@@ -57,7 +57,7 @@ def _windows_apart(decoder: Decoder) -> bool:
 def _unknown_kv(shape: ModelShape) -> str:
     """Returns what the simulator does not model of a shape's KV, "" if it models all."""
     layers = shape.decoder.layers
-    windows = {shape.window_of(layer) for layer in layers} - {None}
+    windows = {layer.window_tokens for layer in layers} - {None}
     if any(layer.index_bytes for layer in layers):
         return "keeps an index of keys (sparse attention)"
     if shape.windows_apart and len(windows) > 1:

@@ -37,9 +37,9 @@ def roofline(gpu: GpuSpec, model: ModelShape, tp: int = 1) -> StepTable:
     tokens = tuple(
         sorted({1.0, knee, FAR_TOKENS, *(_EXPERT_TOKENS if _has_experts(model) else ())})
     )
-    flops = dict.fromkeys((None, *map(model.window_of, model.decoder.layers)), 0)
+    flops = dict.fromkeys((None, *(layer.window_tokens for layer in model.decoder.layers)), 0)
     for layer in model.decoder.layers:
-        flops[model.window_of(layer)] += layer.pair_flops
+        flops[layer.window_tokens] += layer.pair_flops
     pair_s = {window: each / tp / flops_s for window, each in flops.items()}
     read_s = {w: each / bandwidth_bytes_s for w, each in model.read_token_bytes(tp).items()}
     state_bytes = model.kept_by_rank(tp).state_bytes() if model.state_bytes() else 0

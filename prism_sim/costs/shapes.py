@@ -38,17 +38,11 @@ class ModelShape:
     def layers(self) -> int:
         return len(self.decoder.layers)
 
-    def window_of(self, layer: LayerShape) -> int | None:
-        """Returns the window that limits what a layer attends to. A window in every layer limits
-        the context instead, as in the live system."""
-        windows = [each.window_tokens for each in self.decoder.layers]
-        return None if all(windows) else layer.window_tokens
-
     @property
     def main_layers(self) -> tuple[LayerShape, ...]:
         """Layers that keep KV of all tokens."""
         kept = (layer for layer in self.decoder.layers if layer.kv)
-        return tuple(layer for layer in kept if not (self.windows_apart and self.window_of(layer)))
+        return tuple(layer for layer in kept if not (self.windows_apart and layer.window_tokens))
 
     @property
     def is_uniform(self) -> bool:
@@ -105,13 +99,13 @@ class ModelShape:
         """Returns the KV that attention reads of one token on one of `tp` GPUs, by the window of
         the layers that read it. Layers without K and V read those of the layer before them that has
         the same window."""
-        found = dict.fromkeys((None, *map(self.window_of, self.decoder.layers)), 0)
+        found = dict.fromkeys((None, *(layer.window_tokens for layer in self.decoder.layers)), 0)
         latest: dict[int | None, Heads | Latent] = {}
         for layer in self.decoder.layers:
             kv = layer.kv or (latest.get(layer.window_tokens) if layer.heads else None)
             if kv is not None:
                 latest[layer.window_tokens] = kv
-                found[self.window_of(layer)] += self._part_bytes(kv.parts(0), tp)
+                found[layer.window_tokens] += self._part_bytes(kv.parts(0), tp)
         return found
 
     def kv_groups(self, block_tokens: int) -> tuple[LayerGroup, ...]:
@@ -120,7 +114,7 @@ class ModelShape:
         from kvcached.models.reading import layout_of_shape
 
         layers = tuple(
-            replace(layer, window_tokens=self.window_of(layer) if self.windows_apart else None)
+            replace(layer, window_tokens=layer.window_tokens if self.windows_apart else None)
             for layer in self.decoder.layers
         )
         dtype = "float32" if self.kv_dtype_bytes == 4 else "bfloat16"

@@ -172,6 +172,7 @@ HYBRID = {
     "max_position_embeddings": 131072,
 }
 GEMMA = {**HYBRID, "model_type": "gemma3_text", "head_dim": 128, "sliding_window": 1024}
+MISTRAL = {**GEMMA, "model_type": "mistral"}
 
 
 def costs_of(folder: Path, **config: object) -> TableCost:
@@ -190,10 +191,13 @@ def test_prefill_in_windows_counts_the_pairs_within(chunk: int, context: int, wi
     assert added_s == pytest.approx(pairs, abs=1e-6)
 
 
-def test_windows_are_read_up_to_their_size(tmp_path: Path) -> None:
-    """Reads a sixth as much of longer contexts, since each sixth layer has full attention."""
-    hybrid = costs_of(tmp_path, **GEMMA)
-    full = costs_of(tmp_path, **{**GEMMA, "sliding_window": 1 << 20})
+@pytest.mark.parametrize(("config", "full_layers"), [(GEMMA, 1 / 6), (MISTRAL, 0)])
+def test_windows_are_read_up_to_their_size(
+    tmp_path: Path, config: dict[str, object], full_layers: float
+) -> None:
+    """Reads as much of longer contexts as the layers with full attention."""
+    hybrid = costs_of(tmp_path, **config)
+    full = costs_of(tmp_path, **{**config, "sliding_window": 1 << 20})
     times_s = [hybrid.decode_s(8, 8 * context) for context in (0, 512, 1024, 2048, 9000, 90_000)]
     assert times_s == sorted(times_s)
     for context in (0, 100, 1024):
@@ -202,7 +206,7 @@ def test_windows_are_read_up_to_their_size(tmp_path: Path) -> None:
     grown, all_grown = (
         cost.decode_s(8, 8 * 9024) - cost.decode_s(8, 8 * 1024) for cost in (hybrid, full)
     )
-    assert grown == pytest.approx(all_grown / 6)
+    assert grown == pytest.approx(all_grown * full_layers, abs=1e-9)
     assert hybrid.prefill_s(8192, 90_000) < full.prefill_s(8192, 90_000)
 
 
