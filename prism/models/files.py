@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcached.models import LayerShape, ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_KV_DTYPE_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
+KV_DTYPE_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 # Valid dtypes in a config.json that do not determine the dtype in an engine.
 _OPEN_DTYPES = ("auto", "float64", "float8_e4m3fn", "float8_e5m2")
 
@@ -137,7 +137,7 @@ class ModelFiles:
         """Returns the bytes of one token's KV in the main pool, in the KV cache's `dtype`."""
         pools, parts = self.pools, 1 if self.pools.latent_rope_dim else 2
         numbers = pools.kv_layers * parts * pools.num_kv_heads * pools.head_dim
-        return numbers * _KV_DTYPE_BYTES[dtype]
+        return numbers * KV_DTYPE_BYTES[dtype]
 
     def derived_bytes(self, dtype: str) -> int:
         """Returns the bytes of copies of weights that engines make to attend to latents."""

@@ -5,10 +5,13 @@ The table is the user's, the shipped grid's, or the roofline's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES
 from prism.errors import ConfigError
+from prism.models.files import KV_DTYPE_BYTES
 from prism_sim.costs.checkpoint import name_of, read_shape
 from prism_sim.costs.gpus import GpuSpec, gpu_spec
 from prism_sim.costs.grid import read_grid, shipped_grid
@@ -28,6 +31,8 @@ def cost_model(
     tp: int = 1,
     host_s: float = HOST_S,
     files: tuple[Path, ...] = (),
+    *,
+    kv_dtype: str = AUTO,
 ) -> CostModel:
     """Returns the best known costs for a (GPU, model, TP). Raises ConfigError.
 
@@ -41,9 +46,11 @@ def cost_model(
             `files`, which include it.
         files: Tables from `prism-sim calibrate engine`, for any GPU and model (`name_of` a path).
             Later files have precedence.
+        kv_dtype: Type of the KV cache, as `kv_cache_dtype` names it.
     """
     read = (*files, Path(model)) if _is_path(model) else files
-    return _cost_model(gpu, model, tp, host_s, files, tuple(_changed_ns(path) for path in read))
+    changed = tuple(_changed_ns(path) for path in read)
+    return _cost_model(gpu, model, tp, host_s, files, changed, kv_dtype=kv_dtype)
 
 
 def _changed_ns(path: Path) -> int:
@@ -61,6 +68,8 @@ def _cost_model(
     host_s: float,
     files: tuple[Path, ...],
     _changed: tuple[int, ...],
+    *,
+    kv_dtype: str,
 ) -> CostModel:
     type_ = gpu if isinstance(gpu, str) else gpu.name
     name = short_name(name_of(Path(model)) if _is_path(model) else model)
@@ -68,14 +77,14 @@ def _cost_model(
         for table in read_grid(path).tables:
             if (table.gpu, short_name(table.model), table.tp) == (type_, name, tp):
                 return TableCost(table)
-    return TableCost(with_host(cost_table(gpu, model, tp), host_s))
+    return TableCost(with_host(cost_table(gpu, model, tp, kv_dtype), host_s))
 
 
-def cost_table(gpu: str | GpuSpec, model: str, tp: int = 1) -> StepTable:
+def cost_table(gpu: str | GpuSpec, model: str, tp: int = 1, kv_dtype: str = AUTO) -> StepTable:
     """Returns the shipped grid's table, or else the roofline's, without host time. Raises
     ConfigError."""
     spec = gpu_spec(gpu) if isinstance(gpu, str) else gpu
-    shape = model_shape(model)
+    shape = model_shape(model, kv_dtype)
     measured = _shipped_tables().get((spec.name, shape.geometry, tp))
     return measured or roofline(spec, shape, tp)
 
@@ -88,14 +97,16 @@ def _shipped_tables() -> dict[Key, StepTable]:
     }
 
 
-def model_shape(name: str) -> ModelShape:
+def model_shape(name: str, kv_dtype: str = AUTO) -> ModelShape:
     """Returns the shape of a known model, or else of the config.json at the path `name`. Raises
     ConfigError that lists the known models."""
-    known = known_shape(name)
-    if known is not None:
-        return known
-    if _is_path(name):
-        return read_shape(Path(name))
+    shape = known_shape(name)
+    if shape is None and _is_path(name):
+        shape = read_shape(Path(name))
+    if shape is not None:
+        if kv_dtype == AUTO:
+            return shape
+        return replace(shape, kv_dtype_bytes=KV_DTYPE_BYTES[KV_CACHE_DTYPES[kv_dtype]])
     raise ConfigError(f"model {name!r}: known models are {', '.join(CONFIGS)}")
 
 

@@ -37,7 +37,7 @@ def read_shape(path: Path) -> ModelShape:
     dtype_bytes = DTYPE_BYTES.get(decoder.dtype, 2)
     weight_bytes = 1 if _is_fp8(config, path, key) else dtype_bytes
     apart = _windows_apart(decoder)
-    shape = ModelShape(name_of(path), decoder, weight_bytes, dtype_bytes, apart)
+    shape = ModelShape(name_of(path), decoder, weight_bytes, dtype_bytes, dtype_bytes, apart)
     if problem := _unknown_kv(shape):
         raise ConfigError(
             f"{key}: {decoder.model_type} {problem}, which the simulator does not model; give"

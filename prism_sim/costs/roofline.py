@@ -88,5 +88,5 @@ def _allreduce_s(gpu: GpuSpec, model: ModelShape, tp: int, tokens: float) -> flo
     """Returns the time of two ring all-reduces of the step's activations per layer."""
     if tp == 1:
         return 0.0
-    moved_bytes = 2 * (tp - 1) / tp * tokens * model.decoder.hidden_size * model.kv_dtype_bytes
+    moved_bytes = 2 * (tp - 1) / tp * tokens * model.decoder.hidden_size * model.dtype_bytes
     return 2 * model.layers * (gpu.allreduce_s + moved_bytes / gpu.peer_bytes_s)

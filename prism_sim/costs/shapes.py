@@ -22,8 +22,10 @@ class ModelShape:
 
     name: str
     decoder: Decoder
-    # 1 for 8-bit checkpoints, whose KV has 16 bits.
+    # 1 for 8-bit checkpoints.
     weight_dtype_bytes: int = 2
+    # Of activations and states.
+    dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
     # True if layers with sliding windows keep only these, in a separate pool.
     windows_apart: bool = False
@@ -117,15 +119,16 @@ class ModelShape:
             replace(layer, window_tokens=layer.window_tokens if self.windows_apart else None)
             for layer in self.decoder.layers
         )
-        dtype = "float32" if self.kv_dtype_bytes == 4 else "bfloat16"
-        found = layout_of_shape(replace(self.decoder, layers=layers), dtype, block_tokens)
+        dtypes = {4: "float32", 2: "bfloat16", 1: "float8_e4m3fn"}
+        decoder = replace(self.decoder, layers=layers)
+        found = layout_of_shape(decoder, dtypes[self.kv_dtype_bytes], block_tokens)
         if isinstance(found, HybridLayout):
             return found.groups
         return (LayerGroup("full", tuple(range(found.layer_count)), found),)
 
     def state_bytes(self) -> int:
         """Returns the states of one sequence."""
-        return self.decoder.state_bytes(self.kv_dtype_bytes)
+        return self.decoder.state_bytes(self.dtype_bytes)
 
     def kept_by_rank(self, tp: int) -> ModelShape:
         """Returns the shape with the KV and states on each of `tp` GPUs. Raises ConfigError if they

@@ -50,6 +50,8 @@ class SimModelYaml(Strict, frozen=True):
     shape: str | None = None
     # Tensor-parallel degree: number of GPUs of one copy.
     tp: int = 1
+    # Type of the KV cache: auto (the model's own), bf16, fp8_e4m3 or fp8_e5m2.
+    kv_cache_dtype: str = "auto"
     # Number of identical models. If above 1, they are named NAME-0, NAME-1, ...
     count: int = 1
     # Default: the SLO of the whole file.

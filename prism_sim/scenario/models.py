@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcached.layouts import state_layout
+from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES
 from prism.config.checks.memory_needs import PoolNeed, side_need, window_kept
 from prism.config.schema.slo import SloYaml
 from prism.config.schema.units import format_size
@@ -107,7 +108,9 @@ def model_parts(
     usual = (d for d in TP_DEGREES if d <= len(context.nodes) and not shape.heads % d)
     return {
         d: DegreeSetup(
-            cost_model(context.gpu, name, d, host_s, context.cost_files),
+            cost_model(
+                context.gpu, name, d, host_s, context.cost_files, kv_dtype=model.kv_cache_dtype
+            ),
             *kv_quantum(shape, d, context),
             _pooled_shape(shape, d, context.engine.block_tokens),
         )
@@ -189,7 +192,10 @@ def shape_source(model: SimModelYaml, folder: Path) -> str:
 
 
 def _shape(model: SimModelYaml, folder: Path) -> ModelShape:
+    if model.kv_cache_dtype not in (AUTO, *KV_CACHE_DTYPES):
+        known = ", ".join((AUTO, *KV_CACHE_DTYPES))
+        raise ConfigError(f"{model.name}.kv_cache_dtype: must be one of {known}")
     try:
-        return model_shape(shape_source(model, folder))
+        return model_shape(shape_source(model, folder), model.kv_cache_dtype)
     except ConfigError as error:
         raise ConfigError(f"{model.name}.shape: {error}") from error

@@ -11,7 +11,9 @@ from prism.errors import ConfigError
 from prism_sim.costs.catalog import cost_model, cost_table, model_shape
 from prism_sim.costs.checkpoint import read_shape
 from prism_sim.costs.gpus import gpu_spec
+from prism_sim.costs.roofline import roofline
 from prism_sim.costs.shapes import CONFIGS, shape_named
+from prism_sim.costs.table import TableCost
 
 PUBLISHED_BILLIONS = {
     "meta-llama/Llama-3.2-1B": 1.24,
@@ -68,6 +70,21 @@ def test_8_bit_weights_are_half_as_large_and_kv_stays() -> None:
     assert shape.weight_bytes() == model_shape("Qwen3-32B").weight_bytes() / 2
     assert shape.kv_token_bytes() == model_shape("Qwen3-32B").kv_token_bytes()
     assert model_shape("nvidia/Llama-3.1-8B-Instruct-FP8").parameters == pytest.approx(8.03e9, 0.01)
+
+
+def test_fp8_kv_is_half_as_large_and_costs_half_the_reads() -> None:
+    """Keeps the type of activations and states, which move between ranks and stay on them."""
+    for name in ("Llama-3.1-8B", "Qwen3-32B-FP8"):
+        shape, fp8 = model_shape(name), model_shape(name, "fp8_e5m2")
+        assert 2 * fp8.kv_token_bytes() == shape.kv_token_bytes()
+        assert fp8.weight_bytes() == shape.weight_bytes()
+        own, halved = (roofline(gpu_spec("h100"), each, 2) for each in (shape, fp8))
+        assert halved.dense_s == own.dense_s
+        kept = [
+            TableCost(each).decode_s(8, 80_000) - TableCost(each).decode_s(8, 0)
+            for each in (own, halved)
+        ]
+        assert kept[1] == pytest.approx(kept[0] / 2)
 
 
 def config(folder: Path, **fields: object) -> Path:

@@ -37,6 +37,10 @@ MISTAKES = (
         "models[0].device: cannot be combined with tp 2; remove the key",
     ),
     ("models: [{name: a}]", "a.shape: model 'a': known models are"),
+    (
+        "models: [{name: a, shape: Llama-3.1-8B, kv_cache_dtype: fp8}]",
+        "a.kv_cache_dtype: must be one of auto, bf16, fp8_e4m3, fp8_e5m2",
+    ),
     ("models: [{name: a, shape: Llama-3.1-70B}]", "a: weights, engine and one request"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 3}]", "a.tp: needs 3 GPUs"),
     ("models: [{name: a, shape: Llama-3.1-8B, tp: 0}]", "a.tp: 0 must be >= 1"),
