@@ -67,11 +67,11 @@ from kvcached.weights.arena import (  # noqa: E402
     WeightLoad,
 )
 from kvcached.weights.builder import WeightBuilder  # noqa: E402
-from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor  # noqa: E402
+from kvcached.weights.checkpoint import Checkpoint  # noqa: E402
 from kvcached.weights.entry import StoredWeights, WeightKey  # noqa: E402
 from kvcached.weights.links import WeightLinks  # noqa: E402
 from kvcached.weights.prefetch import Prefetch  # noqa: E402
-from kvcached.weights.spec import TensorSpec, WeightLayout  # noqa: E402
+from kvcached.weights.spec import CheckpointTensor, TensorSpec, WeightLayout  # noqa: E402
 from kvcached.weights.store import StoreCounters, WeightStore  # noqa: E402
 
 __all__ = [

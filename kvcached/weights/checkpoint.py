@@ -1,7 +1,8 @@
-"""Safetensors files on disk: headers, checked before any tensor is read.
+"""Safetensors or GGUF files on disk: headers, checked before any tensor is read.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little endian; a
-JSON object of tensors with dtype, shape and offsets into the rest; the rest, without holes.
+Safetensors (https://github.com/huggingface/safetensors) have 8 bytes of header length, little
+endian; a JSON object of tensors with dtype, shape and offsets into the rest; the rest, without
+holes. GGUF: `gguf_file.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from kvcached.checks import by_name, checked, instance_of
 from kvcached.checks import path as path_rule
 from kvcached.errors import InvalidArgumentError, WeightFileError
-from kvcached.weights.spec import TensorSpec, check_specs
+from kvcached.weights import gguf_file
+from kvcached.weights.spec import CheckpointTensor, TensorSpec, check_specs
 
 _DTYPES = {
     "F64": "float64",
@@ -42,21 +44,13 @@ _HEADER_BYTES_MAX = 100_000_000  # as in the reference implementation
 _INDEX = "model.safetensors.index.json"
 # Files that model folders have besides: Mistral's own format, and an adapter in PEFT's.
 _NOT_WEIGHTS = re.compile(r"consolidated.*\.safetensors|adapter_model\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """Position of a tensor's bytes."""
-
-    name: str
-    spec: TensorSpec
-    path: Path
-    offset_bytes: int
+# GGUF files of vision towers, next to those of language models.
+_VISION = re.compile(r"mmproj.*")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Safetensors files of a model, and their tensors by name."""
+    """Files of a model, and their tensors by name."""
 
     files: tuple[Path, ...]
     tensors: Mapping[str, CheckpointTensor]
@@ -69,7 +63,7 @@ class Checkpoint:
         """Reads the headers of one file, or of a directory's files.
 
         A directory's index lists the model's files. Without an index it is all *.safetensors, but
-        for copies in another format and LoRA adapters.
+        for copies in another format and LoRA adapters, and without those its only *.gguf.
         Raises WeightFileError with the file if one is missing, cut short or damaged,
         WeightMismatchError if the tensors are not `expected`.
         """
@@ -110,11 +104,22 @@ def _files_of(path: Path) -> tuple[Path, ...]:
         return tuple(path / name for name in _indexed(index))
     found = sorted(path.glob("*.safetensors"))
     files = tuple(file for file in found if not _NOT_WEIGHTS.fullmatch(file.name))
+    return files or (_gguf_of(path),)
+
+
+def _gguf_of(path: Path) -> Path:
+    found = sorted(path.glob(f"*{gguf_file.SUFFIX}"))
+    files = [file for file in found if not _VISION.fullmatch(file.name)]
     if not files:
         raise WeightFileError(
             f"{path} does not have *.safetensors; save the weights in that format"
         )
-    return files
+    if len(files) > 1:
+        raise WeightFileError(
+            f"{path} has {files[0].name} and {len(files) - 1} more *.gguf; give the path of one of"
+            " them"
+        )
+    return files[0]
 
 
 def _indexed(index: Path) -> list[str]:
@@ -126,6 +131,9 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _read_header(path: Path) -> Iterator[CheckpointTensor]:
+    if path.suffix == gguf_file.SUFFIX:
+        yield from gguf_file.read_header(path).tensors
+        return
     try:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size

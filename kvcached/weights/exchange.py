@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvcached.errors import WeightFileError
-from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor
+from kvcached.weights.checkpoint import Checkpoint
 from kvcached.weights.entry import StoredWeights, WeightKey
 from kvcached.weights.hashing import Identity, content_from, identity, keep_hash, known_hash
 from kvcached.weights.locks import FileLock
 from kvcached.weights.paths import StorePaths
-from kvcached.weights.spec import TensorSpec
+from kvcached.weights.spec import CheckpointTensor, TensorSpec
 from kvcached.weights.store import WeightStore
 
 _SAMPLE_BYTES = 4096

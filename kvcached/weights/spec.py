@@ -1,10 +1,11 @@
-"""Plain data: types and shapes of tensors, and their positions in an arena."""
+"""Plain data: types and shapes of tensors, and their positions in a file or an arena."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from kvcached.checks import by_name, checked, each, instance_of, not_negative, positive, text
 from kvcached.errors import InvalidArgumentError, WeightMismatchError
@@ -39,6 +40,25 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """Position of a tensor's bytes."""
+
+    name: str
+    spec: TensorSpec
+    path: Path
+    offset_bytes: int
+    # Type in a GGUF file, such as Q4_K, "" in safetensors.
+    ggml_type: str = ""
+    # Numbers in each dimension if `spec` has the bytes of quantized blocks, otherwise empty.
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numbers in each dimension."""
+        return self.numbers or self.spec.shape
 
 
 @dataclass(frozen=True, slots=True)

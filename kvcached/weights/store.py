@@ -22,14 +22,14 @@ from kvcached.checks import (
 )
 from kvcached.errors import LoadCancelledError, WeightFileError
 from kvcached.weights.builder import Produce, WeightBuilder
-from kvcached.weights.checkpoint import Checkpoint, CheckpointTensor
+from kvcached.weights.checkpoint import Checkpoint
 from kvcached.weights.entry import StoredWeights, WeightKey, checkpoint_key
 from kvcached.weights.hashing import content_from, hash_of, identity
 from kvcached.weights.locks import FileLock
 from kvcached.weights.paths import StorePaths
 from kvcached.weights.prefetch import Prefetch
 from kvcached.weights.space import StoreSpace
-from kvcached.weights.spec import TensorSpec
+from kvcached.weights.spec import CheckpointTensor, TensorSpec
 
 _READ_BYTES = 8 << 20
 
