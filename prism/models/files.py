@@ -1,4 +1,4 @@
-"""Reader of a model's config.json and of the headers of its safetensors, without torch."""
+"""Reader of a model's config.json and of the headers of its weights, without torch."""
 
 from __future__ import annotations
 
@@ -297,6 +297,10 @@ def quantized_by(config: Mapping[str, Any], path: Path) -> str:
 
 def _quantization(config: Mapping[str, Any], path: Path) -> tuple[str, Mapping[str, Any]]:
     """Returns the method (see `quantized_by`), and the values that describe it."""
+    from prism.models.gguf.gguf_weights import GGUF, has_gguf
+
+    if has_gguf(path):
+        return GGUF, {}
     method, described = next(_methods(config), ("", dict[str, Any]()))
     file = path / _MODELOPT
     if not file.is_file():
@@ -350,11 +354,14 @@ def _weights(path: Path, tied: bool, key: str, *, in_part: bool) -> dict[str, Ch
     embedding's memory, even if the file stores it again."""
     from kvcached import Checkpoint
     from kvcached.errors import WeightFileError
+    from prism.models.gguf.gguf_weights import has_gguf, kept
 
     try:
         tensors = Checkpoint.open(path).tensors
     except WeightFileError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if has_gguf(path):
+        return {tensor.name: tensor for tensor in kept(tensors)}
     return {
         name: tensor
         for name, tensor in tensors.items()

@@ -47,6 +47,11 @@ def is_prepared(recipe: Recipe, directory: Path) -> bool:
     return bool(mark == _mark(recipe))
 
 
+def is_made(folder: Path) -> bool:
+    """Returns whether `prepare` made the folder."""
+    return (folder / RECIPE_FILE).is_file()
+
+
 def prepare(recipe: Recipe, directory: Path, progress: Progress) -> Path:
     """Makes the model unless it exists. Returns its directory.
 
@@ -71,7 +76,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress) -> Path:
 
 
 def _reject_foreign(target: Path) -> None:
-    if not target.exists() or (target / RECIPE_FILE).is_file():
+    if not target.exists() or is_made(target):
         return
     if not target.is_dir() or any(target.iterdir()):
         raise ModelSourceError(

@@ -13,6 +13,7 @@ from typing import Any
 from kvcached import Checkpoint, CheckpointTensor, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config, vision_of_config
 from prism.models.files import quantized_by
+from prism.models.gguf.gguf_weights import GGUF, as_in_transformers
 from prism.models.text_part import text_weight
 from prism.models.weight_names import is_known
 
@@ -42,18 +43,21 @@ def weights_differ(
     """Returns how the tensors in the folder `model` differ from `config`, with the tensor and what
     to change, "" if an engine can load them. Only headers are read.
 
-    Tensors that engines ignore may be there, too. Quantized ones are not compared.
+    Tensors that engines ignore may be there, too. Quantized ones are only compared if they are in
+    GGUF, where they have the same names and shapes.
 
     Args:
         words: of the names that the engine's loader knows (`weight_names`); empty: not known.
         in_part: they are a whole model's, whose language model `config` describes.
     """
-    if quantized_by(config, model):
+    checkpoint, method = Checkpoint.open(model), quantized_by(config, model)
+    if method and method != GGUF:
         return ""
+    tensors = as_in_transformers(checkpoint) if method else checkpoint.tensors
     shape = shape_of_config(config)
     layers: dict[int, dict[str, CheckpointTensor]] = defaultdict(dict)
     others = {}
-    for whole_name, tensor in Checkpoint.open(model).tensors.items():
+    for whole_name, tensor in tensors.items():
         name = text_weight(whole_name) if in_part else whole_name
         if name is None or _IGNORED.search(name):
             continue

@@ -65,14 +65,14 @@ def test_bounds_of_copies_follow_the_devices(folder: Path) -> None:
 
 def test_a_model_in_another_format_is_refused(folder: Path) -> None:
     data = copy.deepcopy(GOOD)
-    weights = (folder / "a" / "model.safetensors").rename(folder / "a" / "model-Q4_0.gguf")
+    weights = (folder / "a" / "model.safetensors").rename(folder / "a" / "pytorch_model.bin")
     for path, named in (("a", weights.parent), (str(weights), weights)):
         data["models"][0]["path"] = path
         with pytest.raises(ConfigError) as caught:
             load(written(folder, data))
         assert str(caught.value) == (
-            f"{folder}/prism.yaml: models[0].path: {named} has its weights as GGUF, which is not"
-            " served; give a model with *.safetensors"
+            f"{folder}/prism.yaml: models[0].path: {named} has its weights as PyTorch's .bin,"
+            " which is not served; give a model with *.safetensors"
         )
 
 

@@ -72,4 +72,5 @@ def test_weights_that_engines_cannot_load_are_refused(
 
 @pytest.mark.sglang
 def test_sglang_has_the_methods() -> None:
-    assert quantizations() == {"awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"}
+    plain = {"awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"}
+    assert quantizations() == plain | {"gguf"}

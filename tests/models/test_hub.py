@@ -78,9 +78,12 @@ def prism_models(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)),
-        ("a/b@v1.0", ("a/b", "v1.0")),
-        ("a/b@refs/pr/1", ("a/b", "refs/pr/1")),
+        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None, "")),
+        ("a/b@v1.0", ("a/b", "v1.0", "")),
+        ("a/b@refs/pr/1", ("a/b", "refs/pr/1", "")),
+        ("a/b/c.gguf", ("a/b", None, "c.gguf")),
+        ("a/b/c/d.gguf@v1", ("a/b", "v1", "c/d.gguf")),
+        ("a/b:Q4_K_M@v1", ("a/b", "v1", "*-Q4_K_M.gguf")),
         ("model", None),
         ("/a/b", None),
         ("./b", None),
@@ -93,7 +96,9 @@ def prism_models(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("a/b c", None),
     ],
 )
-def test_a_hubs_name_differs_from_a_folder(text: str, parts: tuple[str, str | None] | None) -> None:
+def test_a_hubs_name_differs_from_a_folder(
+    text: str, parts: tuple[str, str | None, str] | None
+) -> None:
     assert split_name(text) == parts
 
 
@@ -117,6 +122,31 @@ def test_only_what_an_engine_needs_is_downloaded_once(hub: Hub, model: dict[str,
     assert hub.requests == []
     assert pulled(NAME, ignore) == folder
     assert not [each for each in hub.requests if "resolve" in each]
+
+
+def test_one_file_in_gguf_is_downloaded(hub: Hub) -> None:
+    files = {"config.json": b"{}", "m-Q4_0.gguf": b"GGUF", "m-Q8_0.gguf": b"", "a.safetensors": b""}
+    hub.add(NAME, {**files, "sub/m-Q4_0.gguf": b"G"})
+    found = pulled(f"{NAME}/m-Q4_0.gguf", ignore)
+    assert (found.name, found.read_bytes()) == ("m-Q4_0.gguf", b"GGUF")
+    assert sorted(files_of(found.parent)) == ["config.json", "m-Q4_0.gguf"]
+    hub.requests.clear()
+    assert fetched(f"{NAME}/m-Q4_0.gguf", ignore) == found
+    assert hub.requests == []
+    assert pulled(f"{NAME}:Q8_0", ignore).name == "m-Q8_0.gguf"
+    assert cached(f"{NAME}:Q8_0").name == "m-Q8_0.gguf"
+    several = "m-Q4_0.gguf, m-Q8_0.gguf, sub/m-Q4_0.gguf"
+    for name, file in ((":Q4_0", "*-Q4_0.gguf"), ("/other.gguf", "other.gguf")):
+        assert refused(f"{NAME}{name}") == (
+            f"{NAME} does not have one {file}; give ORG/NAME/FILE.gguf, with one of its files:"
+            f" {several}"
+        )
+    with pytest.raises(NotDownloadedError, match=f"run prism-models pull {NAME}:Q5_0@v2$"):
+        cached(f"{NAME}:Q5_0@v2")
+    with pytest.raises(NotDownloadedError, match=f"run prism-models pull {NAME}/m-Q5_0.gguf$"):
+        cached(f"{NAME}/m-Q5_0.gguf")
+    part = f"{NAME}/m-00001-of-00002.gguf"
+    assert refused(part) == f"{part} is a part of a model; give a model in one file"
 
 
 def test_a_newer_commit_is_taken_by_a_pull_alone(hub: Hub, model: dict[str, bytes]) -> None:
@@ -227,7 +257,10 @@ def not_a_hub(hub: Hub) -> str:
 
 def gguf(hub: Hub) -> str:
     hub.add(NAME, {"config.json": b"{}", "model-Q4_0.gguf": b"GGUF", "a.bin": b""})
-    return f"{NAME} has its weights as GGUF, which is not served; give a model with *.safetensors"
+    return (
+        f"{NAME} has its weights in GGUF; give ORG/NAME/FILE.gguf, with one of its files:"
+        " model-Q4_0.gguf"
+    )
 
 
 def pickled(hub: Hub) -> str:
@@ -255,7 +288,7 @@ def test_names_and_revisions_that_do_not_exist(hub: Hub) -> None:
     assert refused(f"{NAME}@v9").startswith(f"{NAME} does not have the revision v9; correct the")
     assert refused("tiny").startswith("'tiny' is not a hub's name; write ORG/NAME")
     assert refused("org/a--b..c").startswith("org/a--b..c is not a valid name of a model")
-    assert refused("org/m.gguf").startswith("org/m.gguf is a GGUF file, which is not served")
+    assert refused("org/m.gguf").startswith("org/m.gguf does not have a repository; write ORG/")
 
 
 def test_a_token_is_used_and_never_written(
@@ -408,8 +441,9 @@ def snapshot_download(model_id, revision, local_files_only=False, **_):
 def test_formats_of_a_folder() -> None:
     check_format(["config.json"], "x")
     check_format(["a.gguf", "model.safetensors"], "x")
-    with pytest.raises(ConfigError, match="x has its weights as GGUF, which is not served"):
-        check_format(["config.json", "a.gguf"], "x")
+    check_format(["a.gguf", "a.bin"], "x")
+    with pytest.raises(ConfigError, match=r"x has its weights as PyTorch's .bin, which is not"):
+        check_format(["config.json", "a.bin"], "x")
 
 
 def test_the_help_has_examples() -> None:

@@ -141,15 +141,15 @@ def _network(name: str) -> Any:
     return network(path_of(name))
 
 
-def network(path: Path) -> Any:
-    """Returns transformers' model of the files in `path`."""
+def network(path: Path, **options: Any) -> Any:
+    """Returns transformers' model of the files in `path`, read with its `options`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own, of its imports
         import torch
 
         torch.set_num_threads(1)
         auto = import_transformers().AutoModelForCausalLM
-        return auto.from_pretrained(path, dtype=torch.float32).eval()
+        return auto.from_pretrained(path, dtype=torch.float32, **options).eval()
 
 
 def greedy(name: str, prompt: list[int], tokens: int) -> list[int]:

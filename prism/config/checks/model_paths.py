@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prism.errors import ConfigError, ModelSourceError
+from prism.models.gguf.gguf_folder import folder_of_gguf
+from prism.models.gguf.gguf_weights import has_gguf
 from prism.models.hub.hub_model import check_format, split_name
 
 # Returns the folder of a model by its name in a hub. Raises ConfigError or ModelSourceError.
@@ -23,16 +25,20 @@ def hub_name_of(base_dir: Path, path: str) -> str:
 
 
 def folder_of(base_dir: Path, path: str, key: str, of_hub: OfHub) -> tuple[Path, str]:
-    """Returns the folder of `path`, and its name in a hub if it is one. Raises the errors of
-    `hub_folder`."""
+    """Returns the folder of `path`, and its name in a hub if it is one. That of a GGUF file has its
+    configuration, and a link to it. Raises ConfigError and the errors of `hub_folder`."""
     name = hub_name_of(base_dir, path)
-    return (hub_folder(name, base_dir, key, of_hub) if name else absolute(base_dir, path)), name
+    found = hub_folder(name, base_dir, key, of_hub) if name else absolute(base_dir, path)
+    return (folder_of_gguf(found, key) if has_gguf(found) else found), name
 
 
 def check_folder(folder: Path, path: str, key: str) -> None:
-    """Raises ConfigError if `folder` is not a folder, or has weights only as GGUF and the like."""
+    """Raises ConfigError if `folder` is neither a folder nor a GGUF file, or has weights only as
+    .bin and the like."""
     if folder.is_dir():
         check_format((each.name for each in folder.iterdir()), f"{key}: {folder}")
+        return
+    if has_gguf(folder):
         return
     if folder.is_file():
         check_format([folder.name], f"{key}: {folder}")

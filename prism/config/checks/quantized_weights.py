@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prism.config.checks.memory_needs import EngineTraits
 from prism.errors import ConfigError
+from prism.models.gguf.gguf_weights import GGUF
 
 
 def check_quantization(
@@ -23,3 +24,13 @@ def check_quantization(
     else:
         why = "which its engines do not load: give it another adapter"
     raise ConfigError(f"{key}: {path} has weights quantized by {method}, {why}, or other weights")
+
+
+def check_alone(method: str, key: str, *, tp: int, adapters: bool) -> None:
+    """Raises ConfigError for weights in GGUF on several devices or with LoRA adapters, which cannot
+    divide or change rows of blocks."""
+    if method == GGUF and (tp > 1 or adapters):
+        name = "tp" if tp > 1 else "lora"
+        raise ConfigError(
+            f"{key}.{name}: is not supported for weights in GGUF; remove it, or give *.safetensors"
+        )

@@ -36,9 +36,9 @@ class ModelYaml(Strict, frozen=True):
 
     # The model's name in requests.
     name: str
-    # The folder with config.json, the tokenizer and the safetensors files. Relative paths start at
-    # the YAML's folder. A model that is in no folder has its name in a hub here: ORG/NAME or
-    # ORG/NAME@REVISION. See docs/model-hubs.md.
+    # The folder with config.json, the tokenizer and the safetensors files, or a GGUF file. Relative
+    # paths start at the YAML's folder. A model that is in no folder has its name in a hub here:
+    # ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf. See docs/model-hubs.md.
     path: str
     # The SLO of requests that do not have one.
     slo: ModelSloYaml = ModelSloYaml()

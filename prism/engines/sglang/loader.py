@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +20,24 @@ from torch import nn
 
 from kvcached.engines.sglang.memory import active_memory
 from prism.engines import parameters
+from prism.engines.sglang import gguf_loading
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.weights.model_weights import ModelWeights
+from prism.models.gguf.gguf_weights import GGUF
 from prism.models.text_part import PART, text_weight
 
 # Parameters on the meta device get their memory, in pages, after the model is built. SGLang would
 # make others for transformers' modules, without the loaders that divide them over ranks.
 TransformersBase._init_parameters = lambda _self, _module: None
 
-_UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
+# Methods that leave parameters where they are. Those in GGUF are joined before they are laid out.
+_IN_PLACE = (
+    *gguf_loading.METHODS,
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
 
 
 class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
@@ -42,18 +51,26 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         memory = active_memory()
         assert isinstance(memory, EngineMemory)
         device = torch.device(device_config.device)
+        path = Path(model_config.model_path)
+        in_gguf = model_config.quantization == GGUF
         quantization = stock._get_quantization_config(model_config, self.load_config)
 
         def build() -> nn.Module:
             with device:
                 model = stock._initialize_model(model_config, self.load_config, quantization)
-            if model_config.hf_text_config.tie_word_embeddings:
+            if in_gguf:
+                gguf_loading.make_parameters(model, path, model_config.dtype)
+            elif model_config.hf_text_config.tie_word_embeddings:
                 _tie(model)
             return model
 
         def read(model: nn.Module) -> None:
-            tensors = self._tensors(model_config, model, memory.weights)
-            self.load_weights_only(model, tensors, device)
+            if in_gguf:
+                ahead = memory.weights.prefetched()
+                gguf_loading.read(model, path, model_config.dtype, ahead)
+            else:
+                tensors = self._tensors(model_config, model, memory.weights)
+                self.load_weights_only(model, tensors, device)
             if device.type == gpu.CUDA:
                 torch.cuda.synchronize()
 
@@ -62,7 +79,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
                 module.quant_method.process_weights_after_loading(module)
 
         with stock.set_default_torch_dtype(model_config.dtype):
-            steps = parameters.EngineLoader(build, read, _modules, finish, _is_quantized)
+            steps = parameters.EngineLoader(build, read, _modules, finish, _repacks)
             return parameters.load(memory, steps)
 
     def _tensors(
@@ -98,5 +115,5 @@ def _modules(model: nn.Module) -> list[nn.Module]:
     return [module for module, _ in stock._modules_with_quant_method(model)]
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return not isinstance(module.quant_method, _UNQUANTIZED)
+def _repacks(module: nn.Module) -> bool:
+    return not isinstance(module.quant_method, _IN_PLACE)

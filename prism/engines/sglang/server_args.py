@@ -16,6 +16,7 @@ from prism.engines.sglang import lora_adapters
 from prism.engines.sglang.loader import KvcachedLoader
 from prism.engines.sglang.platform import gpu, supported_models
 from prism.messages.engine import ActivateEngine
+from prism.models.gguf.gguf_weights import GGUF, has_gguf
 
 # SGLang rejects prompts of its context minus 6 tokens or more and ends requests one token early.
 # With this many additional positions a request may fill the model's whole context. Positions above
@@ -28,10 +29,15 @@ def build(
 ) -> ServerArgs:
     """Returns arguments that make SGLang deterministic and free of sockets, with one process per
     rank."""
-    config: dict[str, Any] = json.loads((Path(order.model.path) / "config.json").read_text())
+    path = Path(order.model.path)
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    in_gguf = has_gguf(path)
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora_adapters.settings(order.model.lora, device)
-    common["json_model_override_args"] = json.dumps(supported_models.overrides(config))
+    common["json_model_override_args"] = json.dumps(
+        supported_models.overrides(config, in_gguf=in_gguf)
+    )
+    common |= {"quantization": GGUF} if in_gguf else {}
     own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host(config)
     return ServerArgs(**common, **own)
 

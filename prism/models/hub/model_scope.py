@@ -7,31 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from prism.errors import ConfigError, ModelSourceError, NotDownloadedError
-from prism.models.hub.hub_model import IGNORED, WANTED, joined
+from prism.models.hub.hub_model import IGNORED, HubName, joined
 
 
-def cached(repo: str, revision: str | None) -> Path:
+def cached(hub_name: HubName) -> Path:
     """Returns the folder of a revision in the cache. Raises NotDownloadedError."""
+    repo, revision, _ = hub_name
     library, failures = _imported()
     try:
         return Path(library.snapshot_download(repo, revision=revision, local_files_only=True))
     except failures as error:
-        name = joined(repo, revision)
+        name = joined(*hub_name)
         raise NotDownloadedError(
             f"{name} is not in the cache of ModelScope; run prism-models pull {name}"
         ) from error
 
 
-def download(repo: str, revision: str | None) -> Path:
+def download(hub_name: HubName) -> Path:
     """Downloads a revision. Returns the folder. Raises ModelSourceError."""
+    repo, revision, _ = hub_name
     library, failures = _imported()
-    wanted = {"allow_patterns": WANTED, "ignore_patterns": IGNORED}
+    wanted = {"allow_patterns": hub_name.wanted, "ignore_patterns": IGNORED}
     try:
         return Path(library.snapshot_download(repo, revision=revision, **wanted))
     except failures as error:
         why = " ".join(str(error).split())[:200]
         raise ModelSourceError(
-            f"{joined(repo, revision)}: ModelScope's download failed: {why}; correct the name, or"
+            f"{joined(*hub_name)}: ModelScope's download failed: {why}; correct the name, or"
             " try again"
         ) from error
 

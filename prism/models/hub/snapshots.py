@@ -18,23 +18,24 @@ from huggingface_hub.utils import logging as hub_logging
 from prism.errors import ConfigError, ModelSourceError, NotDownloadedError
 from prism.models.hub.download_progress import ends_at_once, lines, shown
 from prism.models.hub.hub_errors import FAILURES, endpoint, refusal
-from prism.models.hub.hub_model import IGNORED, WANTED, Say, check_format, joined
+from prism.models.hub.hub_model import IGNORED, HubName, Say, check_format, joined
 
 
-def cached(repo: str, revision: str | None) -> Path:
+def cached(hub_name: HubName) -> Path:
     """Returns the folder of a revision in the cache. Raises NotDownloadedError."""
+    repo, revision, file = hub_name
     try:
         found = snapshot_download(
             repo,
             revision=revision,
             local_files_only=True,
-            allow_patterns=WANTED,
+            allow_patterns=hub_name.wanted,
             ignore_patterns=IGNORED,
         )
     except LocalEntryNotFoundError as error:
         lacks = "is incomplete" if isinstance(error, IncompleteSnapshotError) else "is not"
         offline = "unset HF_HUB_OFFLINE and " if constants.HF_HUB_OFFLINE else ""
-        name = joined(repo, revision)
+        name = joined(repo, revision, file)
         raise NotDownloadedError(
             f"{name} {lacks} in the cache {constants.HF_HUB_CACHE}; {offline}run prism-models"
             f" pull {name}"
@@ -42,19 +43,20 @@ def cached(repo: str, revision: str | None) -> Path:
     return Path(found)
 
 
-def download(repo: str, revision: str | None, say: Say) -> Path:
+def download(hub_name: HubName, say: Say) -> Path:
     """Downloads the files of a revision that the cache does not have. Returns the folder. With
     HF_HUB_OFFLINE, returns that in the cache. Raises ConfigError or ModelSourceError."""
     if constants.HF_HUB_OFFLINE:
-        return cached(repo, revision)
+        return cached(hub_name)
+    repo, revision, _ = hub_name
     with _quiet(), ends_at_once():
         try:
-            total_bytes = _prepare(repo, revision, say)
-            bars = None if sys.stderr.isatty() else lines(joined(repo, revision), total_bytes, say)
+            total_bytes = _prepare(hub_name, say)
+            bars = None if sys.stderr.isatty() else lines(joined(*hub_name), total_bytes, say)
             found = snapshot_download(
                 repo,
                 revision=revision,
-                allow_patterns=WANTED,
+                allow_patterns=hub_name.wanted,
                 ignore_patterns=IGNORED,
                 tqdm_class=bars,
             )
@@ -63,16 +65,19 @@ def download(repo: str, revision: str | None, say: Say) -> Path:
     return Path(found)
 
 
-def _prepare(repo: str, revision: str | None, say: Say) -> int:
+def _prepare(hub_name: HubName, say: Say) -> int:
     """Checks the files' formats and the room for them, and says what is downloaded. Returns its
     bytes."""
-    name, cache = joined(repo, revision), Path(constants.HF_HUB_CACHE)
+    repo, revision, _ = hub_name
+    name, cache = joined(*hub_name), Path(constants.HF_HUB_CACHE)
     info = HfApi().model_info(
         repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
     )
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = list(filter_repo_objects(sizes, allow_patterns=WANTED, ignore_patterns=IGNORED))
-    _check_files(sizes, wanted, name)
+    wanted = list(
+        filter_repo_objects(sizes, allow_patterns=hub_name.wanted, ignore_patterns=IGNORED)
+    )
+    _check_files(sizes, wanted, hub_name)
     present = (try_to_load_from_cache(repo, file, revision=info.sha) for file in wanted)
     absent = [file for file, path in zip(wanted, present, strict=True) if not isinstance(path, str)]
     total_bytes = sum(sizes[file] for file in absent)
@@ -88,8 +93,18 @@ def _prepare(repo: str, revision: str | None, say: Say) -> int:
     return total_bytes
 
 
-def _check_files(files: Iterable[str], wanted: Sequence[str], name: str) -> None:
+def _check_files(files: Iterable[str], wanted: Sequence[str], hub_name: HubName) -> None:
     """Raises ConfigError if a repository does not have what an engine needs."""
+    name, in_gguf = (
+        joined(hub_name.repo, hub_name.revision),
+        [f for f in files if f[-5:] == ".gguf"],
+    )
+    if hub_name.file:
+        if len(hub_name.found_in(wanted)) != 1:
+            raise ConfigError(f"{name} does not have one {hub_name.file}; {_named(in_gguf)}")
+        return
+    if in_gguf and not any(file.endswith(".safetensors") for file in files):
+        raise ConfigError(f"{name} has its weights in GGUF; {_named(in_gguf)}")
     if not any(file.endswith(".safetensors") for file in wanted):
         check_format((file for file in files if not file.endswith(".safetensors")), name)
     for part in ("config.json", ".safetensors"):
@@ -97,6 +112,11 @@ def _check_files(files: Iterable[str], wanted: Sequence[str], name: str) -> None
             raise ConfigError(
                 f"{name} does not have {part}; give a model in the format of transformers"
             )
+
+
+def _named(files: Sequence[str]) -> str:
+    shown = ", ".join(files[:5]) + (f" or one of {len(files) - 5} more" if len(files) > 5 else "")
+    return f"give ORG/NAME/FILE.gguf, with one of its files: {shown or 'none'}"
 
 
 def _existing(folder: Path) -> Path:

@@ -1,0 +1,1 @@
+"""Models in GGUF: the folder of one, and its tensors."""
