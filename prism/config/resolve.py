@@ -33,7 +33,7 @@ from prism.config.checks.model_paths import (
 )
 from prism.config.checks.names import check_model_names, check_names
 from prism.config.checks.nodes import FRONTENDS_MAX, cluster_key_of, devices_of, nodes_of
-from prism.config.checks.quantized_weights import check_alone, check_quantization
+from prism.config.checks.quantized_weights import check_options, check_quantization
 from prism.config.policy_knobs import live_policy
 from prism.config.reader import read_yaml
 from prism.config.schema.access import ApiKey, check_origins
@@ -369,7 +369,7 @@ def _model(
         raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
     if method := files.quantization:
         check_quantization(method, path, f"{key}.path", traits, on_gpus=on_gpus)
-        check_alone(method, key, tp=data.tp, adapters=bool(data.lora))
+        check_options(method, key, dtype, tp=data.tp, adapters=bool(data.lora))
     kv_dtype = kv_cache_dtype(data.kv_cache_dtype, dtype, files, key, traits)
     if on_gpus and kv_dtype != dtype:
         is_latent = files.pools.latent_rope_dim is not None

@@ -25,11 +25,15 @@ KV_DTYPE_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 # Valid dtypes in a config.json that do not determine the dtype in an engine.
 _OPEN_DTYPES = ("auto", "float64", "float8_e4m3fn", "float8_e5m2")
 
-# Buffers that some checkpoints have and no engine loads: masks of GPT-2 and Pythia, rotary tables.
-_BUFFERS = re.compile(r"(\.(attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+# Buffers that some checkpoints have and no engine loads: masks of GPT-2 and Pythia, rotary tables,
+# numbers for the format of bitsandbytes' matrices.
+_BUFFERS = re.compile(
+    r"(\.(attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|\.weight_format)$"
+)
 _TEXT_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 # Keys of a config.json, at any depth, whose presence means quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
+BITSANDBYTES = "bitsandbytes"  # method of quantized weights
 # File of NVIDIA's ModelOpt in the place of these keys.
 _MODELOPT = "hf_quant_config.json"
 

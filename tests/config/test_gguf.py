@@ -130,7 +130,7 @@ def test_bytes_are_those_of_fused_rows(file: Path, source: Path, types: dict[str
 def test_models_that_are_refused(file: Path, source: Path) -> None:
     folder = file.parent
     assert refused(folder, "m.gguf", tp=2) == (
-        "models[0].tp: is not supported for weights in GGUF; remove it, or give *.safetensors"
+        "models[0].tp: is not supported for weights of gguf; remove it, or give other weights"
     )
     scaled = write_gguf(source, folder / "s.gguf", Q4_0, rope__scaling__type="yarn")
     assert "s.gguf: transformers cannot read its header: it does not read scaled rotary" in (
@@ -174,6 +174,6 @@ def test_other_families_are_named(file: Path, source: Path) -> None:
     beside(source, file.parent, model_type="gemma", architectures=["GemmaForCausalLM"])
     folder = folder_of_gguf(file, "k")
     assert refuses(folder) == (
-        f"{folder} is in GGUF, which SGLang reads for llama, qwen2, qwen3, but not for gemma; give"
+        f"{folder} is in GGUF, which SGLang reads for llama, qwen2, qwen3, not for gemma; give"
         " *.safetensors"
     )

@@ -131,6 +131,7 @@ def test_graphs_can_be_off() -> None:
     order = ActivateEngine(spec_of(LLAMA, 512), max_running=7)
     lazy = server_args.on_gpu(order, EngineConfig(attention_backend="triton"))
     off = server_args.on_gpu(order, EngineConfig(cuda_graphs="off", attention_backend="fa3"))
+    assert server_args.on_gpu(order, EngineConfig(), captures=False)["disable_decode_cuda_graph"]
     assert (lazy["cuda_graph_max_bs_decode"], lazy["attention_backend"]) == (7, "triton")
     assert (off["disable_decode_cuda_graph"], off["attention_backend"]) == (True, "fa3")
     assert (lazy | off).keys() <= inspect.signature(ServerArgs).parameters.keys()

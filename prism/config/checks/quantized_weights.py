@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prism.config.checks.memory_needs import EngineTraits
 from prism.errors import ConfigError
+from prism.models.files import BITSANDBYTES
 from prism.models.gguf.gguf_weights import GGUF
 
 
@@ -26,11 +27,16 @@ def check_quantization(
     raise ConfigError(f"{key}: {path} has weights quantized by {method}, {why}, or other weights")
 
 
-def check_alone(method: str, key: str, *, tp: int, adapters: bool) -> None:
-    """Raises ConfigError for weights in GGUF on several devices or with LoRA adapters, which cannot
-    divide or change rows of blocks."""
-    if method == GGUF and (tp > 1 or adapters):
+def check_options(method: str, key: str, dtype: str, *, tp: int, adapters: bool) -> None:
+    """Raises ConfigError for options that weights in blocks do not have. Several devices and LoRA
+    adapters cannot divide or change their rows, and bitsandbytes computes in 16 bits."""
+    if method not in (GGUF, BITSANDBYTES):
+        return
+    if tp > 1 or adapters:
         name = "tp" if tp > 1 else "lora"
         raise ConfigError(
-            f"{key}.{name}: is not supported for weights in GGUF; remove it, or give *.safetensors"
+            f"{key}.{name}: is not supported for weights of {method}; remove it, or give other"
+            " weights"
         )
+    if method == BITSANDBYTES and dtype == "float32":
+        raise ConfigError(f"{key}.dtype: {method} does not compute in float32; choose bfloat16")

@@ -20,10 +20,11 @@ from torch import nn
 
 from kvcached.engines.sglang.memory import active_memory
 from prism.engines import parameters
-from prism.engines.sglang import gguf_loading
+from prism.engines.sglang import bitsandbytes_loading, gguf_loading
 from prism.engines.sglang.memory import EngineMemory
 from prism.engines.sglang.platform import gpu
 from prism.engines.weights.model_weights import ModelWeights
+from prism.models.files import BITSANDBYTES
 from prism.models.gguf.gguf_weights import GGUF
 from prism.models.text_part import PART, text_weight
 
@@ -34,6 +35,7 @@ TransformersBase._init_parameters = lambda _self, _module: None
 # Methods that leave parameters where they are. Those in GGUF are joined before they are laid out.
 _IN_PLACE = (
     *gguf_loading.METHODS,
+    bitsandbytes_loading.METHOD,
     UnquantizedEmbeddingMethod,
     UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
@@ -53,6 +55,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         device = torch.device(device_config.device)
         path = Path(model_config.model_path)
         in_gguf = model_config.quantization == GGUF
+        states: dict[str, nn.Parameter] = {}
         quantization = stock._get_quantization_config(model_config, self.load_config)
 
         def build() -> nn.Module:
@@ -60,7 +63,9 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
                 model = stock._initialize_model(model_config, self.load_config, quantization)
             if in_gguf:
                 gguf_loading.make_parameters(model, path, model_config.dtype)
-            elif model_config.hf_text_config.tie_word_embeddings:
+            if model_config.quantization == BITSANDBYTES:
+                states.update(bitsandbytes_loading.make_states(model, path))
+            if not in_gguf and model_config.hf_text_config.tie_word_embeddings:
                 _tie(model)
             return model
 
@@ -70,6 +75,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
                 gguf_loading.read(model, path, model_config.dtype, ahead)
             else:
                 tensors = self._tensors(model_config, model, memory.weights)
+                tensors = bitsandbytes_loading.other_tensors(tensors, states)
                 self.load_weights_only(model, tensors, device)
             if device.type == gpu.CUDA:
                 torch.cuda.synchronize()
@@ -77,6 +83,8 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         def finish(module: nn.Module) -> None:
             with stock.device_loading_context(module, device):
                 module.quant_method.process_weights_after_loading(module)
+            if isinstance(module.quant_method, bitsandbytes_loading.METHOD):
+                bitsandbytes_loading.attach_states(module)
 
         with stock.set_default_torch_dtype(model_config.dtype):
             steps = parameters.EngineLoader(build, read, _modules, finish, _repacks)

@@ -14,7 +14,7 @@ from prism.config.schema.cluster_config import EngineConfig
 from prism.engines.model_memory import MemoryPlan
 from prism.engines.sglang import lora_adapters
 from prism.engines.sglang.loader import KvcachedLoader
-from prism.engines.sglang.platform import gpu, supported_models
+from prism.engines.sglang.platform import gpu, supported_models, weight_formats
 from prism.messages.engine import ActivateEngine
 from prism.models.gguf.gguf_weights import GGUF, has_gguf
 
@@ -38,7 +38,8 @@ def build(
         supported_models.overrides(config, in_gguf=in_gguf)
     )
     common |= {"quantization": GGUF} if in_gguf else {}
-    own = on_gpu(order, engine) if gpu.is_gpu(device) else on_host(config)
+    captures = not weight_formats.syncs(config)
+    own = on_gpu(order, engine, captures=captures) if gpu.is_gpu(device) else on_host(config)
     return ServerArgs(**common, **own)
 
 
@@ -52,7 +53,7 @@ def on_host(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def on_gpu(order: ActivateEngine, engine: EngineConfig) -> dict[str, Any]:
+def on_gpu(order: ActivateEngine, engine: EngineConfig, *, captures: bool = True) -> dict[str, Any]:
     """Returns the arguments for a GPU: SGLang's own kernels and backends, except for sampling.
 
     Each request has its own seed, and FlashInfer's sampling does not support seeds. Graphs of
@@ -65,7 +66,9 @@ def on_gpu(order: ActivateEngine, engine: EngineConfig) -> dict[str, Any]:
         "attention_backend": gpu.attention_backend(engine.attention_backend, order.model),
         "disable_prefill_cuda_graph": True,
     }
-    if engine.cuda_graphs == "off" or order.model.embedding:  # embeddings have no decode steps
+    if (
+        engine.cuda_graphs == "off" or not captures or order.model.embedding
+    ):  # embeddings have no decode steps
         return arguments | {"disable_decode_cuda_graph": True}
     # SGLang would unfreeze the objects that the fork server froze, and every later garbage
     # collection would traverse them.

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvcached import Checkpoint, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config
-from prism.models.gguf.gguf_weights import has_gguf, wrong_tensor
+from prism.engines.sglang.platform.weight_formats import wrong_format
+from prism.models.files import BITSANDBYTES
 from prism.models.kv_scheme import has_scales
 from prism.models.text_part import has_parts, text_config
 from prism.models.weight_names import class_sources, model_files, package_folder, words_of
@@ -132,6 +133,7 @@ _SPLIT_HEADS = frozenset({"exaone4"})
 # Methods of quantized weights, by the names that checkpoints and SGLang on a GPU have for them.
 _QUANTIZATIONS = {
     "awq": "awq_marlin",
+    BITSANDBYTES: "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     "gguf": "gguf",
@@ -139,15 +141,6 @@ _QUANTIZATIONS = {
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",
 }
-# Families whose weights SGLang reads from GGUF as transformers does, which
-# tests/sglang/test_gguf.py shows. It takes norms of Gemma for other values, does not know names of
-# further families, and does not load fused projections and experts.
-_GGUF = frozenset({"llama", "qwen2", "qwen3"})
-# Types of ggml for which it has kernels.
-_GGML_TYPES = frozenset(
-    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
-    | {"IQ1_M", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "IQ4_NL"}
-)
 # Families for which SGLang computes SiLU, whatever `hidden_act` says.
 _SILU = SERVED.union(*IMAGES.values()) - {
     "arcee",
@@ -314,22 +307,9 @@ def _refuses_text(model: Path, whole: dict[str, Any], embeds: bool) -> str:
             " another model or set embeddings: false"
         )
     words = words_of(model_files(_own_models(), kind, loader))
-    differs = _refuses_gguf(model, kind) or _scales_lost(model, architecture)
+    differs = wrong_format(model, config, kind) or _scales_lost(model, architecture)
     differs = differs or weights_differ(model, config, words, in_part=in_part)
     return f"{model} {differs}" if differs else ""
-
-
-def _refuses_gguf(model: Path, kind: str) -> str:
-    """Returns the reason why SGLang cannot serve a model in GGUF, "" for other formats and if none
-    is known."""
-    if not has_gguf(model):
-        return ""
-    if kind not in _GGUF:
-        served = ", ".join(sorted(_GGUF))
-        return (
-            f"is in GGUF, which SGLang reads for {served}, but not for {kind}; give *.safetensors"
-        )
-    return wrong_tensor(Checkpoint.open(model), _GGML_TYPES)
 
 
 def _refuses_images(model: Path, config: dict[str, Any]) -> str:
@@ -371,7 +351,7 @@ def _unknown(config: dict[str, Any]) -> str:
 
 def quantizations() -> frozenset[str]:
     """Returns the methods of quantized weights that the installed SGLang has and its ordinary
-    loaders read, which the one of bitsandbytes is not."""
+    loaders read."""
     if find_spec("sglang") is None:
         return frozenset()
     known = package_folder("sglang") / "srt" / "layers" / "quantization" / "__init__.py"
