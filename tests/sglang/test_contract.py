@@ -140,9 +140,14 @@ SEAMS: dict[str, str | None] = {
     "layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading": (
         "self, layer"
     ),
+    "layers.quantization.bitsandbytes:BitsAndBytesLinearMethod": None,
+    "layers.quantization.gguf:GGUFEmbeddingMethod": None,
+    "layers.quantization.gguf:GGUFLinearMethod": None,
     "layers.quantization.unquant:UnquantizedEmbeddingMethod": None,
     "layers.quantization.unquant:UnquantizedFusedMoEMethod": None,
     "layers.quantization.unquant:UnquantizedLinearMethod": None,
+    "model_loader.loader:GGUFModelLoader.load_model": "self, model_config, device_config",
+    "models.llama:LlamaForCausalLM.bitsandbytes_stacked_params_mapping": None,
     "model_loader.loader:_initialize_model": "model_config, load_config, quant_config",
     "model_loader.loader:_get_quantization_config": None,
     "model_loader.loader:set_default_torch_dtype": "dtype",

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,23 @@ def test_a_file_of_llama_cpp_answers_in_sentences(core: Any, make: Any) -> None:
     tokens = [token for chunk in chunks["r"] for token in chunk.token_ids]
     assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>"
     core.deactivate()
+
+
+def test_stock_servers_read_llama_in_the_order_of_the_file(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the config that SGLang's loader builds the model of."""
+    from sglang.srt.utils.hf_transformers.config import get_config
+
+    from kvcached.engines.sglang.hybrid import corrections
+
+    built = []
+    monkeypatch.setattr(
+        corrections, "_load_gguf", lambda _, model_config, **_more: built.append(model_config)
+    )
+    for kind in ("llama", "qwen2"):
+        _, file = make(kind, "Q4_0")
+        config = SimpleNamespace(hf_config=get_config(str(file), trust_remote_code=False))
+        corrections.load_gguf(None, model_config=config, device_config=None)
+    styles = [getattr(each.hf_config, "rope_is_neox_style", True) for each in built]
+    assert styles == [False, True]

@@ -67,6 +67,10 @@ CONTRACT = Contract(
         ),
         "sglang.srt.layers.radix_attention:RadixAttention": ("sliding_window_size",),
         "sglang.srt.layers.radix_attention:RadixAttention.forward": ("q", "k", "v"),
+        "sglang.srt.model_loader.loader:GGUFModelLoader.load_model": (
+            "model_config",
+            "device_config",
+        ),
         f"{_MODELS}.gemma3n_causal:Gemma3nForCausalLM.load_weights": ("weights",),
         f"{_MODELS}.gemma4_causal:Gemma4ForCausalLM.load_weights": ("weights",),
         f"{_MODELS}.llama4:Llama4ForCausalLM.load_weights": ("weights",),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor import model_runner
+from sglang.srt.model_loader.loader import GGUFModelLoader
 from sglang.srt.models import gemma3n_causal, hunyuan
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma4_causal import Gemma4ForCausalLM
@@ -21,6 +22,7 @@ from kvcached.models import shape_of_config
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
+_load_gguf = GGUFModelLoader.load_model
 _load_gemma3n = Gemma3nForCausalLM.load_weights
 _load_gemma4 = Gemma4ForCausalLM.load_weights
 _padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
@@ -34,6 +36,7 @@ def install() -> None:
     hunyuan.RadixAttention = FlatAttention
     model_runner.adjust_config_with_unaligned_cpu_tp = padded_sizes
     model_runner.resolve_sliding_window_size = window_of
+    GGUFModelLoader.load_model = load_gguf
     Gemma3nForCausalLM.load_weights = load_gemma3n
     Gemma4ForCausalLM.load_weights = load_gemma4
     Llama4ForCausalLM.load_weights = load_llama4
@@ -89,6 +92,14 @@ class WindowAttention(FlatAttention):
     def __init__(self, *args: Any, sliding_window_size: int | None = None, **kwargs: Any) -> None:
         before = None if sliding_window_size is None else sliding_window_size - 1
         super().__init__(*args, sliding_window_size=before, **kwargs)
+
+
+def load_gguf(loader: Any, *, model_config: Any, device_config: Any) -> nn.Module:
+    """Loads a model in GGUF, which has the rows of Llama's Q and K in the order of interleaved
+    rotary embeddings."""
+    if model_config.hf_config.model_type == "llama":
+        model_config.hf_config.rope_is_neox_style = False
+    return _load_gguf(loader, model_config=model_config, device_config=device_config)
 
 
 def load_gemma3n(model: Any, weights: Weights) -> Any:
