@@ -159,6 +159,13 @@ def test_tensors_that_are_refused(file: Path, source: Path) -> None:
         refused(folder, "m.gguf")
     )
     write_gguf(source, file, Q4_0)
+    file.write_bytes(
+        file.read_bytes().replace(b"blk.1.attn_norm.weight", b"blk.1.attn_k_norm.bias")
+    )
+    assert "has blk.1.attn_k_norm.bias, which SGLang does not load for llama; give" in (
+        refused(folder, "m.gguf")
+    )
+    write_gguf(source, file, Q4_0)
     beside(source, folder, num_hidden_layers=5)
     assert "lacks the tensors of layer 4, but config.json describes 5" in refused(folder, "m.gguf")
     beside(source, folder, intermediate_size=512)

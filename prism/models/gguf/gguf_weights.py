@@ -80,7 +80,7 @@ def wrong_tensor(checkpoint: Checkpoint, known: Iterable[str]) -> str:
     for name, tensor in checkpoint.tensors.items():
         if hf_name(name) is None and name != FREQUENCIES:
             return f"has {name}, which Llama and Qwen do not have; give *.safetensors"
-        if tensor.ggml_type not in types:
+        if tensor.ggml_type not in (types if len(tensor.shape) > 1 else PLAIN):
             return (
                 f"has {tensor.name} in {tensor.ggml_type}, for which SGLang does not have a kernel;"
                 " give a file in another type, such as Q4_K_M"

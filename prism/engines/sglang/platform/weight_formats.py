@@ -13,8 +13,10 @@ from prism.models.gguf.gguf_weights import has_gguf, wrong_tensor
 
 # Families whose weights SGLang reads from GGUF as transformers does, which
 # tests/sglang/test_gguf.py shows. It takes norms of Gemma for other values, does not know names of
-# further families, and does not load fused projections and experts.
-_GGUF = frozenset({"llama", "qwen2", "qwen3"})
+# further families, and does not load fused projections and experts. Each with the tensors that it
+# has besides Llama's, without which SGLang ignores them.
+_GGUF = {"llama": "", "qwen2": r"attn_[qkv]\.bias", "qwen3": r"attn_[qk]_norm\.weight"}
+_BESIDES = re.compile(r"blk\.\d+\.(.+\.bias|attn_[qk]_norm\.weight)")
 # Types of ggml for which it has kernels.
 _GGML_TYPES = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
@@ -50,7 +52,11 @@ def _wrong_gguf(model: Path, kind: str) -> str:
     if kind not in _GGUF:
         served = ", ".join(sorted(_GGUF))
         return f"is in GGUF, which SGLang reads for {served}, not for {kind}; give *.safetensors"
-    return wrong_tensor(Checkpoint.open(model), _GGML_TYPES)
+    checkpoint = Checkpoint.open(model)
+    for name in checkpoint.tensors:
+        if (match := _BESIDES.fullmatch(name)) and not re.fullmatch(_GGUF[kind], match[1]):
+            return f"has {name}, which SGLang does not load for {kind}; give *.safetensors"
+    return wrong_tensor(checkpoint, _GGML_TYPES)
 
 
 def _wrong_bitsandbytes(model: Path, described: dict[str, Any], kind: str) -> str:
