@@ -23,7 +23,8 @@ FOLDER_MODULES_MAX = 15
 PRODUCTS = ("kvcached", "lab", "prism", "prism_replay", "prism_sim")
 PROCESS_MODULES = {"__init__", "__main__", "main"}
 IN_EACH_ADAPTER = {
-    "adapter", "contract", "core", "host", "loader", "memory", "request_conversion", "scheduler",
+    "adapter", "contract", "core", "corrections", "host", "loader", "memory", "request_conversion",
+    "scheduler", "states",
 }  # fmt: skip
 
 # path -> why it may be longer than FILE_LINES_MAX

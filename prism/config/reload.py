@@ -64,6 +64,8 @@ FIXED = {
     "window_groups": "path",
     "state_bytes": "path",
     "whole_state_bytes": "path",
+    "state_layers": "path",
+    "state_groups": "path",
     "divided": "path",
     "weight_bytes": "path",
     "whole_weight_bytes": "path",

@@ -19,6 +19,7 @@ from prism.config.checks.memory_needs import (
     group_tokens,
     pools_of,
     side_need,
+    state_tokens,
     step_tokens,
     whole_pages,
 )
@@ -56,6 +57,8 @@ class MemoryPlan:
     # Groups of layers with a window in the main pool, and the tokens of a request in each.
     window_groups: int = 0
     group_tokens: int = 0
+    # Of a request's state, where it is in the main pool.
+    state_tokens: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -71,6 +74,8 @@ class MemoryPlan:
         of_side = side_need(self.layout, self.side)
         if self.window_groups:
             of_side = {"window_tokens": self.group_tokens, "window_share": self.window_groups}
+        if self.state_tokens:
+            of_side = {"state_tokens": self.state_tokens}
         return {"quantum_bytes": quantum_bytes, "quantum_tokens": tokens, **of_side}
 
     @property
@@ -109,6 +114,7 @@ def plan(
         side_tokens={"window": virtual_tokens, "state": order.max_running + _PADDING_BLOCKS},
         window_groups=spec.window_groups,
         group_tokens=group_tokens(spec, step) if spec.window_groups else 0,
+        state_tokens=state_tokens(spec),
     )
 
 

@@ -282,12 +282,12 @@ class ParameterView:
 
 
 def detach(model: nn.Module) -> list[ParameterView]:
-    """Sets the attributes that are views of parameters to None, since no other tensor may refer to
-    a parameter that gets other memory. Returns them for `attach`."""
+    """Sets the attributes and buffers that are views of parameters to None, since no other tensor
+    may refer to a parameter that gets other memory. Returns them for `attach`."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     views = []
     for module in model.modules():
-        for name, value in vars(module).items():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
             if isinstance(value, torch.Tensor) and id(value._base) in parameters:
                 geometry = (value.shape, value.stride(), value.storage_offset())
                 views.append(ParameterView(module, name, parameters[id(value._base)], geometry))

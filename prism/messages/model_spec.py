@@ -90,6 +90,9 @@ class ModelSpec(Wire, frozen=True):
     window_groups: int = 0
     state_bytes: int = 0  # of a sequence, whatever its length (Mamba, linear attention)
     whole_state_bytes: int = 0  # part of them that each device of several has
+    state_layers: int = 0  # with a state, each of the same size
+    # Groups of these layers, as of those with a window. 0: states have a separate pool.
+    state_groups: int = 0
     # Numbers that `tp` must divide, in addition to KV heads: what they count, and the number.
     divided: dict[str, int] = {}
     # Part of `weight_bytes`: tensors that engines derive from others, at first in their own memory.

@@ -111,6 +111,7 @@ class ModelFiles:
             **asdict(self.pools),
             "state_bytes": self.decoder.state_bytes(DTYPE_BYTES[dtype]),
             "whole_state_bytes": self.decoder.whole_state_bytes(DTYPE_BYTES[dtype]),
+            "state_layers": sum(layer.state is not None for layer in self.decoder.layers),
             "divided": self.decoder.divided,
             "weight_bytes": self.weight_bytes(dtype),
             "whole_weight_bytes": self._loaded_bytes(self.whole, dtype)

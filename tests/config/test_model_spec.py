@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from safetensors.numpy import save_file
 
 from kvcached import MLALayout
@@ -196,6 +198,19 @@ def test_windows_are_groups_where_they_share_blocks(tmp_path: Path) -> None:
     assert (spec.kv_layers, spec.window_groups) == (1, 5)
     [pool] = pools_of(spec, chunk_tokens=60)
     assert (pool.tokens, pool.layout) == (256 + 5 * 128, layout_of(split))
+
+
+def test_states_are_groups_where_they_share_blocks(tmp_path: Path) -> None:
+    """Counts a state of 64 numbers in each of two layers, more than a layer's KV of a block."""
+    kinds = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+    split = spec_of(make_model(tmp_path / "m", **LFM2 | kinds))
+    assert split.state_bytes == 2 * 64 * 4
+    spec = grouped(structs.replace(split, block_tokens=1), min)
+    assert (spec.kv_layers, spec.state_groups) == (1, 2)
+    blocks = 64 * 4 / split.token_bytes
+    assert spec.block_tokens == ceil(blocks)
+    [pool] = pools_of(spec, chunk_tokens=60)
+    assert pool.tokens == 256 + 2 * spec.block_tokens
 
 
 def test_a_state_is_counted_per_sequence(tmp_path: Path) -> None:

@@ -131,6 +131,24 @@ def sampled(pair: Pair) -> Iterator[Peaks]:
         thread.join()
 
 
+@contextmanager
+def largest_held(pair: Pair, model: str) -> Iterator[list[int]]:
+    """Yields a list that has the most bytes that the model's server held, afterwards."""
+    held, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(SAMPLE_S):
+            held[0] = max(held[0], pair.of(model).committed_bytes)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield held
+    finally:
+        done.set()
+        watcher.join()
+
+
 def check_peaks(pair: Pair, peaks: Peaks) -> None:
     """Checks that use exceeded one half and never exceeded the capacity."""
     assert peaks.samples > 10

@@ -106,12 +106,30 @@ def family(name: str, kind: str, settings: dict[str, Any]) -> tiny.TinyModel:
     return tiny.TinyModel(name, kind, "", context_length=512, settings=settings, recipe=recipe)
 
 
+# Models with states, and heads that vLLM's kernels compute: the gated delta rule, and Mamba 2.
+DELTA_NET = family("tiny-qwen3-next", "qwen3_next", TINY["qwen3_next"])
+MAMBA = family(
+    "tiny-granite-4",
+    "granitemoehybrid",
+    TINY["granitemoehybrid"] | {"hidden_size": 192, "mamba_d_head": 64},
+)
 FAMILIES = [family(f"family-{kind}", kind, settings) for kind, settings in TINY.items()]
 # One that answers in sentences, and the same again under another name.
 SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
 RECIPES: dict[str, Recipe] = {
     model.name: model
-    for model in (*tiny.TINY_MODELS, *FAMILIES, MOE, GEMMA3, GEMMA3_32, MLA, SMOLLM2, AGAIN)
+    for model in (
+        *tiny.TINY_MODELS,
+        *FAMILIES,
+        MOE,
+        GEMMA3,
+        GEMMA3_32,
+        MLA,
+        DELTA_NET,
+        MAMBA,
+        SMOLLM2,
+        AGAIN,
+    )
 }
 Kept = Callable[[Any], Any]
 TIE = 1e-3  # of `largest_gap`: less is rounding

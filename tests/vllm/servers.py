@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import psutil
 
@@ -47,3 +48,8 @@ class VllmServer(Server):
     @property
     def name(self) -> str:
         return f"{self.model}:{self.engine().pid}"
+
+
+def without_prefixes(model: str, folder: Path, **said: str) -> VllmServer:
+    """Starts a server without a prefix cache, so that requests alone hold memory."""
+    return VllmServer(model, folder, "--no-enable-prefix-caching", **said)

@@ -15,13 +15,12 @@ from prism.config.checks.adapters import with_layout
 from prism.engines.vllm import traits
 from prism.engines.vllm.capabilities import HEAD_DIMS, LATENT, SERVED, WINDOWS, refuses, weight_key
 from prism.messages.model_spec import ModelSpec
-from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest
 from tests.families import TINY
 from tests.sglang.conftest import config_of
-from tests.sglang.models import network, towards_zero
+from tests.sglang.models import family, network, towards_zero
 from tests.sglang.test_families import ask, leave, logs, prompts, spec_of, write_config
 from tests.vllm.environment import variables, vllm_python
 
@@ -29,12 +28,22 @@ from tests.vllm.environment import variables, vllm_python
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 
 HEADS = 6  # of each tiny model
+# Settings that follow from their width, that vLLM needs, and windows shorter than prompts.
+OTHERS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"mamba_d_head": 64},
+    "lfm2": {"block_dim": 192, "conv_dim": 192, "block_ff_dim": 160},
+    "llama4_text": {"attention_chunk_size": 32},
+    "minimax_m2": {"use_routing_bias": True},
+    "ministral": {"sliding_window": 32},
+    "nemotron_h": {"hybrid_override_pattern": "M*-M"},
+    "phimoe": {"attention_bias": True},
+}
 
 
 def settings_of(kind: str) -> dict[str, Any]:
     """Returns the settings of a tiny model with heads that vLLM's kernels compute, and without
     windows in all layers, which would limit its context."""
-    settings, dim = dict(TINY[kind]), min(HEAD_DIMS)
+    settings, dim = TINY[kind] | OTHERS.get(kind, {}), min(HEAD_DIMS)
     if "sliding_window" in settings and kind not in WINDOWS:
         settings["sliding_window"] = None
     if "kv_lora_rank" in settings:
@@ -48,8 +57,7 @@ def settings_of(kind: str) -> dict[str, Any]:
 
 def path_of(kind: str) -> Path:
     """Returns the folder of the tiny model of a family."""
-    settings = settings_of(kind)
-    model = tiny.TinyModel(f"wide-{kind}", kind, "", context_length=512, settings=settings)
+    model = family(f"wide-{kind}", kind, settings_of(kind))
     return prepare(model, default_directory(), lambda _text: None)
 
 
@@ -92,6 +100,15 @@ def test_answers_are_those_of_transformers(device: DeviceUnderTest, kind: str) -
     path = path_of(kind)
     assert refuses(path) == ""
     serve(device, spec_of(kind, path, WINDOWS, None), path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_latents_without_yarn_have_the_same_rotary_positions(device: DeviceUnderTest) -> None:
+    settings = settings_of("deepseek_v3") | {"rope_scaling": None}
+    model = family("wide-deepseek_v3-rope", "deepseek_v3", settings)
+    path = prepare(model, default_directory(), lambda _text: None)
+    serve(device, spec_of("deepseek_v3-rope", path, WINDOWS, None), path)
 
 
 @pytest.mark.long
@@ -147,6 +164,13 @@ CONDITIONS: list[tuple[str, dict[str, Any], str]] = [
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
         "has sliding windows in some layers, which vllm engines do not serve in this family",
+    ),
+    ("lfm2", {}, "has no block_dim, which vLLM reads without a default"),
+    ("nemotron_h", {}, "has experts without a gate, which vLLM computes on GPUs only"),
+    (
+        "granitemoehybrid",
+        {"mamba_d_head": 32, "layer_types": ["mamba", *["attention"] * 3]},
+        "has states in few layers",
     ),
 ]
 

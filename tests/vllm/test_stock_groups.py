@@ -4,17 +4,16 @@ device."""
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair, right
+from tests.engines.sharing import PAGE, Pair, largest_held, right
 from tests.engines.stock import CONTEXT, until
 from tests.sglang.models import GEMMA3_32, MOE, prompts, spec_of
-from tests.vllm.servers import BLOCK_TOKENS, VllmServer
+from tests.vllm.servers import BLOCK_TOKENS, without_prefixes
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -24,15 +23,11 @@ WEIGHTS_BYTES = sum(-(-spec_of(name).weight_bytes // PAGE) * PAGE for name in (W
 BLOCK_BYTES = BLOCK_TOKENS * 2 * (2 * 2 * 32 * 4)
 
 
-def server(model: str, folder: Path, **said: str) -> VllmServer:
-    """Starts a server without a prefix cache, so that requests alone hold memory."""
-    return VllmServer(model, folder, "--no-enable-prefix-caching", **said)
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair({WINDOWS: server, EXPERTS: server}, Path(folder), WEIGHTS_BYTES + (48 << 20))
+        servers = dict.fromkeys((WINDOWS, EXPERTS), without_prefixes)
+        made = Pair(servers, Path(folder), WEIGHTS_BYTES + (48 << 20))
         try:
             yield made
         finally:
@@ -48,18 +43,9 @@ def test_a_window_bounds_what_a_long_sequence_holds(pair: Pair) -> None:
     the 64 of a step and a block."""
     guaranteed_bytes = (CONTEXT // BLOCK_TOKENS + 4 + 1) * BLOCK_BYTES  # with that of padding
     assert pair.of(WINDOWS).min_bytes == -(-guaranteed_bytes // PAGE) * PAGE
-    held, done = [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(sharing.SAMPLE_S):
-            held.append(pair.of(WINDOWS).committed_bytes)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
     asked = prompts(WINDOWS, 1, (440, 440), seed=5)
-    answers = pair.servers[WINDOWS].answers(asked, 60)
-    done.set()
-    watcher.join()
+    with largest_held(pair, WINDOWS) as held:
+        answers = pair.servers[WINDOWS].answers(asked, 60)
     right(WINDOWS, asked, answers)
-    assert 14 * BLOCK_BYTES < max(held) <= pair.of(WINDOWS).min_bytes
+    assert 14 * BLOCK_BYTES < held[0] <= pair.of(WINDOWS).min_bytes
     until(lambda: pair.of(WINDOWS).committed_bytes == PAGE)

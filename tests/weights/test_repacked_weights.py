@@ -211,3 +211,14 @@ def test_a_parameter_outside_of_the_pages_is_an_error(memory: Any) -> None:
     model.norm.data = model.norm.data.clone()
     with pytest.raises(SelfCheckError, match=r"256B of parameters are outside .* \(norm\)"):
         parameters.check(model, memory.weights.pages)
+
+
+def test_a_buffer_that_is_a_view_follows_its_parameter() -> None:
+    model = nn.Conv1d(4, 4, 3)
+    model.register_buffer("flat", model.weight.view(4, -1), persistent=False)
+    views = parameters.detach(model)
+    assert model.flat is None
+    model.weight.data = torch.ones_like(model.weight)
+    parameters.attach(views)
+    assert torch.equal(model.flat, torch.ones(4, 12))
+    assert model.flat.data_ptr() == model.weight.data_ptr()

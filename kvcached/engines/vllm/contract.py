@@ -46,6 +46,32 @@ CONTRACT = Contract(
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft_n": ("n",),
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove": ("block",),
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.get_all_free_blocks": ("self",),
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:cpu_gdn_attention_core": (
+            "mixed_qkv",
+            "b",
+            "a",
+            "core_attn_out",
+            "layer_name",
+        ),
+        "vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu": (
+            "conv_states",
+            "query_start_loc",
+            "cache_indices",
+            "has_initial_state",
+            "activation",
+        ),
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu": (
+            "positions",
+            "query",
+            "key",
+        ),
+        "vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing": (
+            "router_logits",
+        ),
+        "vllm.model_executor.models.gemma3n:Gemma3nForCausalLM.forward": ("per_layer_inputs",),
+        "vllm.model_executor.models.gemma3n:Gemma3nTextModel.get_per_layer_input_embeddings": (
+            "input_ids",
+        ),
         "vllm.v1.worker.cpu_worker:CPUWorker.load_model": ("self",),
         "vllm.v1.worker.cpu_worker:CPUWorker.get_kv_cache_spec": ("self",),
         "vllm.v1.worker.cpu_worker:CPUWorker.get_supported_kv_cache_layouts": ("self",),
@@ -55,10 +81,12 @@ CONTRACT = Contract(
         "vllm.v1.worker.cpu_worker:CPUWorker._should_warm_up_model": ("self",),
     },
     attributes=(
+        "vllm.model_executor.models.commandr:Attention",
         "vllm.v1.engine:EngineCoreRequestType.WAKEUP",
         "vllm.v1.kv_cache_layout:KVCacheLayout.BLHNC",
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_MLA",
         "vllm.v1.kv_cache_interface:get_kv_cache_spec_kind",
+        "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec",
         "vllm.v1.kv_cache_interface:SlidingWindowSpec",
         "vllm.v1.core.kv_cache_coordinator:BlockPool",
@@ -70,6 +98,10 @@ CONTRACT = Contract(
             "sliding_window",
         ),
         "vllm.v1.kv_cache_interface:KVCacheTensor": ("block_stride",),
+        "vllm.v1.kv_cache_interface:MambaSpec": (
+            "num_prefill_checkpoint_blocks",
+            "prefill_checkpoint_alignment",
+        ),
     },
     behaviours=(_queue_differs,),
 )

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvcached.engines.packed import replaced
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
@@ -66,6 +67,8 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
 
         def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
             count = int(count_blocks(*args, **kwargs))
+            if count > self._pool.num_gpu_blocks:  # vLLM's way to leave a request for the next step
+                return count
             short = self._pool.hold(count) if count else 0  # most steps of a request need none
             if short and kwargs.get("apply_admission_cap", False):
                 # Asks for all blocks of a request that is not admitted. Running requests do not
@@ -82,16 +85,18 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
         count = self.max_num_running_reqs - len(self.running)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         return sum(
-            _blocks_of(manager, one.num_tokens)
+            self._blocks_of(manager, one.num_tokens)
             for one in islice(self.waiting, count)
             for manager in managers
         )
 
-
-def _blocks_of(manager: Any, num_tokens: int) -> int:
-    """Returns the most blocks that a request holds in a group of layers."""
-    blocks, most = -(-num_tokens // manager.block_size), manager.max_admission_blocks_per_request
-    return int(blocks if most is None else min(blocks, most))
+    def _blocks_of(self, manager: Any, num_tokens: int) -> int:
+        """Returns the most blocks that a request holds in a group of layers."""
+        spec, blocks = manager.kv_cache_spec, -(-num_tokens // manager.block_size)
+        most = manager.max_admission_blocks_per_request
+        if isinstance(spec, MambaSpec):
+            most = spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes
+        return int(blocks if most is None else min(blocks, most))
 
 
 def start_answering(core: Any) -> None:

@@ -15,7 +15,9 @@ import torch
 from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
@@ -25,14 +27,20 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from kvcached import KVCache
 from kvcached.engines.device_share import weights_bytes
 from kvcached.engines.packed import ServedZeros, packed_tensor, replaced
-from kvcached.engines.vllm import latents
+from kvcached.engines.vllm import corrections, latents, states
 from kvcached.engines.vllm.memory import open_memory
 from kvcached.layouts import KVLayout
 
 # vLLM's name for the order: blocks, layers, heads.
 _BLOCKS_FIRST = "BLHNC"
-# Layers that keep K and V heads, or a latent. Subclasses keep something else.
-_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+# Layers that keep K and V heads, a latent, or a state. Subclasses keep something else.
+_SPECS = (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 
 class ElasticWorker(CPUWorker):  # type: ignore[misc]
@@ -50,6 +58,8 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         They are measured before vLLM packs them for its kernels, since packed weights are no longer
         tensors of the model.
         """
+        corrections.install()
+        states.install()
         process, sizes = base_loader.process_weights_after_loading, [0]
 
         def measure_and_process(model: torch.nn.Module, *args: Any) -> None:
@@ -77,16 +87,17 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Returns vLLM's specs with kvcached's stride.
 
-        Raises NotImplementedError for layers that keep anything other than K and V, or latents, of
-        every token or of a window.
+        Raises NotImplementedError for layers that keep anything other than K and V, latents, or a
+        state.
         """
-        specs = super().get_kv_cache_spec()
+        found = super().get_kv_cache_spec()
+        specs = {name: states.without_exports(spec) for name, spec in found.items()}
         for name, spec in specs.items():
             if type(spec) not in _SPECS:
                 raise NotImplementedError(
                     f"the attention of layer {name} ({get_kv_cache_spec_kind(spec)}) does not have "
                     "a layout on kvcached: serve a model whose layers have attention with K and V "
-                    "(MHA, GQA or MQA) or latents (MLA), or unset KVCACHED_DEVICE"
+                    "(MHA, GQA or MQA), latents (MLA) or states, or unset KVCACHED_DEVICE"
                 )
         if not specs:
             raise NotImplementedError("a model without KV layers is not supported on kvcached")

@@ -145,7 +145,7 @@ def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> Mode
     kernels expect latents per layer, whatever `kv_layout` says."""
     is_plain = model.tp > 1 or model.latent_rope_dim is not None or not model.is_plain
     traits = adapter_named(config.adapter_of(model)).traits()
-    if model.window_layers and traits.block_layers:
+    if traits.block_layers and not model.is_plain:
         model = grouped(model, traits.block_layers)
     asked = KV_LAYOUTS["per_layer" if is_plain else kv_layout]
     model = arranged(model, config, traits.arrangements or asked)

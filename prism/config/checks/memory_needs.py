@@ -141,7 +141,7 @@ class PoolNeed:
 
 def pools_of(model: ModelSpec, chunk_tokens: int) -> tuple[PoolNeed, ...]:
     """Returns the pools of `model`, the main one first. `chunk_tokens`: of a prefill step."""
-    in_groups = model.window_groups * group_tokens(model, chunk_tokens)
+    in_groups = model.window_groups * group_tokens(model, chunk_tokens) + state_tokens(model)
     pools = [PoolNeed("full", layout_of(model), model.context_length + in_groups)]
     if model.window_layers and not model.window_groups:
         layout = Layout(
@@ -153,7 +153,7 @@ def pools_of(model: ModelSpec, chunk_tokens: int) -> tuple[PoolNeed, ...]:
         )
         kept = window_kept(layout, model.window_tokens, chunk_tokens)
         pools.append(PoolNeed("window", layout, min(model.context_length, kept)))
-    if model.state_bytes:
+    if model.state_bytes and not model.state_groups:
         pools.append(PoolNeed("state", state_layout(model.state_bytes), 1))
     return tuple(pools)
 
@@ -189,6 +189,11 @@ def group_tokens(model: ModelSpec, chunk_tokens: int) -> int:
     return block * min(kept, ceil(model.context_length / block))
 
 
+def state_tokens(model: ModelSpec) -> int:
+    """Returns the tokens of the blocks that a request's state takes in the main pool."""
+    return model.state_groups * model.block_tokens
+
+
 def step_tokens(model: ModelSpec, chunk_tokens: int, max_running: int) -> int:
     """Returns the tokens of a step, as engines count them for windows: a chunk of prefill, and with
     groups of layers also a token of each running request."""
@@ -196,10 +201,20 @@ def step_tokens(model: ModelSpec, chunk_tokens: int, max_running: int) -> int:
 
 
 def grouped(model: ModelSpec, block_layers: Callable[[int, int], int]) -> ModelSpec:
-    """Returns `model` with layers in groups that share blocks (`EngineTraits.block_layers`)."""
-    layers = block_layers(model.kv_layers, model.window_layers)
+    """Returns `model` with layers in groups that share blocks (`EngineTraits.block_layers`). Blocks
+    have as many tokens as a layer's state needs."""
+    others = model.window_layers or model.state_layers
+    layers = block_layers(model.kv_layers, others)
+    groups = ceil(others / layers)
+    if model.window_layers:
+        return msgspec.structs.replace(model, kv_layers=layers, window_groups=groups)
+    layer_bytes = model.block_tokens * model.token_bytes // model.kv_layers
+    blocks = ceil(model.state_bytes // model.state_layers / layer_bytes)
     return msgspec.structs.replace(
-        model, kv_layers=layers, window_groups=ceil(model.window_layers / layers)
+        model,
+        kv_layers=layers,
+        state_groups=groups,
+        block_tokens=blocks * model.block_tokens,
     )
 
 

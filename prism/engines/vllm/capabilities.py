@@ -27,18 +27,23 @@ SERVED = {
     "arcee": "ArceeForCausalLM",
     "bloom": "BloomForCausalLM",
     "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "falcon": "FalconForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
@@ -46,30 +51,58 @@ SERVED = {
     "gptj": "GPTJForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "nemotron": "NemotronForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "olmo": "OlmoForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhiMoEForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
 }
 # Those of them that have sliding windows in some layers.
-WINDOWS = frozenset({"exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3"})
+WINDOWS = frozenset(
+    {
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gpt_oss",
+        "llama4_text",
+        "ministral",
+        "olmo3",
+    }
+)
+# Names of transformers for architectures, with vLLM's.
+RENAMED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
+# Keys of a config.json that vLLM reads without a default, unlike transformers.
+READ = {
+    "lfm2": ("block_dim", "block_ff_dim", "conv_dim"),
+    "minimax_m2": ("use_routing_bias",),
+}
 # Dimensions of heads that vLLM's attention on a CPU computes.
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Latents that its kernel for MLA computes, and the tokens of their blocks.
@@ -121,10 +154,11 @@ def traits() -> EngineTraits:
     )
 
 
-def block_layers(full: int, window: int) -> int:
-    """Returns the layers of a block, by the numbers of layers without and with a window
+def block_layers(full: int, other: int) -> int:
+    """Returns the layers of a block, by the numbers of layers with KV of all tokens, and of those
+    with a window or a state
     (`vllm.v1.core.kv_cache_utils._get_kv_cache_groups_uniform_page_size`)."""
-    fewer, more = sorted((full, window))
+    fewer, more = sorted((full, other))
     return more if more < 1.5 * fewer else fewer
 
 
@@ -141,7 +175,7 @@ def refuses(model: Path, embeds: bool = False) -> str:
     if why := _unserved(config):
         return f"{model}/config.json has {why}; use the adapter sglang, or give another model"
     kind, architecture = config["model_type"], config["architectures"][0]
-    if architecture != SERVED[kind]:
+    if RENAMED.get(architecture, architecture) != SERVED[kind]:
         return (
             f"{model}/config.json names {architecture}, but {SERVED[kind]} is the architecture of"
             f" model_type {kind!r}; correct one of them"
@@ -160,15 +194,14 @@ def _own_models() -> Iterator[Path]:
 def _unserved(config: dict[str, Any]) -> str:
     """Returns what a model has that vLLM engines do not serve, "" if there is nothing."""
     shape = shape_of_config(config)
-    kept = {layer.kv for layer in shape.layers}
-    if any(layer.state for layer in shape.layers):
-        return "layers that keep a state per sequence, which vllm engines do not serve"
+    kept = {layer.kv for layer in shape.layers if layer.kv}
     if "text_config" in config or shape.model_type not in SERVED:
         return (
             f"model_type {config.get('model_type')!r}, which vllm engines do not serve; they serve"
             f" {', '.join(SERVED)}"
         )
-    if why := _unserved_windows(shape):
+    why = _unserved_settings(shape, config) or _unserved_windows(shape) or _unserved_states(shape)
+    if why:
         return why
     if other_latents := [kv for kv in kept if isinstance(kv, Latent) and kv != LATENT]:
         found = other_latents[0]
@@ -183,18 +216,37 @@ def _unserved(config: dict[str, Any]) -> str:
     return ""
 
 
+def _unserved_settings(shape: ModelShape, config: dict[str, Any]) -> str:
+    """Returns why vllm engines do not serve this model of a family, "" if they do."""
+    if missing := [key for key in READ.get(shape.model_type, ()) if key not in config]:
+        return f"no {missing[0]}, which vLLM reads without a default"
+    if shape.model_type == "nemotron_h" and any(layer.mlp.experts for layer in shape.layers):
+        return "experts without a gate, which vLLM computes on GPUs only"
+    return ""
+
+
 def _unserved_windows(shape: ModelShape) -> str:
     """Returns why vllm engines do not serve the model's sliding windows, "" if they do."""
-    windows = [layer.window_tokens for layer in shape.layers if layer.window_tokens]
-    full = len(shape.layers) - len(windows)
+    own = [layer for layer in shape.layers if layer.kv]
+    windows = [layer.window_tokens for layer in own if layer.window_tokens]
+    full = len(own) - len(windows)
     if not windows or not full:
         return ""
     if shape.model_type not in WINDOWS:
         return "sliding windows in some layers, which vllm engines do not serve in this family"
-    if len({layer.kv for layer in shape.layers}) > 1 or len(set(windows)) > 1:
+    if len({layer.kv for layer in own}) > 1 or len(set(windows)) > 1:
         return "layers that keep different KV, which vllm engines do not serve"
     if full > block_layers(full, len(windows)):
         return "sliding windows in few layers, whose KV would fill large parts of blocks of others"
+    return ""
+
+
+def _unserved_states(shape: ModelShape) -> str:
+    """Returns why vllm engines do not serve the model's states, "" if they do."""
+    states = sum(layer.state is not None for layer in shape.layers)
+    full = sum(layer.kv is not None for layer in shape.layers)
+    if states and full > block_layers(full, states):
+        return "states in few layers, which would fill small parts of blocks of others"
     return ""
 
 

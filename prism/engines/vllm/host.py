@@ -23,6 +23,7 @@ from kvcached.engines.vllm.memory import use_memory
 from kvcached.engines.vllm.plugin import WORKER
 from prism.config.checks.kv_cache import AUTO, KV_NAMES
 from prism.config.schema.cluster_config import EngineConfig
+from prism.engines.vllm.capabilities import RENAMED
 from prism.engines.vllm.loader import LOAD_FORMAT
 from prism.engines.vllm.memory import EngineMemory
 from prism.messages.engine import ActivateEngine
@@ -52,6 +53,7 @@ def arguments(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig)
         "generation_config": "vllm",  # a request has all its sampling parameters
         "dtype": model.dtype,
         "kv_cache_dtype": KV_NAMES.get(model.other_kv_dtype, AUTO),
+        "hf_overrides": {"architectures": [RENAMED.get(model.architecture, model.architecture)]},
         "max_model_len": model.context_length,
         "block_size": model.block_tokens,
         "kv_cache_memory_bytes": plan.virtual_tokens * plan.layout.buffer_token_bytes[0],
@@ -62,7 +64,7 @@ def arguments(order: ActivateEngine, memory: EngineMemory, engine: EngineConfig)
         # Machines with AMX would choose another kernel, with other blocks and packed weights.
         "attention_backend": None if model.latent_rope_dim is None else "CPU_MLA",
         "enforce_eager": True,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": not model.state_layers,
         "async_scheduling": False,
         "distributed_executor_backend": "uni",
         "scheduler_cls": _SCHEDULER,

@@ -44,6 +44,9 @@ class KvcachedLoader(DefaultModelLoader):  # type: ignore[misc]
         self._memory, device = memory, torch.device("cpu")
 
         def build() -> nn.Module:
+            # A model that fills tensors itself is built twice, but vLLM refuses a second layer of a
+            # name.
+            vllm_config.compilation_config.static_forward_context.clear()
             with device:
                 model = initialize_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix

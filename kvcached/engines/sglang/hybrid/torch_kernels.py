@@ -5,9 +5,7 @@ Those of linear attention and Mamba compute one token after another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +19,8 @@ from sglang.srt.layers.attention.mamba import causal_conv1d, mamba
 from sglang.srt.layers.moe import fused_moe_native, topk
 from sglang.srt.models import gemma4_causal, llama4, minimax_m2, qwen2_moe, qwen3_5, qwen3_next
 from torch.nn import functional
+
+from kvcached.engines.recurrences import delta_rule, delta_step, gates, sequences
 
 _ATEN = torch.library.Library("aten", "IMPL")  # which registers while it is alive
 
@@ -40,7 +40,7 @@ def install() -> None:
     mamba.mamba_chunk_scan_combined = scan
     mamba.selective_state_update = scan_next
     gdn_backend.fused_gdn_gating = gates
-    TritonGDNKernel.extend = delta_rule
+    TritonGDNKernel.extend = extend_delta_rule
     TritonGDNKernel.packed_decode = delta_rule_next
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
     topk.fused_topk_native = choose_experts
@@ -190,7 +190,7 @@ def convolve(
     """Returns the causal convolution of sequences (channels, all tokens), one after another, and
     stores the last inputs of each in `conv_states` (slots, channels, width - 1)."""
     out = torch.empty_like(x)
-    for row, (start, end) in enumerate(_sequences(query_start_loc)):
+    for row, (start, end) in enumerate(sequences(query_start_loc)):
         state = conv_states[cache_indices[row]]
         before = state if bool(has_initial_state[row]) else torch.zeros_like(state)
         inputs = torch.cat([before.to(x.dtype), x[:, start:end]], dim=1)
@@ -226,11 +226,6 @@ def _convolved(
 
 def _activated(out: torch.Tensor, activation: Any) -> torch.Tensor:
     return functional.silu(out) if activation else out
-
-
-def _sequences(query_start_loc: torch.Tensor) -> Iterator[tuple[int, int]]:
-    bounds: Sequence[int] = query_start_loc.tolist()
-    return pairwise(bounds)
 
 
 # --- gated delta rule (Qwen3-Next, Qwen3.5) ------------------------------------------------------
@@ -271,36 +266,18 @@ def gate(x: torch.Tensor, z: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return x * torch.sigmoid(z).reshape(x.shape)
 
 
-def gates(
-    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logarithm of the decay, and the strength of the update: (1, tokens, heads)."""
-    decay = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
-    return decay[None], b.float().sigmoid()[None]
-
-
-def delta_rule(
+def extend_delta_rule(
     _: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
+    *inputs: torch.Tensor,
     ssm_states: torch.Tensor,
     cache_indices: torch.Tensor,
     query_start_loc: torch.Tensor,
     **__: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    """Returns the outputs (1, tokens, heads, dim) of sequences, one after another, and stores the
-    last state of each in `ssm_states` (slots, heads, value dim, key dim)."""
-    out = torch.empty_like(v)
-    for row, (start, end) in enumerate(_sequences(query_start_loc)):
-        state = ssm_states[cache_indices[row]]
-        for token in range(start, end):
-            at = slice(token, token + 1)
-            step = (q[0, at], k[0, at], v[0, at], g[0, at], beta[0, at])
-            out[0, at] = _delta_step(state[None], *step, q.shape[-1] ** -0.5)
+    """Returns the outputs of `delta_rule` as the first item."""
+    out = delta_rule(
+        *inputs, states=ssm_states, slots=cache_indices, query_start_loc=query_start_loc
+    )
     return out, None, None
 
 
@@ -328,30 +305,9 @@ def delta_rule_next(
     heads = (q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)))
     [decay], [beta] = gates(A_log, a, b, dt_bias)
     value = v.unflatten(-1, (num_v_heads, head_v_dim))
-    out = _delta_step(states, *heads, value, decay, beta, scale)
+    out = delta_step(states, *heads, value, decay, beta, scale)
     ssm_states[slots] = states
     return out[None]
-
-
-def _delta_step(  # noqa: PLR0917
-    states: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Returns the output (sequences, heads, value dim), and updates the states in place: they
-    decay, and what they give for the key is moved towards the value."""
-    repeats = v.shape[1] // q.shape[1]
-    q = functional.normalize(q.float(), dim=-1, eps=1e-6).repeat_interleave(repeats, dim=1) * scale
-    k = functional.normalize(k.float(), dim=-1, eps=1e-6).repeat_interleave(repeats, dim=1)
-    states *= decay.exp()[..., None, None]
-    found = (states * k[:, :, None]).sum(-1)
-    delta = (v.float() - found) * beta[..., None]
-    states += delta[..., None] * k[:, :, None]
-    return (states * q[:, :, None]).sum(-1).to(v.dtype)
 
 
 # --- Mamba 2 -------------------------------------------------------------------------------------
@@ -375,7 +331,7 @@ def scan(
     """Writes the outputs of sequences, one after another, to `out` (1, tokens, heads, dim). Returns
     the last state of each, as second item."""
     last = []
-    for row, (start, end) in enumerate(_sequences(cu_seqlens)):
+    for row, (start, end) in enumerate(sequences(cu_seqlens)):
         shape = (1, x.shape[2], x.shape[3], B.shape[3])
         state = torch.zeros(shape) if initial_states is None else initial_states[row : row + 1]
         state = state.float().clone()
