@@ -107,11 +107,18 @@ def family(name: str, kind: str, settings: dict[str, Any]) -> tiny.TinyModel:
 
 
 # Models with states, and heads that vLLM's kernels compute: the gated delta rule, and Mamba 2.
-DELTA_NET = family("tiny-qwen3-next", "qwen3_next", TINY["qwen3_next"])
+_TWO: dict[str, Any] = {"num_key_value_heads": 2}
+DELTA_NET = family("tiny-qwen3-next", "qwen3_next", TINY["qwen3_next"] | _TWO)
 MAMBA = family(
     "tiny-granite-4",
     "granitemoehybrid",
-    TINY["granitemoehybrid"] | {"hidden_size": 192, "mamba_d_head": 64},
+    TINY["granitemoehybrid"] | _TWO | {"hidden_size": 192, "mamba_d_head": 64},
+)
+# Latents that vLLM's kernel computes.
+MLA_512 = family(
+    "tiny-deepseek-v2-512",
+    "deepseek_v2",
+    MLA.settings | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
 )
 FAMILIES = [family(f"family-{kind}", kind, settings) for kind, settings in TINY.items()]
 # One that answers in sentences, and the same again under another name.
@@ -125,6 +132,7 @@ RECIPES: dict[str, Recipe] = {
         GEMMA3,
         GEMMA3_32,
         MLA,
+        MLA_512,
         DELTA_NET,
         MAMBA,
         SMOLLM2,

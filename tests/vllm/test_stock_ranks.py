@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from prism.models.tiny import TinyModel
 from tests.engines import sharing, stock_ranks
 from tests.engines.sharing import token_bytes
 from tests.engines.stock_ranks import MODELS, RanksPair, RanksServer
-from tests.sglang.models import LLAMA, QWEN3
+from tests.sglang.models import DELTA_NET, GEMMA3_32, LLAMA, MAMBA, MLA_512, QWEN3
 from tests.vllm.servers import VllmServer
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(1800)]
@@ -28,6 +29,20 @@ class VllmRanks(RanksServer, VllmServer):
 
     def title(self, number: int) -> str:
         return f"Worker_TP{number}"
+
+
+@pytest.mark.parametrize("model", [GEMMA3_32, MLA_512, DELTA_NET, MAMBA], ids=lambda m: m.name)
+def test_ranks_keep_windows_latents_and_states(model: TinyModel, tmp_path: Path) -> None:
+    """Compares answers with transformers, and what both ranks hold."""
+    pair = RanksPair({model.name: VllmRanks}, tmp_path)
+    try:
+        sharing.both_answer(pair, 6, 24)
+        own, peer = pair.of(model.name), pair.on_peer(model.name)
+        assert own.committed_bytes == peer.committed_bytes
+        assert own.min_bytes == peer.min_bytes
+        pair.flush()
+    finally:
+        pair.close()
 
 
 @pytest.fixture(scope="module")

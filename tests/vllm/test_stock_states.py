@@ -31,7 +31,7 @@ def pair() -> Iterator[Pair]:
     """Servers of both models, of which the second has a prefix cache."""
     servers = {DELTA: without_prefixes, MAMBA2: VllmServer}
     with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair(servers, Path(folder), WEIGHTS_BYTES + (8 << 20))
+        made = Pair(servers, Path(folder), WEIGHTS_BYTES + (5 << 20))
         try:
             yield made
         finally:
