@@ -473,9 +473,12 @@ WRONG: dict[str, tuple[Edit, str]] = {
         "models[0].adapter: unknown value 'vlm'; choose one of fake, sglang, vllm",
     ),
     "a family that vLLM does not serve": (
-        both(of_family("phi", "PhiForCausalLM"), of_yaml(adapter="vllm")),
-        "models[0].path: {m}/config.json has model_type 'phi', which vllm engines do not serve;"
-        " they serve ...",
+        both(
+            of_family("qwen3_5_text", "Qwen3_5ForCausalLM", full_attention_interval=2),
+            of_yaml(adapter="vllm"),
+        ),
+        "models[0].path: {m}/config.json has model_type 'qwen3_5_text', which vllm engines do not"
+        " serve; they serve ...",
     ),
 }
 

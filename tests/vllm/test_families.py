@@ -31,7 +31,7 @@ HEADS = 6  # of each tiny model
 # Settings that follow from their width, that vLLM needs, and windows shorter than prompts.
 OTHERS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 64},
-    "lfm2": {"block_dim": 192, "conv_dim": 192, "block_ff_dim": 160},
+    "lfm2": {"block_dim": 192, "conv_dim": 192},
     "llama4_text": {"attention_chunk_size": 32},
     "minimax_m2": {"use_routing_bias": True},
     "ministral": {"sliding_window": 32},

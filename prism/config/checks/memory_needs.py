@@ -98,7 +98,8 @@ class EngineTraits:
     # Vectors of images that an engine keeps on its device.
     image_vectors_bytes: int = 0
     # Returns the layers of a block where these layers share the main pool's blocks with the others,
-    # by the numbers of layers without and with a window. None: they have a separate pool.
+    # by the numbers of layers with all tokens' KV and of others, which have a window or a state.
+    # None: others have separate pools.
     block_layers: Callable[[int, int], int] | None = None
 
     def block_tokens_of(self, *, latent: bool) -> int:

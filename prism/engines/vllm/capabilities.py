@@ -100,7 +100,7 @@ WINDOWS = frozenset(
 RENAMED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 # Keys of a config.json that vLLM reads without a default, unlike transformers.
 READ = {
-    "lfm2": ("block_dim", "block_ff_dim", "conv_dim"),
+    "lfm2": ("block_dim", "conv_dim"),
     "minimax_m2": ("use_routing_bias",),
 }
 # Dimensions of heads that vLLM's attention on a CPU computes.
