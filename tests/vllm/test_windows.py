@@ -1,4 +1,4 @@
-"""Windows of vLLM engines: what a long sequence holds, measured by the ledger."""
+"""Windows and states of vLLM engines: what a long sequence holds, measured by the ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sglang.conftest import PAGE_BYTES, config_of
 from tests.sglang.models import TIE, gap_of, network
 from tests.sglang.test_families import spec_of
 from tests.vllm.environment import variables, vllm_python
-from tests.vllm.test_families import spec_on
+from tests.vllm.test_families import path_of, spec_on
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -96,3 +96,35 @@ def test_a_window_bounds_what_long_sequences_hold(device: DeviceUnderTest) -> No
     for stream, prompt in zip(device.finish(*together), together.values(), strict=True):
         assert gap_of(reference, prompt, stream.token_ids) < TIE
     device.end()
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "qwen3_next"])
+def test_states_fit_into_what_is_guaranteed(device: DeviceUnderTest, kind: str) -> None:
+    """Serves a request of the full context within the memory that its KV and states need, and then
+    more requests than have room for theirs at a time."""
+    path = path_of(kind)
+    spec, reference = spec_on(device, spec_of(kind, path, WINDOWS, None)), network(path)
+    device.fork(kind)
+    done = device.activate(spec, kind, kv_limit_bytes=need_bytes(spec), max_running=MAX_RUNNING)
+    assert done.reserve_bytes == need_bytes(spec)
+    assert done.state_tokens == spec.state_groups * spec.block_tokens > 0
+
+    def held_bytes() -> int:
+        usage = device.client_usage(kind)
+        assert usage is not None
+        return usage.committed_bytes
+
+    floor_bytes = held_bytes()
+    prompt = prompt_of(spec.context_length - 70, 1)
+    device.send(Submit([request(kind, spec.name, prompt, 60)]), kind)
+    device.wait_until(lambda: len(device.stream(kind).token_ids) > 50)
+    assert floor_bytes < held_bytes() <= need_bytes(spec)
+    (stream,) = device.finish(kind)
+    assert gap_of(reference, prompt, stream.token_ids) < TIE
+    assert device.fresh_status(kind).retractions_total == 0
+    together = {f"{kind}{i}": prompt_of(200 + 40 * i, 10 + i) for i in range(5)}
+    device.send(Submit([request(name, spec.name, p, 30) for name, p in together.items()]), kind)
+    for stream, prompt in zip(device.finish(*together), together.values(), strict=True):
+        assert gap_of(reference, prompt, stream.token_ids) < TIE
+    device.wait_until(lambda: held_bytes() == floor_bytes)
+    device.end(kind)
