@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import kvcached
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from prism.config.checks.kv_cache import KV_CACHE_DTYPES
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS
+from prism.engines.sglang.platform.supported_models import WINDOWS
 from prism.errors import ConfigError, PrismError
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.model_spec import ModelSpec

@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
+from prism.engines.sglang.platform.supported_models import WINDOWS
 from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
@@ -100,10 +101,12 @@ MLA = tiny.TinyModel(
 )
 
 
-def family(name: str, kind: str, settings: dict[str, Any]) -> tiny.TinyModel:
+def family(
+    name: str, kind: str, settings: dict[str, Any], context_length: int = 512
+) -> tiny.TinyModel:
     """Returns a tiny model, which is made again when its settings change."""
     recipe = zlib.crc32(json.dumps(settings).encode())
-    return tiny.TinyModel(name, kind, "", context_length=512, settings=settings, recipe=recipe)
+    return tiny.TinyModel(name, kind, "", context_length, settings=settings, recipe=recipe)
 
 
 # Models with states, and heads that vLLM's kernels compute: the gated delta rule, and Mamba 2.
@@ -120,24 +123,27 @@ MLA_512 = family(
     "deepseek_v2",
     MLA.settings | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
 )
+# Five layers of six have a window of 32 tokens, as in Gemma 3.
+LONG_GEMMA3 = family(
+    "long-gemma3",
+    "gemma3_text",
+    TINY["gemma3_text"]
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "max_position_embeddings": 2048,
+    },
+    context_length=2048,
+)
 FAMILIES = [family(f"family-{kind}", kind, settings) for kind, settings in TINY.items()]
 # One that answers in sentences, and the same again under another name.
 SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
+OTHERS = (
+    *(MOE, GEMMA3, GEMMA3_32, LONG_GEMMA3, MLA, MLA_512),
+    *(DELTA_NET, MAMBA, SMOLLM2, AGAIN),
+)
 RECIPES: dict[str, Recipe] = {
-    model.name: model
-    for model in (
-        *tiny.TINY_MODELS,
-        *FAMILIES,
-        MOE,
-        GEMMA3,
-        GEMMA3_32,
-        MLA,
-        MLA_512,
-        DELTA_NET,
-        MAMBA,
-        SMOLLM2,
-        AGAIN,
-    )
+    model.name: model for model in (*tiny.TINY_MODELS, *FAMILIES, *OTHERS)
 }
 Kept = Callable[[Any], Any]
 TIE = 1e-3  # of `largest_gap`: less is rounding

@@ -116,6 +116,9 @@ SEAMS: dict[str, str | None] = {
         "model_config, tp_size, is_post_update"
     ),
     "models.transformers:TransformersBase._init_parameters": "self, module",
+    "configs.model_config:get_config": (
+        "model, trust_remote_code, revision, model_override_args, model_config_parser, **kwargs"
+    ),
     "configs.model_config:get_hybrid_layer_ids": "model_architectures, hf_text_config",
     "model_executor.model_runner:adjust_config_with_unaligned_cpu_tp": (
         "model_config, load_config, tp_size"

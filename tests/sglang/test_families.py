@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from kvcached import Heads, Latent
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from kvcached.models import shape_of_config
-from prism.engines.sglang.platform.supported_models import SERVED, WINDOW_POOLS, WINDOWS, refuses
+from prism.engines.sglang.platform.supported_models import SERVED, WINDOWS, refuses
 from prism.engines.vllm.capabilities import SERVED as SERVED_BY_VLLM
 from prism.errors import ConfigError
 from prism.messages.engine import Deactivate, Deactivated, Submit

@@ -11,33 +11,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from prism.config.checks.memory_needs import pools_of
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
-from prism.models import tiny
 from prism.models.files import inspect_model
-from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
-from tests.families import TINY, VOCAB_SIZE
+from tests.families import VOCAB_SIZE
 from tests.sglang import models
 from tests.sglang.conftest import PAGE_BYTES, STATIC_BYTES, ledger_of, opened_device
-from tests.sglang.models import TIE, gap_of, network
+from tests.sglang.models import LONG_GEMMA3, TIE, gap_of, network
 
 pytestmark = pytest.mark.sglang
 
 CHUNK_TOKENS = 32
 CONTEXT = 2048
-LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
-# Five layers of six have a window of 32 tokens, as in Gemma 3.
-WINDOWS = tiny.TinyModel(
-    "long-gemma3",
-    "gemma3_text",
-    "",
-    context_length=CONTEXT,
-    settings=TINY["gemma3_text"]
-    | {"num_hidden_layers": 6, "layer_types": LAYERS, "max_position_embeddings": CONTEXT},
-)
 STATES = ("lfm2", "qwen3_next", "granitemoehybrid")
 
 
@@ -49,11 +37,8 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceUnderTest
         yield opened
 
 
-@lru_cache
 def path_of(name: str) -> Path:
-    if name != WINDOWS.name:
-        return models.path_of(f"family-{name}")
-    return prepare(WINDOWS, default_directory(), lambda _text: None)
+    return models.path_of(name if name == LONG_GEMMA3.name else f"family-{name}")
 
 
 @lru_cache
@@ -97,7 +82,7 @@ def held_bytes(device: DeviceUnderTest) -> int:
 def test_a_window_bounds_what_a_long_sequence_holds(device: DeviceUnderTest) -> None:
     """Serves requests of the full context within the memory that windows need, much less than
     all tokens of all layers would take."""
-    spec = spec_of(WINDOWS.name)
+    spec = spec_of(LONG_GEMMA3.name)
     plain = msgspec.structs.replace(spec, window_layers=0, kv_layers=0)
     assert 2.5 * need_bytes(spec) < need_bytes(plain)
     done = device.activate(spec, kv_limit_bytes=need_bytes(spec))
@@ -113,7 +98,7 @@ def test_a_window_bounds_what_a_long_sequence_holds(device: DeviceUnderTest) -> 
 
 
 def test_requests_beyond_the_memory_wait_and_are_right(device: DeviceUnderTest) -> None:
-    spec = spec_of(WINDOWS.name)
+    spec = spec_of(LONG_GEMMA3.name)
     device.activate(spec, kv_limit_bytes=need_bytes(spec))
     asked = {f"wait{i}": prompt_of(700 + 40 * i, 10 + i) for i in range(5)}
     device.send(Submit([request(name, spec.name, p, 90) for name, p in asked.items()]))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from prism.engines.sglang.platform.supported_models import IMAGES, WINDOW_POOLS, refuses
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
+from prism.engines.sglang.platform.supported_models import IMAGES, refuses
 from prism.errors import BadRequestError
 from prism.frontend.images.preparation import Preparer
 from prism.frontend.requests.prompt_images import with_images

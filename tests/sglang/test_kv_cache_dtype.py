@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from prism.config.checks.memory_needs import pools_of
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS
 from prism.messages.engine import Deactivate, Deactivated, Export, Exported, Submit
 from prism.messages.model_spec import ModelSpec
 from prism.models.files import inspect_model

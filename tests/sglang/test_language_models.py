@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS, refuses
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
+from prism.engines.sglang.platform.supported_models import WINDOWS, refuses
 from prism.messages.engine import Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
 from prism.models.files import inspect_model

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 import kvcached
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from prism.config.checks.adapters import with_layout
 from prism.config.checks.memory_needs import pools_of, shard_of
 from prism.engines.sglang.platform.supported_models import (
     WHOLE_WEIGHTS,
-    WINDOW_POOLS,
     WINDOWS,
 )
 from prism.errors import ActivationError

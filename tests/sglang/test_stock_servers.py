@@ -9,14 +9,17 @@ import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from prism.config.checks.memory_needs import pools_of
 from tests.engines import sharing
 from tests.engines.sharing import PAGE, Pair, right, token_bytes
 from tests.engines.stock import SGLangServer, until
 from tests.sglang.models import (
     LLAMA,
+    LONG_GEMMA3,
     MLA,
     QWEN3,
     TIE,
@@ -144,6 +147,7 @@ def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
+        pytest.param("cohere2", (), marks=pytest.mark.long),
         ("ernie4_5_moe", ()),
         pytest.param("gemma3_text", (), marks=pytest.mark.long),
         ("gemma3n_text", ()),
@@ -153,12 +157,8 @@ def test_a_server_of_latent_attention_answers_as_transformers_do(tmp_path: Path)
         ("lfm2", ()),
         ("llama4_text", ()),
         pytest.param("mistral", (), marks=pytest.mark.long),
-        pytest.param(
-            "nemotron_h",
-            ("--json-model-override-args", '{"mamba_n_groups": 2}'),
-            marks=pytest.mark.long,
-        ),
-        ("qwen3_next", ("--json-model-override-args", '{"full_attention_interval": 4}')),
+        pytest.param("nemotron_h", (), marks=pytest.mark.long),
+        ("qwen3_next", ()),
     ],
 )
 def test_a_server_of_another_family_answers_as_transformers_do(
@@ -177,6 +177,33 @@ def test_a_server_of_another_family_answers_as_transformers_do(
             right(model, asked, pair.servers[model].answers(asked, 16))
         pair.flush()
         assert pair.of(model).committed_bytes < 4 << 20
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--disable-radix-cache",)], ids=["cached", "plain"])
+def test_a_window_bounds_what_a_long_sequence_holds(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Serves requests of the full context within the memory that windows need, much less than
+    all tokens of all layers would take."""
+    model, spec = LONG_GEMMA3.name, spec_of(LONG_GEMMA3.name)
+    need_bytes = sum(pool.need_bytes(PAGE) for pool in pools_of(spec, 64))
+    [plain] = pools_of(msgspec.structs.replace(spec, window_layers=0, kv_layers=0), 64)
+    assert 2.5 * need_bytes < plain.need_bytes(PAGE)
+
+    def started(model: str, folder: Path, **said: str) -> SGLangServer:
+        length = ("--context-length", str(spec.context_length))
+        return SGLangServer(model, folder, *length, *arguments, **said, LIMIT=str(need_bytes))
+
+    pair = Pair({model: started}, tmp_path, 64 << 20)
+    try:
+        assert pair.of(model).min_bytes == need_bytes
+        asked = prompts(model, 2, (1900, 1900), seed=5)
+        asked.append(asked[1][:-50])  # after evictions of its beginning
+        for prompt in asked:
+            right(model, [prompt], [pair.servers[model].generate(prompt, 100)])
+            assert pair.of(model).committed_bytes <= need_bytes
     finally:
         pair.close()
 

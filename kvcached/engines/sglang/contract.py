@@ -52,6 +52,11 @@ CONTRACT = Contract(
         f"{_SCHEDULER}.is_fully_idle": ("self",),
         "sglang.srt.mem_cache.common:release_kv_cache": ("tree_cache", "checkpoint"),
         # hybrid.configs and hybrid.corrections
+        "sglang.srt.configs.model_config:get_config": (
+            "model",
+            "revision",
+            "model_override_args",
+        ),
         "sglang.srt.configs.model_config:get_hybrid_layer_ids": (
             "model_architectures",
             "hf_text_config",

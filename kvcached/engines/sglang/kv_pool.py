@@ -103,6 +103,9 @@ def _attend_to_latents(attention: Any, forward_batch: Any) -> AttnForwardMethod:
 def pool_bytes(self: Any, pre_model_load_memory: int) -> int:
     """Replaces KVCacheConfigurator._profile_available_bytes."""
     context_tokens = int(self.model_config.context_len)
-    window_tokens = int(self.sliding_window_size or 0) + self.page_size
     chunk_tokens = int(get_schedule().chunked_prefill_size or context_tokens)
-    return active_memory().pool_bytes(context_tokens, window_tokens + chunk_tokens)
+    window_tokens = int(self.sliding_window_size or 0) + 1  # SGLang counts those before a token
+    # SGLang keeps the window before an answer until it is as long as a window, and frees whole
+    # blocks but the one before the window.
+    kept_tokens = window_tokens + max(window_tokens, chunk_tokens) + 2 * self.page_size
+    return active_memory().pool_bytes(context_tokens, kept_tokens)

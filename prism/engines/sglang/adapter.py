@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from prism.config.checks.memory_needs import EngineTraits
 from prism.engines.core import EngineContext, EngineCore
 from prism.engines.sglang.platform import gpu, supported_models
@@ -44,7 +45,7 @@ def traits() -> EngineTraits:
     return EngineTraits(
         lora=True,
         quantized=supported_models.quantizations(),
-        window_pools=supported_models.WINDOW_POOLS,
+        window_pools=WINDOW_POOLS,
         windows=supported_models.WINDOWS,
         whole_weights=supported_models.WHOLE_WEIGHTS,
         one_device=supported_models.ONE_DEVICE,

@@ -31,16 +31,19 @@ def build(
     rank."""
     path = Path(order.model.path)
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
-    in_gguf = has_gguf(path)
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora_adapters.settings(order.model.lora, device)
-    common["json_model_override_args"] = json.dumps(
-        supported_models.overrides(config, in_gguf=in_gguf)
-    )
-    common |= {"quantization": GGUF} if in_gguf else {}
+    common |= in_gguf(config) if has_gguf(path) else {}
     captures = not weight_formats.syncs(config)
     own = on_gpu(order, engine, captures=captures) if gpu.is_gpu(device) else on_host(config)
     return ServerArgs(**common, **own)
+
+
+def in_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments for a model in GGUF, which has the rows of Llama's Q and K in the order
+    of interleaved rotary embeddings."""
+    keys = {"rope_is_neox_style": False} if config.get("model_type") == "llama" else {}
+    return {"quantization": GGUF, "json_model_override_args": json.dumps(keys)}
 
 
 def on_host(config: dict[str, Any]) -> dict[str, Any]:

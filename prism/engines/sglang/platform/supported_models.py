@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached import Checkpoint, Heads
+from kvcached.engines.sglang.hybrid.overrides import CLASSES, full_every
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.engines.sglang.platform.weight_formats import wrong_format
 from prism.models.files import BITSANDBYTES
@@ -106,8 +107,6 @@ VECTORS_KEPT_MIB = 64
 # Families whose windows SGLang computes, with kvcached's corrections: all but chunks of Llama 4,
 # which it computes with some backends only.
 WINDOWS = SERVED - {"llama4_text"}
-# Families among them whose layers with windows have a separate pool.
-WINDOW_POOLS = frozenset({"cohere2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss"})
 # Weights that SGLang does not divide over ranks: norms, routers, down-projections to latents,
 # positions, and embeddings of Gemma 3.
 WHOLE_WEIGHTS = (
@@ -122,10 +121,6 @@ DIVIDED_HEADS = frozenset(
 )
 # Families for which SGLang does not accept its attention in plain torch by that name.
 _NEED_TRITON = frozenset({"exaone4", "gemma4_text", "gpt_oss"})
-# Classes of SGLang that compute a family under another name than transformers'.
-_CLASSES = {"dots1": "Glm4MoeForCausalLM", "phimoe": "PhiMoEForCausalLM"}
-# Families with full attention in each nth layer, whose n transformers 5 no longer saves.
-_LINEAR_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 # Families of which SGLang takes the query heads for the number of K and V heads.
 _MULTI_HEAD = frozenset({"olmo", "olmoe", "phi"})
 # Families of which SGLang does not read `head_dim`.
@@ -168,52 +163,6 @@ _IGNORED = {
 }
 
 
-def overrides(config: dict[str, Any], *, in_gguf: bool = False) -> dict[str, Any]:
-    """Returns keys of a config.json that SGLang must read otherwise than they are.
-
-    It needs `hidden_act` of Gemma 2, which transformers 5 no longer saves, takes Cohere 2's window
-    as the tokens before a token, without itself, and gives windows a separate pool only where
-    the config says so. It reads other keys than transformers for Exaone 4 and Nemotron-H. GGUF has
-    the rows of Llama's Q and K in the order of interleaved rotary embeddings.
-    """
-    kind, changed = config.get("model_type"), dict[str, Any]()
-    rope = config.get("rope_parameters") or {}
-    if in_gguf and kind == "llama":
-        changed["rope_is_neox_style"] = False
-    if kind in _CLASSES:
-        changed["architectures"] = [_CLASSES[kind]]
-    if kind == "gemma2" and "hidden_act" not in config:
-        changed["hidden_act"] = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    if kind == "cohere2" and (window := config.get("sliding_window", 4096)):
-        changed["sliding_window"] = window - 1
-    if kind in _LINEAR_ATTENTION and "full_attention_interval" not in config:
-        attends = [bool(layer.kv) for layer in shape_of_config(config).layers]
-        changed["full_attention_interval"] = attends.index(True) + 1
-    if kind == "dots1":  # differs from GLM-4-MoE in these
-        changed |= {"use_qk_norm": True, "partial_rotary_factor": 1.0}
-    if kind == "exaone4":
-        every = _full_every(config)
-        changed["sliding_window_pattern"] = "L" * (every - 1) + "G" if every > 1 else None
-        changed["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    if kind == "nemotron_h" and "n_groups" in config:
-        changed["mamba_n_groups"] = config["n_groups"]
-    if kind == "olmo3" and "full_attention" in rope:
-        changed["rope_parameters"] = rope["full_attention"]
-    if kind in WINDOW_POOLS:
-        slides = [bool(layer.window_tokens) for layer in shape_of_config(config).layers]
-        if len(set(slides)) > 1:
-            pattern = [int(slide) for slide in slides]
-            changed |= {"is_hybrid_swa": True, "hybrid_layer_pattern": pattern}
-    return changed
-
-
-def _full_every(config: dict[str, Any]) -> int:
-    """Returns the n of a model with full attention in each nth layer, 0 for other models."""
-    slides = [bool(layer.window_tokens) for layer in shape_of_config(config).layers]
-    every = (*slides, False).index(False) + 1
-    return every if slides == [bool((i + 1) % every) for i in range(len(slides))] else 0
-
-
 def host_attention(config: dict[str, Any]) -> str:
     """Returns the name of the attention backend on a CPU."""
     return "triton" if config.get("model_type") in _NEED_TRITON else "torch_native"
@@ -243,7 +192,7 @@ def _irregular(shape: ModelShape, config: dict[str, Any]) -> str:
     kind = shape.model_type
     if kind == "gemma3n_text" and not _reads_the_last_two(shape):
         return "has shared layers after other than a sliding and a full one, which SGLang expects"
-    if kind == "exaone4" and not _full_every(config):
+    if kind == "exaone4" and not full_every(config):
         return "has full attention in irregular layers, which SGLang does not compute for exaone4"
     if kind in _SPLIT_HEADS and any(_is_odd(layer, shape.hidden_size) for layer in shape.layers):
         return f"has head_dim other than hidden_size / heads, which SGLang cannot load for {kind}"
@@ -295,12 +244,12 @@ def _refuses_text(model: Path, whole: dict[str, Any], embeds: bool) -> str:
         return f"{model}/config.json {why}; give another model"
     kind, architecture = config["model_type"], config["architectures"][0]
     known = _text_models(kind)
-    if known and architecture not in (*known, _CLASSES.get(kind)):
+    if known and architecture not in (*known, CLASSES.get(kind)):
         return (
             f"{model}/config.json names {architecture}, which is not an architecture of model_type"
             f" {kind!r}; correct one of them"
         )
-    loader = _CLASSES.get(kind, architecture)
+    loader = CLASSES.get(kind, architecture)
     if embeds and not _can_embed(loader):
         return (
             f"{model}/config.json names {architecture}, for which SGLang makes no embeddings; give"
