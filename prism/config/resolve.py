@@ -217,10 +217,6 @@ def _check_divides(
     kind = files.decoder.model_type
     if not traits.spreads:
         raise ConfigError(f"{key}: {adapter} engines run on one device each; remove the key")
-    if kind in traits.one_device:
-        raise ConfigError(
-            f"{key}: {adapter} engines run {kind} models on one device each; remove the key"
-        )
     heads = files.pools.num_kv_heads
     if kind in traits.divided_heads and heads % tp:
         raise ConfigError(

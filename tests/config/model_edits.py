@@ -148,10 +148,6 @@ WRONG_TP: dict[str, tuple[Edit, str]] = {
         both(LATENT, of_yaml(tp=3)),
         "models[0].tp: 4 query heads cannot be shared by 3 devices; choose a divisor",
     ),
-    "tp of a family that engines do not divide": (
-        both(of_family("starcoder2", "Starcoder2ForCausalLM"), of_yaml(tp=2)),
-        "models[0].tp: sglang engines run starcoder2 models on one device each; remove the key",
-    ),
     "tp that does not divide a family's KV heads": (
         both(of_family("olmo2", "Olmo2ForCausalLM", num_key_value_heads=1), of_yaml(tp=2)),
         "models[0].tp: 1 KV heads of olmo2 cannot be shared by 2 devices; choose a divisor",

@@ -25,13 +25,12 @@ from prism.engines.sglang.platform.supported_models import (
 from prism.errors import ActivationError
 from prism.messages.engine import Activated, Deactivate, Deactivated, Submit
 from prism.messages.model_spec import ModelSpec
-from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
 from tests.families import TINY, VOCAB_SIZE
 from tests.sglang.conftest import PAGE_BYTES, PEER, config_of, ledger_of, opened_pair
-from tests.sglang.models import TIE, gap_of, network
+from tests.sglang.models import TIE, family, gap_of, network
 from tests.sglang.test_families import PROMPT_TOKENS, logs
 
 pytestmark = pytest.mark.sglang
@@ -52,6 +51,12 @@ KV_HEADS = {
     "granitemoehybrid": 2,
     "qwen3_moe": 2,
     "mixtral": 2,
+    "gemma3n_text": 2,
+    "gemma4_text": 2,
+    "gpt2": 6,
+    "olmoe": 6,
+    "phi": 6,
+    "starcoder2": 1,
 }
 
 
@@ -66,8 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceUnderTest]:
 @lru_cache
 def spec_of(kind: str) -> ModelSpec:
     settings = TINY[kind] | {"num_key_value_heads": KV_HEADS[kind]}
-    recipe = tiny.TinyModel(f"ranks-{kind}", kind, "", context_length=512, settings=settings)
-    path = prepare(recipe, default_directory(), lambda _text: None)
+    path = prepare(family(f"ranks-{kind}", kind, settings), default_directory(), lambda _text: None)
     shape = inspect_model(path, kind, WINDOW_POOLS, WINDOWS, WHOLE_WEIGHTS).shape("float32", None)
     return ModelSpec(name=kind, path=str(path), slo_ttft_s=2.0, slo_tpot_s=0.2, **shape)
 

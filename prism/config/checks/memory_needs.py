@@ -74,9 +74,8 @@ class EngineTraits:
     arrangements: tuple[Arrangement, ...] = ()
     # True if a model may be spread over several devices.
     spreads: bool = True
-    # Families (`model_type`) that nevertheless run on one device each, and those that can be spread
-    # if `tp` divides their KV heads; of others, several devices may have the same head.
-    one_device: frozenset[str] = frozenset()
+    # Families (`model_type`) that can be spread only if `tp` divides their KV heads; of others,
+    # several devices may have the same head.
     divided_heads: frozenset[str] = frozenset()
     # True if LoRA adapters are supported.
     lora: bool = False

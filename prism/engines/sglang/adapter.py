@@ -48,7 +48,6 @@ def traits() -> EngineTraits:
         window_pools=WINDOW_POOLS,
         windows=supported_models.WINDOWS,
         whole_weights=supported_models.WHOLE_WEIGHTS,
-        one_device=supported_models.ONE_DEVICE,
         divided_heads=supported_models.DIVIDED_HEADS,
         kv_dtypes=gpu.KV_ATTENTION,
         latent_attention=frozenset({gpu.TRITON}),

@@ -6,14 +6,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from sglang.srt.distributed import tensor_model_parallel_all_gather
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_loader.loader import GGUFModelLoader
-from sglang.srt.models import gemma3n_causal, hunyuan
+from sglang.srt.models import gemma3n_causal, gpt2, hunyuan, olmoe
 from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
 from sglang.srt.models.gemma4_causal import Gemma4ForCausalLM
+from sglang.srt.models.gpt2 import GPT2LMHeadModel
 from sglang.srt.models.llama4 import Llama4ForCausalLM
 from sglang.srt.models.mllama4 import Llama4ForConditionalGeneration
+from sglang.srt.models.phi import PhiModel
+from sglang.srt.models.starcoder2 import Starcoder2Model
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from kvcached.engines.sglang.hybrid import configs
@@ -25,20 +31,32 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 _load_gguf = GGUFModelLoader.load_model
 _load_gemma3n = Gemma3nForCausalLM.load_weights
 _load_gemma4 = Gemma4ForCausalLM.load_weights
+_load_gpt2 = GPT2LMHeadModel.load_weights
 _padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
 _window_of = model_runner.resolve_sliding_window_size
+
+
+# The first layer of Phi and StarCoder2, and the end: all ranks have all layers. SGLang takes a rank
+# for a stage of a pipeline.
+_FIRST_LAYER = property(lambda _: 0, lambda *_: None)
+_END_LAYER = property(lambda model: len(model.layers), lambda *_: None)
 
 
 def install() -> None:
     """Replaces parts of SGLang's models, before one is built. Idempotent."""
     configs.install()
     gemma3n_causal.RadixAttention = WindowAttention
+    gpt2.RadixAttention = MultiHeadAttention
     hunyuan.RadixAttention = FlatAttention
+    olmoe.RMSNorm = RankNorm
+    for model in (PhiModel, Starcoder2Model):
+        model.start_layer, model.end_layer = _FIRST_LAYER, _END_LAYER
     model_runner.adjust_config_with_unaligned_cpu_tp = padded_sizes
     model_runner.resolve_sliding_window_size = window_of
     GGUFModelLoader.load_model = load_gguf
     Gemma3nForCausalLM.load_weights = load_gemma3n
     Gemma4ForCausalLM.load_weights = load_gemma4
+    GPT2LMHeadModel.load_weights = load_gpt2
     Llama4ForCausalLM.load_weights = load_llama4
 
 
@@ -86,6 +104,24 @@ class FlatAttention(RadixAttention):  # type: ignore[misc]
         return super().forward(q, k, v, *args, **kwargs)
 
 
+class MultiHeadAttention(RadixAttention):  # type: ignore[misc]
+    """Attention of GPT-2, for which SGLang gives each rank the K and V heads of all."""
+
+    def __init__(self, num_heads: int, *args: Any, num_kv_heads: int, **kwargs: Any) -> None:
+        super().__init__(num_heads, *args, num_kv_heads=num_heads, **kwargs)
+
+
+class RankNorm(RMSNorm):  # type: ignore[misc]
+    """Norm of OLMoE. That of Q and K is over the heads of all ranks, of which SGLang passes one's
+    own."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.shape[-1] == self.hidden_size:
+            return super().forward(x, *args, **kwargs)
+        normed = super().forward(tensor_model_parallel_all_gather(x.contiguous()))
+        return normed.chunk(get_parallel().tp_size, dim=-1)[get_parallel().tp_rank]
+
+
 class WindowAttention(FlatAttention):
     """Attention of Gemma 3n. SGLang counts a token itself to the tokens before it in a window."""
 
@@ -119,13 +155,24 @@ def _with_unused_kv(model: Any, weights: Weights) -> Iterator[tuple[str, torch.T
     for number, layer in enumerate(model.model.layers):
         own = layer.self_attn
         if own.is_kv_shared_layer:
-            shape, name = (own.kv_size, model.config.hidden_size), f"layers.{number}.self_attn"
+            name, rows = f"layers.{number}.self_attn", own.total_num_kv_heads * own.head_dim
+            shape = (rows, model.config.hidden_size)  # of all ranks
             unused |= {f"model.{name}.{each}_proj.weight": shape for each in "kv"}
             unused[f"model.{name}.k_norm.weight"] = (own.head_dim,)
     for name, tensor in weights:
         unused.pop(name, None)
         yield name, tensor
     yield from ((name, torch.zeros(shape)) for name, shape in unused.items())
+
+
+def load_gpt2(model: Any, weights: Weights) -> None:
+    """Loads GPT-2, whose matrices SGLang transposes but can divide only as they are in memory."""
+    _load_gpt2(model, ((name, _columns_first(tensor)) for name, tensor in weights))
+
+
+def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with the columns of a matrix adjacent in memory."""
+    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
 
 
 def load_llama4(model: Any, weights: Weights) -> None:

@@ -108,13 +108,13 @@ VECTORS_KEPT_MIB = 64
 # which it computes with some backends only.
 WINDOWS = SERVED - {"llama4_text"}
 # Weights that SGLang does not divide over ranks: norms, routers, down-projections to latents,
-# positions, and embeddings of Gemma 3.
+# positions, embeddings of Gemma 3 and 4, AltUp, and projections of inputs per layer.
 WHOLE_WEIGHTS = (
     r"norm|\.ln_|\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\."
-    r"|\.(wpe|embed_positions|project_in|project_out)\.|^gemma3_text:.*embed_tokens"
+    r"|\.(wpe|embed_positions|project_in|project_out)\."
+    r"|^gemma(3|3n|4)_text:.*embed_tokens|\.altup\.|\.per_layer_(input_gate|projection)\."
+    r"|^gemma4_text:.*per_layer_model_projection"
 )
-# Families that SGLang cannot load on several ranks.
-ONE_DEVICE = frozenset({"gemma3n_text", "gemma4_text", "gpt2", "olmoe", "phi", "starcoder2"})
 # Families of which it cannot load the same KV head on several ranks.
 DIVIDED_HEADS = frozenset(
     {"cohere", "ernie4_5", "ministral", "olmo2", "olmo3", "seed_oss", "smollm3"}
