@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import kvcached
-from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
 from prism.config.checks.kv_cache import KV_CACHE_DTYPES
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import Bytes, format_size, parse_size
 from prism.engines.core import EngineContext
-from prism.engines.sglang.platform.supported_models import WINDOWS
+from prism.engines.sglang.adapter import traits
 from prism.errors import ConfigError, PrismError
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.model_spec import ModelSpec
@@ -136,7 +135,8 @@ def spec_of(
         dtype: Type of the weights; "auto" for the type of the files.
         kv_dtype: Type of KV (None: the same).
     """
-    files = inspect_model(path, "--model", WINDOW_POOLS, WINDOWS)
+    engines = traits()
+    files = inspect_model(path, "--model", engines.window_pools, engines.windows)
     if dtype == "auto":
         dtype = files.stored_dtype
     if dtype not in DTYPE_BYTES:

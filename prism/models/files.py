@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,11 @@ from prism.models.kv_scheme import kv_scheme_of
 from prism.models.text_part import has_parts, text_weight
 
 if TYPE_CHECKING:
-    from kvcached import CheckpointTensor
+    from kvcached import Checkpoint, CheckpointTensor
     from kvcached.models import LayerShape, ModelShape
+
+_Stamp = tuple[str, int, int, int]
+_OF_WEIGHTS = re.compile(r"\.(safetensors|gguf)")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPE_BYTES = DTYPE_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -353,16 +357,43 @@ def _mistake(
     )
 
 
+def checkpoint_of(folder: Path) -> Checkpoint:
+    """Returns the checkpoint in a folder, which is read again only if its files have changed, or
+    after `forget_headers`. Raises the errors of `Checkpoint.open`."""
+    files = (file for file in sorted(folder.iterdir()) if _OF_WEIGHTS.search(file.name))
+    return _read(folder, tuple(map(_stamp, files)))
+
+
+def forget_headers() -> None:
+    """Frees the headers of checkpoints: those of a large model take 100 MB."""
+    _read.cache_clear()
+
+
+def _stamp(file: Path) -> _Stamp:
+    """Returns what changes when the file does. `Checkpoint.open` reports a file that is missing."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return (file.name, 0, 0, 0)
+    return (file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _read(folder: Path, _files: tuple[_Stamp, ...]) -> Checkpoint:
+    from kvcached import Checkpoint
+
+    return Checkpoint.open(folder)
+
+
 def _weights(path: Path, tied: bool, key: str, *, in_part: bool) -> dict[str, CheckpointTensor]:
     """Returns the tensors that an engine allocates, by name. Of those of a model with other parts,
     with `in_part`, they are the language model's. With tied embeddings lm_head shares the
     embedding's memory, even if the file stores it again."""
-    from kvcached import Checkpoint
     from kvcached.errors import WeightFileError
     from prism.models.gguf.gguf_weights import has_gguf, kept
 
     try:
-        tensors = Checkpoint.open(path).tensors
+        tensors = checkpoint_of(path).tensors
     except WeightFileError as error:
         raise ConfigError(f"{key}: {error}") from error
     if has_gguf(path):

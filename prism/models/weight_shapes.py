@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kvcached import Checkpoint, CheckpointTensor, Heads
+from kvcached import CheckpointTensor, Heads
 from kvcached.models import LayerShape, ModelShape, shape_of_config, vision_of_config
-from prism.models.files import quantized_by
+from prism.models.files import checkpoint_of, quantized_by
 from prism.models.gguf.gguf_weights import GGUF, as_in_transformers
 from prism.models.text_part import text_weight
 from prism.models.weight_names import is_known
@@ -50,7 +50,7 @@ def weights_differ(
         words: of the names that the engine's loader knows (`weight_names`); empty: not known.
         in_part: they are a whole model's, whose language model `config` describes.
     """
-    checkpoint, method = Checkpoint.open(model), quantized_by(config, model)
+    checkpoint, method = checkpoint_of(model), quantized_by(config, model)
     if method and method != GGUF:
         return ""
     tensors = as_in_transformers(checkpoint) if method else checkpoint.tensors
@@ -92,7 +92,7 @@ def vision_differs(model: Path, config: Mapping[str, Any]) -> str:
     shape = vision_of_config(config)
     if quantized_by(config, model) or shape is None:
         return ""
-    tensors = Checkpoint.open(model).tensors.items()
+    tensors = checkpoint_of(model).tensors.items()
     found = _numbers(t for n, t in tensors if text_weight(n) is None and not _IGNORED.search(n))
     if found == shape.parameters:
         return ""

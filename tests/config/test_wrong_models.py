@@ -15,6 +15,7 @@ import yaml
 from click import Command, Context
 from tokenizers.models import BPE, WordLevel
 
+from kvcached.weights import checkpoint
 from prism.cli.exit_codes import run
 from prism.cli.serve import check, up
 from prism.engines import vllm
@@ -584,3 +585,15 @@ def test_what_engines_can_serve_is_accepted(
 ) -> None:
     check(config=written(folder, ACCEPTED[name]))
     assert capsys.readouterr().err == ""
+
+
+def test_headers_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks twice. The headers are read again the second time, when the file may have changed."""
+    read, original = list[Path](), checkpoint._read_header
+    monkeypatch.setattr(
+        checkpoint, "_read_header", lambda path: (read.append(path), original(path))[1]
+    )
+    path = written(folder, keys())
+    for turn in range(2):
+        check(config=path)
+        assert len(read) == turn + 1

@@ -26,6 +26,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
 from prism.messages.model_spec import ModelSpec
+from prism.models.files import forget_headers
 
 _PYTHON_S_MAX = 60.0
 
@@ -124,6 +125,7 @@ def check_loadable(config: ClusterConfig) -> None:
         images = {"images": True} if model.images else {}
         if why := adapter.refuses(Path(model.path), model.embedding is not None, **images):
             raise ConfigError(f"models[{index}].path: {why}")
+    forget_headers()
 
 
 def check_parsers(config: ClusterConfig) -> None:

@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvcached import Checkpoint, Heads
+from kvcached import Heads
 from kvcached.engines.sglang.hybrid.overrides import CLASSES, full_every
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.engines.sglang.platform.weight_formats import wrong_format
-from prism.models.files import BITSANDBYTES
+from prism.models.files import BITSANDBYTES, checkpoint_of
 from prism.models.kv_scheme import has_scales
 from prism.models.text_part import has_parts, text_config
 from prism.models.weight_names import class_sources, model_files, package_folder, words_of
@@ -335,7 +335,7 @@ def _names_in(file: Path) -> list[str]:
 
 def _scales_lost(model: Path, architecture: str) -> str:
     """Returns that SGLang would ignore scales of K and V, "" if it does not."""
-    if not has_scales(Checkpoint.open(model).tensors) or loads_kv_scales(architecture):
+    if not has_scales(checkpoint_of(model).tensors) or loads_kv_scales(architecture):
         return ""
     return f"has scales of K and V, which SGLang ignores for {architecture}; give another model"
 

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvcached import Checkpoint
-from prism.models.files import BITSANDBYTES, quantized_by
+from prism.models.files import BITSANDBYTES, checkpoint_of, quantized_by
 from prism.models.gguf.gguf_weights import has_gguf, wrong_tensor
 
 # Families whose weights SGLang reads from GGUF as transformers does, which
@@ -52,7 +51,7 @@ def _wrong_gguf(model: Path, kind: str) -> str:
     if kind not in _GGUF:
         served = ", ".join(sorted(_GGUF))
         return f"is in GGUF, which SGLang reads for {served}, not for {kind}; give *.safetensors"
-    checkpoint = Checkpoint.open(model)
+    checkpoint = checkpoint_of(model)
     for name in checkpoint.tensors:
         if (match := _BESIDES.fullmatch(name)) and not re.fullmatch(_GGUF[kind], match[1]):
             return f"has {name}, which SGLang does not load for {kind}; give *.safetensors"
@@ -74,7 +73,7 @@ def _wrong_bitsandbytes(model: Path, described: dict[str, Any], kind: str) -> st
 def _wrong_matrix(model: Path, skipped: list[str]) -> str:
     """Returns a matrix that is quantized although SGLang skips the module that it is fused into, or
     the contrary, "" if there is none."""
-    names = Checkpoint.open(model).tensors.keys()
+    names = checkpoint_of(model).tensors.keys()
     for name in names:
         if (match := _MATRIX.fullmatch(name)) is None:
             continue
