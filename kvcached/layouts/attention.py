@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvcached.checks import positive, up_to
+from kvcached.checks import not_negative, positive, up_to
 from kvcached.errors import InvalidArgumentError
-from kvcached.layouts.base import KVLayout, TokenPart
+from kvcached.layouts.base import DTYPE_BYTES, KVLayout, TokenPart
 
 if TYPE_CHECKING:
     from typing import Self
@@ -56,18 +56,26 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Compressed K and V of MLA (DeepSeek-V2, §2.1), followed by the rotary part of K."""
+    """Compressed K and V of MLA (DeepSeek-V2, §2.1), followed by the rotary part of K.
+
+    With sparse attention (DeepSeek-V3.2, §2.1) there is a key for an index, in `index_dim` numbers.
+    """
 
     kv_lora_rank: int
     rope_dim: int
+    index_dim: int = 0
 
     def __post_init__(self) -> None:
         positive("kv_lora_rank", self.kv_lora_rank)
         positive("rope_dim", self.rope_dim)
+        not_negative("index_dim", self.index_dim)
 
     def parts(self, layer: int) -> tuple[TokenPart, ...]:
-        """Returns one row for all heads: kv_lora_rank numbers, then rope_dim."""
-        return (TokenPart(layer, "latent", 1, self.kv_lora_rank + self.rope_dim),)
+        """Returns one row for all heads: kv_lora_rank numbers, then rope_dim. Then a key for an
+        index, if there is one."""
+        latent = TokenPart(layer, "latent", 1, self.kv_lora_rank + self.rope_dim)
+        index = TokenPart(layer, "index", 1, self.index_dim)
+        return (latent, index) if self.index_dim else (latent,)
 
     def of_rank(self, ranks: int) -> Latent:
         """Returns the whole latent, which the query heads of every rank read."""
@@ -82,8 +90,8 @@ class _UniformLayout(KVLayout):
 
     def __post_init__(self) -> None:
         up_to(2**16 - 1)("num_layers", self.num_layers)
-        self._layer()
         super().__post_init__()
+        self._layer()
 
     @property
     def parts(self) -> tuple[TokenPart, ...]:
@@ -126,14 +134,23 @@ class Layout(_UniformLayout):
 class MLALayout(_UniformLayout):
     """Multi-head latent attention: part "latent", (1, kv_lora_rank + rope_dim) per layer and token.
 
-    V is not a separate part: kernels read it from the first kv_lora_rank numbers.
+    V is not a separate part: kernels read it from the first kv_lora_rank numbers. With sparse
+    attention, part "index" has `index_bytes` per layer and token, whatever their type: as many
+    numbers of `dtype`, whose size must divide them.
     """
 
     kv_lora_rank: int
     rope_dim: int
+    index_bytes: int = 0
 
     def _layer(self) -> Latent:
-        return Latent(self.kv_lora_rank, self.rope_dim)
+        size_bytes = not_negative("index_bytes", self.index_bytes)
+        index_dim, rest = divmod(size_bytes, DTYPE_BYTES[self.dtype])
+        if rest:
+            raise InvalidArgumentError(
+                f"index_bytes is {self.index_bytes}; it must be a multiple of the element size"
+            )
+        return Latent(self.kv_lora_rank, self.rope_dim, index_dim)
 
 
 @dataclass(frozen=True)

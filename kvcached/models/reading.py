@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvcached.checks import checked, instance_of, positive, text
@@ -95,8 +96,7 @@ def layout_of_config(
 
     `dtype` is the KV cache's (None: the model's own). Layers are numbered without those that keep
     no KV. What a layer keeps per sequence is in `shape_of_config(config).state_bytes`. Raises the
-    errors of `shape_of_config`, and InvalidArgumentError for models that keep no KV at all, or that
-    keep an index with it.
+    errors of `shape_of_config`, and InvalidArgumentError for models that keep no KV at all.
     """
     return layout_of_shape(shape_of_config(config).kept_by_rank(ranks), dtype, block_tokens)
 
@@ -108,11 +108,6 @@ def layout_of_shape(
     kept = [layer for layer in shape.layers if layer.kv is not None]
     if not kept:
         raise InvalidArgumentError(f"{shape.model_type} models keep no KV: none of their layers")
-    if any(layer.index_bytes for layer in kept):
-        raise InvalidArgumentError(
-            f"{shape.model_type} models keep an index of keys in another type with the KV; make a"
-            " layout for each"
-        )
     dtype = dtype or shape.dtype
     windows = sorted({layer.window_tokens for layer in kept if layer.window_tokens is not None})
     groups = [
@@ -133,6 +128,8 @@ def _group(
         return None
     kinds = [layers[i].kv for i in numbers]
     layout = _layout([kind for kind in kinds if kind is not None], dtype, block_tokens)
+    if isinstance(layout, MLALayout):  # an index is in all layers of a model or in none
+        layout = replace(layout, index_bytes=layers[numbers[0]].index_bytes)
     name = "full" if window is None else "window" if windows == 1 else f"window {window}"
     return LayerGroup(name, numbers, layout, window)
 

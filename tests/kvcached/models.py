@@ -15,6 +15,7 @@ SHAPES: dict[str, KVLayout] = {
     "wide-k": Layout(2, 2, 24, v_head_dim=16, dtype="float16", block_tokens=4),
     "mla": MLALayout(3, 64, 16, dtype="bfloat16", block_tokens=8),
     "e4m3": Layout(2, 2, 64, dtype="float8_e4m3fn", block_tokens=16),
+    "sparse": MLALayout(3, 64, 16, 132, dtype="bfloat16", block_tokens=8),
     "e5m2": MLALayout(2, 48, 16, dtype="float8_e5m2", block_tokens=8),
     "mixed": MixedLayout(
         layers=(Heads(2, 16), Heads(1, 32, 16), Latent(24, 8)), dtype="float32", block_tokens=4

@@ -212,6 +212,8 @@ def test_impossible_layouts_are_refused(changed: dict[str, object]) -> None:
         (lambda: MLALayout(0, 8, 8), "num_layers"),
         (lambda: MLALayout(1, 0, 8), "kv_lora_rank"),
         (lambda: MLALayout(1, 8, 0), "rope_dim"),
+        (lambda: MLALayout(1, 8, 8, 131), "index_bytes is 131; it must be a multiple"),
+        (lambda: MLALayout(1, 8, 8, -2), "index_bytes"),
         (lambda: MixedLayout(()), "layers must be a tuple"),
         (lambda: MixedLayout([Heads(1, 8)]), "layers must be a tuple"),
         (lambda: MixedLayout((8,)), "only Heads and Latent"),

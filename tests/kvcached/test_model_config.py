@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvcached import Heads, HybridLayout, Layout, MixedLayout, MLALayout
 from kvcached.errors import InvalidArgumentError
+from kvcached.layouts.base import DTYPE_BYTES
 from kvcached.models import layout_of_config, shape_of_config
 from kvcached.tools.commands import app
 
@@ -92,6 +93,17 @@ def test_a_latent_and_another_dtype() -> None:
     assert layout_of_config(DEEPSEEK_V3) == MLALayout(61, 512, 64)
     eighth = layout_of_config(DEEPSEEK_V3, dtype="float8_e4m3fn")
     assert eighth.token_bytes == 61 * 576
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_an_index_has_the_same_bytes_in_any_dtype(dtype: str) -> None:
+    """Counts 128 numbers of FP8 and a scale in float32, as SGLang keeps them."""
+    layout, latent = (layout_of_config(each, dtype) for each in (DEEPSEEK_V32, DEEPSEEK_V3))
+    assert isinstance(layout, MLALayout)
+    assert layout.index_bytes == 132
+    assert layout.token_bytes == latent.token_bytes + 61 * 132
+    assert layout.token_bytes == shape_of_config(DEEPSEEK_V32).kv_token_bytes(DTYPE_BYTES[dtype])
+    assert [part.name for part in layout.parts[:3]] == ["latent", "index", "latent"]
 
 
 def test_ranks_divide_heads_and_have_the_same_latent() -> None:
@@ -210,7 +222,6 @@ def test_a_pattern_may_be_letters() -> None:
         ({**GEMMA, "layer_types": ["linear_attention"] * 62}, "linear_attention"),
         ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ({**LLAMA, "hidden_size": None}, "hidden_size"),
-        (DEEPSEEK_V32, "deepseek_v32 models keep an index of keys"),
         ({**LLAMA, "kv_lora_rank": 512}, "has kv_lora_rank 512, which changes no llama model"),
         ({**LLAMA, "model_type": "mamba2"}, "mamba2"),
         (LFM2 | {"block_ffn_dim_multiplier": float("nan")}, "a positive number"),
