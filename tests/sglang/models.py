@@ -135,12 +135,18 @@ LONG_GEMMA3 = family(
     },
     context_length=2048,
 )
+# DeepSeek-V3 without YaRN, as Moonlight is.
+PLAIN_MLA = family(
+    "plain-deepseek-v3",
+    "deepseek_v3",
+    {key: value for key, value in TINY["deepseek_v3"].items() if key not in YARN},
+)
 FAMILIES = [family(f"family-{kind}", kind, settings) for kind, settings in TINY.items()]
 # One that answers in sentences, and the same again under another name.
 SMOLLM2, AGAIN = SmolLM2(), SmolLM2(name="smollm2-135m-again")
 OTHERS = (
     *(MOE, GEMMA3, GEMMA3_32, LONG_GEMMA3, MLA, MLA_512),
-    *(DELTA_NET, MAMBA, SMOLLM2, AGAIN),
+    *(PLAIN_MLA, DELTA_NET, MAMBA, SMOLLM2, AGAIN),
 )
 RECIPES: dict[str, Recipe] = {
     model.name: model for model in (*tiny.TINY_MODELS, *FAMILIES, *OTHERS)

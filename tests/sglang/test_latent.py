@@ -10,7 +10,7 @@ import pytest
 from prism.messages.engine import Deactivate, Deactivated, Export, Exported, Submit
 from tests.engines.harness import DEVICE, DeviceUnderTest, request
 from tests.sglang.conftest import ledger_of, opened_device
-from tests.sglang.models import MLA, greedy, prompts, spec_of
+from tests.sglang.models import MLA, PLAIN_MLA, greedy, prompts, spec_of
 
 pytestmark = pytest.mark.sglang
 
@@ -62,6 +62,15 @@ def test_a_second_activation_and_a_cached_prefix_change_nothing(two: DeviceUnder
         leave(two, "e0")
         usage = ledger_of(two).usage()
         assert (usage.reserved_bytes, ledger_of(two).resident_bytes()) == (0, 0)
+
+
+def test_positions_without_yarn(two: DeviceUnderTest) -> None:
+    """Serves a DeepSeek-V3 whose positions are not scaled, which SGLang does not load on a CPU."""
+    [prompt] = prompts(PLAIN_MLA.name, 1, (100, 100), seed=3)
+    two.activate(spec_of(PLAIN_MLA.name), "e0")
+    two.send(Submit([request("plain", PLAIN_MLA.name, prompt, 8)]), "e0")
+    assert two.finish("plain")[0].token_ids == greedy(PLAIN_MLA.name, prompt, 8)
+    leave(two, "e0")
 
 
 def test_files_are_removed(two: DeviceUnderTest) -> None:

@@ -17,7 +17,16 @@ from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.mamba import causal_conv1d, mamba
 from sglang.srt.layers.moe import fused_moe_native, topk
-from sglang.srt.models import gemma4_causal, llama4, minimax_m2, qwen2_moe, qwen3_5, qwen3_next
+from sglang.srt.layers.rotary_embedding import get_rope, get_rope_wrapper
+from sglang.srt.models import (
+    deepseek_v2,
+    gemma4_causal,
+    llama4,
+    minimax_m2,
+    qwen2_moe,
+    qwen3_5,
+    qwen3_next,
+)
 from torch.nn import functional
 
 from kvcached.engines.recurrences import delta_rule, delta_step, gates, sequences
@@ -45,6 +54,7 @@ def install() -> None:
     FusedRMSNormGated.forward = RMSNorm.forward = gated_norm
     topk.fused_topk_native = choose_experts
     fused_moe_native.moe_forward_native = mix_experts
+    deepseek_v2.get_rope_wrapper = positions_of_latents
     gemma4_causal.Gemma4Router.forward = route
     llama4.Llama4Attention.forward = attend_by_parts
     minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = square_sums, norm_by_sums
@@ -60,6 +70,13 @@ def _register_multiply() -> None:
 
 
 # --- attention and norms -------------------------------------------------------------------------
+
+
+def positions_of_latents(*args: Any, device: str, **kwargs: Any) -> Any:
+    """Returns SGLang's embedding of positions. Of those for a CPU there is only YaRN's."""
+    if kwargs.get("rope_scaling") is None:
+        return get_rope(*args, **kwargs)
+    return get_rope_wrapper(*args, device=device, **kwargs)
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
