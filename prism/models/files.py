@@ -178,7 +178,7 @@ def inspect_model(
         raise _mistake(values, name, expected, path, key)
     sizes = [layer.window_tokens for layer in decoder.layers if layer.window_tokens]
     everywhere = len(sizes) == len(decoder.layers)
-    ignored = everywhere if windows is None else decoder.model_type not in windows
+    ignored = windows is not None and decoder.model_type not in windows
     split = decoder.model_type in window_pools and not everywhere
     pools = _pools(decoder, f"{key}: {path}/config.json: {architecture}", split=split)
     tensors = _weights(path, decoder.tied, key, in_part=has_parts(config) and not images)

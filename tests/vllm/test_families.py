@@ -41,11 +41,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(kind: str) -> dict[str, Any]:
-    """Returns the settings of a tiny model with heads that vLLM's kernels compute, and without
-    windows in all layers, which would limit its context."""
+    """Returns the settings of a tiny model with heads that vLLM's kernels compute."""
     settings, dim = TINY[kind] | OTHERS.get(kind, {}), min(HEAD_DIMS)
-    if "sliding_window" in settings and kind not in WINDOWS:
-        settings["sliding_window"] = None
     if "kv_lora_rank" in settings:
         latent = {"kv_lora_rank": LATENT.kv_lora_rank, "qk_rope_head_dim": LATENT.rope_dim}
         return settings | latent

@@ -14,32 +14,19 @@ from prism.config.checks.memory_needs import pools_of, step_tokens
 from prism.engines.vllm.capabilities import WINDOWS
 from prism.messages.engine import Submit
 from prism.messages.model_spec import ModelSpec
-from prism.models import tiny
-from prism.models.store import default_directory, prepare
 from tests.engines.harness import DeviceUnderTest, request
-from tests.families import TINY, VOCAB_SIZE
+from tests.families import VOCAB_SIZE
+from tests.sglang import models
 from tests.sglang.conftest import PAGE_BYTES, config_of
-from tests.sglang.models import TIE, gap_of, network
+from tests.sglang.models import LONG_GEMMA3, TIE, gap_of, network
 from tests.sglang.test_families import spec_of
 from tests.vllm.environment import variables, vllm_python
 from tests.vllm.test_families import path_of, spec_on
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-CHUNK_TOKENS, MAX_RUNNING, CONTEXT = 32, 4, 2048
-# Five layers of six have a window of 32 tokens, as in Gemma 3.
-MODEL = tiny.TinyModel(
-    "long-gemma3",
-    "gemma3_text",
-    "",
-    context_length=CONTEXT,
-    settings=TINY["gemma3_text"]
-    | {
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-        "max_position_embeddings": CONTEXT,
-    },
-)
+CHUNK_TOKENS, MAX_RUNNING = 32, 4
+CONTEXT = LONG_GEMMA3.context_length
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +57,8 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 def test_a_window_bounds_what_long_sequences_hold(device: DeviceUnderTest) -> None:
     """Serves requests of the full context within the memory that windows need, much less than all
     tokens of all layers would take. A request that begins like an earlier one is right too."""
-    path = prepare(MODEL, default_directory(), lambda _text: None)
-    spec = spec_on(device, spec_of(MODEL.name, path, WINDOWS, None))
+    path = models.path_of(LONG_GEMMA3.name)
+    spec = spec_on(device, spec_of(LONG_GEMMA3.name, path, WINDOWS, None))
     reference = network(path)
     sizes = {"kv_layers": 6, "token_bytes": 6 * spec.token_bytes}
     plain = structs.replace(spec, window_layers=0, window_groups=0, **sizes)

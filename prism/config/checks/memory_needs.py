@@ -83,8 +83,7 @@ class EngineTraits:
     quantized: frozenset[str] = frozenset()
     # Families (`model_type`) whose layers with sliding windows have a separate pool.
     window_pools: frozenset[str] = frozenset()
-    # Families of which engines compute sliding windows, others are served within their windows
-    # (None: all families, except with windows in all layers).
+    # Families of which engines compute sliding windows (None: all). Others are served within them.
     windows: frozenset[str] | None = None
     # Regular expression of the weights that each rank has, searched in "model_type:tensor".
     whole_weights: str = "^$"
