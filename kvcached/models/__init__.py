@@ -5,11 +5,13 @@
 `vision` has the towers of models that take images.
 """
 
+from kvcached.models.families import TEXT_DEFAULTS
 from kvcached.models.reading import layout_of_config, shape_of_config
 from kvcached.models.shape import LayerShape, ModelShape, State
 from kvcached.models.vision import VisionShape, vision_of_config
 
 __all__ = [
+    "TEXT_DEFAULTS",
     "LayerShape",
     "ModelShape",
     "State",

@@ -48,6 +48,10 @@ class ConfigKeys:
         self._defaults = defaults
         self._read: set[str] = set()
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigKeys:
+        """Returns the same values with these defaults in addition."""
+        return ConfigKeys(self._values, {**self._defaults, **defaults})
+
     def get(self, name: str) -> Any:
         """Returns the value as it is. A null stays null, whatever the default."""
         self._read.add(name)

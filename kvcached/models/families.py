@@ -327,9 +327,19 @@ FAMILIES: dict[str, Family] = {
 }
 # Language models of families that take images, which transformers has as parts alone.
 PARTS: dict[str, Family] = {
+    "glm4v_text": Family(FAMILIES["glm4"].read, {"attention_bias": True}),
     "qwen2_5_vl": FAMILIES["qwen2"],
     "qwen2_5_vl_text": FAMILIES["qwen2"],
+    "qwen2_vl": FAMILIES["qwen2"],
+    "qwen2_vl_text": FAMILIES["qwen2"],
+    "qwen3_vl_moe_text": FAMILIES["qwen3_moe"],
     "qwen3_vl_text": Family(
         FAMILIES["qwen3"].read, {**FAMILIES["qwen3"].defaults, "max_position_embeddings": 128_000}
     ),
+}
+_7B = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+# Sizes that published models of text and images (LLaVA) leave out in their text_config.
+TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {**_7B, "intermediate_size": 11008},
+    "mistral": {**_7B, "intermediate_size": 14336, "num_key_value_heads": 8},
 }

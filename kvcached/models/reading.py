@@ -12,7 +12,7 @@ from kvcached.layouts.attention import Heads, Latent, Layout, MixedLayout, MLALa
 from kvcached.layouts.base import DTYPE_BYTES, KVLayout
 from kvcached.layouts.hybrid import HybridLayout, LayerGroup
 from kvcached.models.config_keys import ConfigKeys, check_length, shown, wrong
-from kvcached.models.families import FAMILIES, PARTS
+from kvcached.models.families import FAMILIES, PARTS, TEXT_DEFAULTS
 from kvcached.models.shape import LayerShape, ModelShape
 
 # Keys that change what a model keeps or weighs. One that a family does not know is an error.
@@ -60,7 +60,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     family = FAMILIES.get(kind) or PARTS[kind]
     # The whole model's key decides, as in transformers.
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    values = {**part, **tied, "dtype": _dtype(part, config)}
+    left_out = {} if part is config else TEXT_DEFAULTS.get(kind, {})
+    values = {**left_out, **part, **tied, "dtype": _dtype(part, config)}
     keys = ConfigKeys(values, {"tie_word_embeddings": False, **family.defaults})
     shape = family.read(keys)
     if strange := keys.unread(_SHAPING) or _special_layers(keys, len(shape.layers)):

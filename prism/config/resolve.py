@@ -396,6 +396,7 @@ def _model(
             (path, files, dtype),
             f"{key}.lora",
             engine.lora,
+            images=images,
         ),
         hub_name=hub_name,
         images=image_spec(path, key, traits, engine, dtype) if images else None,

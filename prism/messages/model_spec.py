@@ -49,6 +49,7 @@ class ImageSpec(Wire, frozen=True):
 
     token_id: int  # placeholder, once for each vector of an image
     size_bytes: int = 0  # device memory of an engine for the vision tower's largest step
+    prompt_token_id: int | None = None  # in a rendered prompt, once for each image; None: the same
 
 
 class ModelSpec(Wire, frozen=True):

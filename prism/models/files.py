@@ -195,7 +195,8 @@ def inspect_model(
         whole=Weights.of(
             tensor
             for name, tensor in tensors.items()
-            if re.search(whole_weights, f"{decoder.model_type}:{name}")
+            if (images and has_parts(config) and text_weight(name) is None)
+            or re.search(whole_weights, f"{decoder.model_type}:{name}")
         ),
         decoder=decoder,
     )

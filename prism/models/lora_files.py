@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 from prism.errors import ConfigError
 from prism.models.files import ModelFiles, read_config
+from prism.models.text_part import has_parts, text_config
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _TENSOR = re.compile(r"\.layers\.(\d+)\.[\w.]*?(\w+)\.lora_(A|B)\.weight$")
+_VISION = re.compile(r"\.(vision_tower|vision_model|visual)\.")
 # Groups of modules that engines fuse into one matrix.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Settings of adapters that engines do not support, with the values that disable them.
@@ -82,7 +84,7 @@ def module_of(
         shapes: (inputs, outputs) of the modules.
     """
     match = _TENSOR.search(name)
-    if match is None or match[2] not in shapes:
+    if match is None or match[2] not in shapes or _VISION.search(name):
         raise ValueError(
             f"it changes {name}; adapters may change the projections of attention and of a dense"
             " MLP alone; merge it into its model, and serve that"
@@ -97,7 +99,9 @@ def module_of(
     return match[2]
 
 
-def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
+def lora_base(model: Path, files: ModelFiles, key: str, *, images: bool = False) -> LoraBase:
+    """Returns the sizes of the model in folder `model`. `images`: it is served with its vision
+    tower. Raises ConfigError for models of which adapters are not served."""
     if files.pools.latent_rope_dim is not None:
         raise ConfigError(
             f"{key}: adapters of models with latent attention are not served; merge the adapter"
@@ -108,12 +112,13 @@ def lora_base(model: Path, files: ModelFiles, key: str) -> LoraBase:
             f"{key}: adapters of models that keep a state per sequence are not served; merge the"
             " adapter into its model, and serve that"
         )
-    config = read_config(model, key)
-    if "text_config" in config:
+    whole = read_config(model, key)
+    if has_parts(whole) and not images:
         raise ConfigError(
-            f"{key}: adapters of models that take images or audio are not served; merge the adapter"
-            " into its model, and serve that"
+            f"{key}: adapters of models that take images or audio are not served for this family,"
+            " or without images; merge the adapter into its model, and serve that"
         )
+    config = text_config(whole)
     layer = files.decoder.layers[0]
     inner = config.get("intermediate_size") or config.get("n_inner")
     has_experts = any(each.parameters > each.active_parameters for each in files.decoder.layers)

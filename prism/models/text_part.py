@@ -36,9 +36,12 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     part = config.get("text_config")
     if not isinstance(part, Mapping):
         return dict(config)
+    from kvcached.models import TEXT_DEFAULTS
+
+    left_out = TEXT_DEFAULTS.get(str(part.get("model_type")), {})
     shared = {name: config[name] for name in _SHARED if name in config}
     tied = {name: config[name] for name in (_TIED,) if name in config}
-    return shared | dict(part) | tied
+    return left_out | shared | dict(part) | tied
 
 
 def text_weight(name: str) -> str | None:

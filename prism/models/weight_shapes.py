@@ -23,10 +23,10 @@ Tensors = Mapping[str, CheckpointTensor]
 _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|embeddings|word_embeddings)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
-# Tensors that are not parameters: masks, rotary tables, corrections of routers, and layers that
-# predict further tokens.
+# Tensors that are not parameters: masks, rotary tables, positions, corrections of routers, and
+# layers that predict further tokens.
 _IGNORED = re.compile(
-    r"^mtp\.|\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.\w+$"
+    r"^mtp\.|\.(attn|attention)\.(bias|masked_bias)$|\.(rotary_emb\.\w+|position_ids)$"
     r"|(?<!\.moe_statics)\.(e_score_correction|expert)_bias$"
 )
 _OF_KV = re.compile(r"\.[kv]_(proj|norm)\.weight$")

@@ -182,10 +182,13 @@ def test_refusals(cluster: Cluster, folder: Path, pictures: str, tiny_models: An
     check(folder, chat(cluster, small), PICTURES[0])
 
 
-def test_an_answer_continues_after_its_engines_death(cluster: Cluster, folder: Path) -> None:
+@pytest.mark.parametrize("end", ["killed", "evicted"])
+def test_an_answer_continues_on_another_engine(cluster: Cluster, end: str) -> None:
+    """Ends the engine without a warning, or its model as an operator does."""
     whole = chat(cluster, data_url(PICTURES[0]), max_tokens=200).json()["choices"][0]
     report = cluster.model_report("vision")
     assert report is not None
+    before = sum(agent["engine_restarts_total"] for agent in cluster.agents())
     body = {"stream": True, "max_tokens": 200}
     messages = [{"role": "user", "content": parts(data_url(PICTURES[0]))}]
     common = {"model": "vision", "temperature": 0, "ignore_eos": True, "messages": messages}
@@ -196,8 +199,23 @@ def test_an_answer_continues_after_its_engines_death(cluster: Cluster, folder: P
             if '"content"' not in line:
                 continue
             texts.append(line)
-            if len(texts) == 10:
+            if len(texts) == 10 and end == "killed":
                 os.kill(int(report["engine_pid"]), signal.SIGKILL)
-    assert sum(agent["engine_restarts_total"] for agent in cluster.agents()) == 1
+            elif len(texts) == 10:
+                assert cluster.operate("evict", "vision").returncode == 0
+    restarts = sum(agent["engine_restarts_total"] for agent in cluster.agents()) - before
+    assert restarts == (1 if end == "killed" else 0)
     deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in texts]
     assert "".join(delta["content"] for delta in deltas) == whole["message"]["content"]
+
+
+def test_a_client_that_disconnects(cluster: Cluster, folder: Path) -> None:
+    """Ends the request on the engine, and serves others with the same image."""
+    body = {"model": "vision", "stream": True, "max_tokens": 400, "ignore_eos": True}
+    body["messages"] = [{"role": "user", "content": parts(data_url(PICTURES[0]))}]
+    with HTTP.stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as answer:
+        assert next(answer.iter_lines())
+    cluster.wait_until(
+        lambda: (cluster.model_report("vision") or {}).get("running") == 0, "the request's end"
+    )
+    check(folder, chat(cluster, data_url(PICTURES[0])), PICTURES[0])

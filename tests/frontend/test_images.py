@@ -314,7 +314,8 @@ async def prompts_of(
     config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Awaitable[Prompt]]]:
     """Yields a function that prepares the prompt of an HTTP request with images at addresses."""
-    vision = structs.replace(config.models[0], images=ImageSpec(VOCAB_SIZE))
+    takes = ImageSpec(VOCAB_SIZE)
+    vision = structs.replace(config.models[0], images=takes)
     monkeypatch.setattr(prompt_images, "ImageClient", Preparation)
     async with stack_of(config) as stack:
         images = PromptImages(stack.state.live, stack.state.dispatcher.log)
@@ -324,7 +325,7 @@ async def prompts_of(
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
             messages = [{"role": "user", "content": parts}]
             body = ChatBody.model_validate({"model": "chat", "messages": messages})
-            return await images.prompt(vision, VOCAB_SIZE, body, [VOCAB_SIZE] * len(urls))
+            return await images.prompt(vision, takes, body, [VOCAB_SIZE] * len(urls))
 
         yield lambda *args: asyncio.create_task(prompt(*args))
 

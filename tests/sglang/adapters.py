@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from prism.models.lora_files import CONFIG, WEIGHTS
+from prism.models.text_part import text_weight
 from tests.sglang.models import path_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -21,7 +22,7 @@ _SCALE = 2.0  # strong enough to change what a random model says
 
 def make_adapter(
     folder: Path,
-    model: str,
+    model: str | Path,
     *,
     rank: int = 4,
     targets: Sequence[str] = ALL,
@@ -29,12 +30,14 @@ def make_adapter(
     seed: int = 1,
     **config: Any,
 ) -> Path:
-    """Makes an adapter of `model`'s `layers` (None: all). `config` overrides keys of its file."""
+    """Makes an adapter of `layers` (None: all) of a tiny model, by its name or folder. `config`
+    overrides keys of its file."""
     random, tensors = np.random.default_rng(seed), {}
-    for name, weight in load_file(path_of(model) / "model.safetensors").items():
+    for name, weight in load_file(_files(model) / "model.safetensors").items():
         parts = name.split(".")
-        chosen = parts[-2] in targets and (layers is None or int(parts[2]) in layers)
-        if not chosen:
+        in_text = text_weight(name) is not None and weight.ndim == 2
+        chosen = in_text and parts[-2] in targets
+        if not chosen or (layers is not None and int(parts[2]) not in layers):
             continue
         outputs, inputs = weight.shape
         module = f"base_model.model.{name.removesuffix('.weight')}"
@@ -48,16 +51,16 @@ def make_adapter(
         "r": rank,
         "lora_alpha": _SCALE * rank,
         "target_modules": list(targets),
-        "base_model_name_or_path": model,
+        "base_model_name_or_path": str(model),
         "bias": "none",
     }
     (folder / CONFIG).write_text(json.dumps(settings | config))
     return folder
 
 
-def merged(adapter: Path, model: str, folder: Path) -> Path:
+def merged(adapter: Path, model: str | Path, folder: Path) -> Path:
     """Makes the whole model that `model` with `adapter` is equal to."""
-    shutil.copytree(path_of(model), folder)
+    shutil.copytree(_files(model), folder)
     weights = load_file(folder / "model.safetensors")
     changes = load_file(adapter / WEIGHTS)
     for name, part in changes.items():
@@ -67,3 +70,7 @@ def merged(adapter: Path, model: str, folder: Path) -> Path:
             weights[key] = weights[key] + _SCALE * (changes[f"{module}.lora_B.weight"] @ part)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _files(model: str | Path) -> Path:
+    return model if isinstance(model, Path) else path_of(model)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached.errors import InvalidArgumentError
-from kvcached.models import vision_of_config
+from kvcached.models import VisionShape, vision_of_config
 from prism.config.checks.memory_needs import EngineTraits
 from prism.config.schema.cluster_config import EngineConfig, ModelYaml
 from prism.errors import ConfigError
@@ -17,6 +17,10 @@ from prism.models.special_tokens import read_json
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TOKEN_IDS = ("image_token_id", "image_token_index")
+# Tokens of images in prompts, of families that have others for their vectors.
+_PROMPT_TOKENS = {"llama4": "<|image|>"}
+# Tiles of an image by the processors of transformers.
+_TILES_MAX = {"internvl": 12, "llama4": 16}
 
 
 def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits) -> bool:
@@ -38,7 +42,9 @@ def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits) ->
         lacks = f"does not have {_PROCESSORS[0]}; save the model's processor there"
     if lacks and data.images:
         raise ConfigError(f"{key}.images: {path} {lacks}, or remove the key")
-    others = {"lora": bool(data.lora), "tp": data.tp > 1, "embeddings": bool(data.embeddings)}
+    spread = data.tp > 1 and kind not in traits.image_ranks
+    adapted = bool(data.lora) and kind not in traits.image_adapters
+    others = {"lora": adapted, "tp": spread, "embeddings": bool(data.embeddings)}
     combined = [name for name, is_set in others.items() if is_set]
     if combined and data.images:
         text = "cannot be combined with images; remove one of them"
@@ -60,7 +66,8 @@ def image_spec(
     """
     config = read_config(path, f"{key}.path")
     step_bytes = _step_bytes(config, path, key, engine, DTYPE_BYTES[dtype])
-    return ImageSpec(_token_id(config, path, key), traits.image_vectors_bytes + step_bytes)
+    token_id, size_bytes = _token_id(config, path, key), traits.image_vectors_bytes + step_bytes
+    return ImageSpec(token_id, size_bytes, _prompt_token_id(config, path, key, token_id))
 
 
 def _token_id(config: dict[str, Any], path: Path, key: str) -> int:
@@ -69,6 +76,21 @@ def _token_id(config: dict[str, Any], path: Path, key: str) -> int:
         raise ConfigError(
             f"{key}.path: {path}/config.json lacks {_TOKEN_IDS[0]}, the token of images; complete"
             " the file, or set images: false"
+        )
+    return int(found[0])
+
+
+def _prompt_token_id(config: dict[str, Any], path: Path, key: str, token_id: int) -> int:
+    """Returns the token that a chat template has for an image."""
+    text = _PROMPT_TOKENS.get(config["model_type"])
+    if text is None:
+        return token_id
+    added = read_json(path / "tokenizer.json").get("added_tokens") or ()
+    found = [each["id"] for each in added if each["content"] == text]
+    if not found:
+        raise ConfigError(
+            f"{key}.path: {path}/tokenizer.json lacks {text}, the token of an image; complete the"
+            " file, or set images: false"
         )
     return int(found[0])
 
@@ -84,27 +106,33 @@ def _step_bytes(
         raise ConfigError(f"{key}.path: {path}: {error}") from error
     assert shape is not None
     chunk = engine.prefill_chunk_tokens * shape.patches_per_token
-    patches = 2 * _pixels_max(path, key, config) // shape.patch_pixels + chunk
+    patches = 2 * _pixels_max(path, key, config, shape) // shape.patch_pixels + chunk
     return patches * shape.patch_numbers * number_bytes
 
 
-def _pixels_max(path: Path, key: str, config: dict[str, Any]) -> int:
+def _pixels_max(path: Path, key: str, config: dict[str, Any], shape: VisionShape) -> int:
     """Returns the pixels of the largest image after the processor, which makes larger ones
-    smaller."""
+    smaller, or cuts them into a number of tiles."""
     settings: dict[str, Any] = {}
     for name in reversed(_PROCESSORS):
         found = read_json(path / name)
         part = found.get("image_processor")
         settings |= part if isinstance(part, dict) else found
+    if shape.tile_pixels:
+        most = settings.get("max_patches") or _TILES_MAX.get(config["model_type"], 0)
+        tiles = shape.tiles or _positive(most, path, key) + 1  # and the whole image
+        return tiles * shape.tile_pixels
     size = settings.get("size") or {}
     if not isinstance(size, dict):
         raise _wrong_size(path, key, size)
     if (pixels := settings.get("max_pixels") or size.get("max_pixels")) is not None:
         return _positive(pixels, path, key)
     edge = size.get("longest_edge")
-    if config["model_type"] == "mistral3":
+    if config["model_type"] in ("llava", "mistral3"):
         edge = edge or config["vision_config"].get("image_size", 1540)
         return _positive(edge, path, key) ** 2
+    if config["model_type"] == "glm4v":  # the area of two frames, as which it takes an image
+        return _positive(edge or 28 * 28 * 15000, path, key) // 2
     return _positive(edge or 28 * 28 * 1280, path, key)  # for Qwen's processors, an area
 
 

@@ -93,6 +93,10 @@ class EngineTraits:
     latent_attention: frozenset[str] = frozenset()
     # Families (`model_type`) that take images.
     images: frozenset[str] = frozenset()
+    # Families among them that several devices can share.
+    image_ranks: frozenset[str] = frozenset()
+    # Families among them whose language models may have LoRA adapters.
+    image_adapters: frozenset[str] = frozenset()
     # Vectors of images that an engine keeps on its device.
     image_vectors_bytes: int = 0
     # Returns the layers of a block where these layers share the main pool's blocks with the others,

@@ -37,6 +37,8 @@ def lora_spec(
     model: tuple[Path, ModelFiles, str],
     key: str,
     engine: LoraConfig,
+    *,
+    images: bool = False,
 ) -> LoraSpec:
     """Returns the adapters of a model. Raises ConfigError that names the entry.
 
@@ -45,11 +47,12 @@ def lora_spec(
         model: Directory, files and dtype of the model.
         key: YAML key of the list, for messages.
         engine: Limits of engines.
+        images: It is served with its vision tower.
     """
     if not adapters:
         return LoraSpec()
     path, files, dtype = model
-    base = lora_base(path, files, key)
+    base = lora_base(path, files, key, images=images)
     found, targets = [], set[str]()
     for index, (name, folder, hub_name) in enumerate(adapters):
         rank, modules = inspect_adapter(folder, f"{key}[{index}].path", base, engine.rank_max)

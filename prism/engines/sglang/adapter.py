@@ -52,6 +52,8 @@ def traits() -> EngineTraits:
         kv_dtypes=gpu.KV_ATTENTION,
         latent_attention=frozenset({gpu.TRITON}),
         images=frozenset(supported_models.IMAGES),
+        image_ranks=supported_models.IMAGE_RANKS,
+        image_adapters=supported_models.IMAGE_ADAPTERS,
         image_vectors_bytes=supported_models.VECTORS_KEPT_MIB << 20,
     )
 

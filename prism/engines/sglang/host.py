@@ -209,3 +209,4 @@ register_rendezvous_handler("prism-one-rank", _one_rank)
 def import_models() -> None:
     """Imports every model class of SGLang, so that forked engines need not import them."""
     importlib.import_module("sglang.srt.models.registry")
+    importlib.import_module("prism.engines.sglang.towers").install()

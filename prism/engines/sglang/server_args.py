@@ -34,6 +34,9 @@ def build(
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora_adapters.settings(order.model.lora, device)
     common |= in_gguf(config) if has_gguf(path) else {}
+    if config.get("model_type") in supported_models.IMAGES:
+        keys = supported_models.image_overrides(config)
+        common["json_model_override_args"] = json.dumps(keys)
     captures = not weight_formats.syncs(config)
     own = on_gpu(order, engine, captures=captures) if gpu.is_gpu(device) else on_host(config)
     return ServerArgs(**common, **own)
@@ -91,6 +94,7 @@ def settings(
         "kv_cache_dtype": KV_NAMES.get(spec.other_kv_dtype, AUTO),
         "context_length": spec.context_length + CONTEXT_SLACK_TOKENS,
         "skip_tokenizer_init": True,
+        "mm_enable_dp_encoder": ranks > 1 and spec.images is not None,
         "is_embedding": spec.embedding is not None,
         "page_size": BLOCK_TOKENS,
         "max_total_tokens": plan.pool_tokens,

@@ -49,10 +49,12 @@ class Preparer:
             text=[processor.image_token],
             images=[image],
             add_special_tokens=False,
-            return_tensors="np",
+            return_mm_token_type_ids=False,
+            return_tensors="pt",
         )
-        pixels = {"pixel_values": _tensor(inputs["pixel_values"], dtype)}
-        sizes = {name: _tensor(inputs[name], "int64") for name in _SIZES if name in inputs}
+        # Llama 4's processor makes bfloat16, which numpy does not have.
+        pixels = {"pixel_values": _tensor(inputs["pixel_values"].float().numpy(), dtype)}
+        sizes = {name: _tensor(inputs[name].numpy(), "int64") for name in _SIZES if name in inputs}
         tensors: Tensors = pixels | sizes
         digest = blake2b(msgspec.msgpack.encode(tensors), digest_size=32).hexdigest()
         return PreparedImage(digest, inputs["input_ids"][0].tolist(), tensors)

@@ -19,7 +19,7 @@ from prism.frontend.images.sources import image_data, is_inline
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.protocol.chat_types import Conversation
 from prism.messages.image_tensors import PromptImage, Tensors, size_bytes
-from prism.messages.model_spec import ModelSpec
+from prism.messages.model_spec import ImageSpec, ModelSpec
 
 # Images of a frontend's requests, from their preparation to the end of the request.
 OPEN_BYTES_MAX = 2 << 30
@@ -45,16 +45,17 @@ class PromptImages:
         await self._client.close()
 
     async def prompt(
-        self, model: ModelSpec, token: int, body: Conversation, ids: list[int]
+        self, model: ModelSpec, spec: ImageSpec, body: Conversation, ids: list[int]
     ) -> Prompt:
         """Returns the prompt of a conversation with the tokens of its images, and these. `ids` have
-        one placeholder `token` for each. Raises RequestError."""
+        one placeholder for each. Raises RequestError."""
+        placeholder = spec.token_id if spec.prompt_token_id is None else spec.prompt_token_id
         urls, field = body.image_urls, body.prompt_field
         limits = self._live.config.frontend.images
         if len(urls) > limits.count_max:
             most = f"at most {limits.count_max} are allowed (frontend.images.count_max)"
             raise bad_request(f"{field}: has {len(urls)} images; {most}", field)
-        if (places := ids.count(token)) != len(urls):
+        if (places := ids.count(placeholder)) != len(urls):
             raise bad_request(
                 f"{field}: the prompt has {places} placeholders for {len(urls)} images; remove"
                 " placeholders from the text, or images that the chat template leaves out",
@@ -80,7 +81,7 @@ class PromptImages:
                     f" {most}; send fewer or smaller ones",
                     field,
                 )
-        return with_images(ids, [known[url] for url in urls], token)
+        return with_images(ids, [known[url] for url in urls], spec.token_id, placeholder)
 
     def _hold(self) -> dict[str, Tensors]:
         """Returns a new entry of `_prepared`, which the end of the HTTP request removes."""
@@ -112,13 +113,16 @@ class PromptImages:
             return await image_data(url, limits)
 
 
-def with_images(ids: Sequence[int], images: Sequence[PreparedImage], token: int) -> Prompt:
-    """Returns the prompt with the tokens of the images at their placeholders `token`."""
+def with_images(
+    ids: Sequence[int], images: Sequence[PreparedImage], token: int, placeholder: int
+) -> Prompt:
+    """Returns the prompt with the tokens of the images in place of `placeholder`. `token`: the one
+    that stands for a vector."""
     prompt: list[int] = []
     placed: list[PromptImage] = []
     following = iter(images)
     for each in ids:
-        if each != token:
+        if each != placeholder:
             prompt.append(each)
             continue
         image = next(following)

@@ -116,7 +116,7 @@ class SpecBuilder:
         [ids] = await tokenizer.encode([text], special_tokens)
         if images is None:
             return text, ids, ()
-        return text, *await self.images.prompt(model, images.token_id, body, ids)
+        return text, *await self.images.prompt(model, images, body, ids)
 
     async def embeddings(self, body: EmbeddingsBody) -> GenerationSpec:
         """Returns the spec of a request for embeddings. Raises RequestError.

@@ -18,6 +18,7 @@ from sglang.srt.models.gpt2 import GPT2LMHeadModel
 from sglang.srt.models.llama4 import Llama4ForCausalLM
 from sglang.srt.models.mllama4 import Llama4ForConditionalGeneration
 from sglang.srt.models.phi import PhiModel
+from sglang.srt.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from sglang.srt.models.starcoder2 import Starcoder2Model
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
@@ -32,6 +33,7 @@ _load_gguf = GGUFModelLoader.load_model
 _load_gemma3n = Gemma3nForCausalLM.load_weights
 _load_gemma4 = Gemma4ForCausalLM.load_weights
 _load_gpt2 = GPT2LMHeadModel.load_weights
+_load_qwen3_vl_moe = Qwen3VLMoeForConditionalGeneration.load_weights
 _padded_sizes = model_runner.adjust_config_with_unaligned_cpu_tp
 _window_of = model_runner.resolve_sliding_window_size
 
@@ -58,6 +60,7 @@ def install() -> None:
     Gemma4ForCausalLM.load_weights = load_gemma4
     GPT2LMHeadModel.load_weights = load_gpt2
     Llama4ForCausalLM.load_weights = load_llama4
+    Qwen3VLMoeForConditionalGeneration.load_weights = load_qwen3_vl_moe
 
 
 def require() -> None:
@@ -182,3 +185,16 @@ def load_llama4(model: Any, weights: Weights) -> None:
     nn.Module.__init__(whole)
     whole.config, whole.has_vision, whole.language_model = model.config, False, model
     whole.load_weights(weights)
+
+
+def load_qwen3_vl_moe(model: Any, weights: Weights) -> Any:
+    """Loads Qwen3-VL-MoE, also from files of transformers 5, which saves the experts' matrices
+    transposed."""
+    return _load_qwen3_vl_moe(model, _as_published(weights, model.config.hidden_size))
+
+
+def _as_published(weights: Weights, hidden: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        inputs = {"gate_up_proj": -2, "down_proj": -1}.get(name.rpartition(".experts.")[2])
+        is_saved = inputs and tensor.shape[inputs] != hidden == tensor.shape[-3 - inputs]
+        yield name, tensor.transpose(-1, -2) if is_saved else tensor

@@ -32,9 +32,8 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
         changed["hidden_act"] = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if kind == "cohere2" and (window := config.get("sliding_window", 4096)):
         changed["sliding_window"] = window - 1
-    if kind in _LINEAR_ATTENTION and "full_attention_interval" not in config:
-        attends = [bool(layer.kv) for layer in shape_of_config(config).layers]
-        changed["full_attention_interval"] = attends.index(True) + 1
+    if kind in _LINEAR_ATTENTION:
+        changed |= _linear_attention(config, rope)
     if kind == "dots1":  # differs from GLM-4-MoE in these
         changed |= {"use_qk_norm": True, "partial_rotary_factor": 1.0}
     if kind == "exaone4":
@@ -50,6 +49,15 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
         if len(set(slides)) > 1:
             pattern = [int(slide) for slide in slides]
             changed |= {"is_hybrid_swa": True, "hybrid_layer_pattern": pattern}
+    return changed
+
+
+def _linear_attention(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a model with linear attention, which SGLang reads by former names."""
+    changed = {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
+    if "full_attention_interval" not in config:
+        attends = [bool(layer.kv) for layer in shape_of_config(config).layers]
+        changed["full_attention_interval"] = attends.index(True) + 1
     return changed
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcached import Heads
-from kvcached.engines.sglang.hybrid.overrides import CLASSES, full_every
+from kvcached.engines.sglang.hybrid.overrides import CLASSES, full_every, overrides
 from kvcached.models import LayerShape, ModelShape, shape_of_config
 from prism.engines.sglang.platform.weight_formats import wrong_format
 from prism.models.files import BITSANDBYTES, checkpoint_of
@@ -98,10 +98,34 @@ _REFUSED = {
 # Families of models that take images -> those of their language models, with answers that are
 # those of transformers, which tests/sglang/test_images.py shows.
 IMAGES = {
+    "glm4v": frozenset({"glm4v_text"}),
+    "internvl": frozenset({"llama", "qwen2", "qwen3"}),
+    "llama4": frozenset({"llama4_text"}),
+    "llava": frozenset({"llama", "mistral", "qwen2"}),
+    "llava_next": frozenset({"llama", "mistral", "qwen2"}),
     "mistral3": frozenset({"ministral3", "mistral"}),
     "qwen2_5_vl": frozenset({"qwen2_5_vl", "qwen2_5_vl_text"}),
+    "qwen2_vl": frozenset({"qwen2_vl", "qwen2_vl_text"}),
+    "qwen3_5": frozenset({"qwen3_5_text"}),
+    "qwen3_5_moe": frozenset({"qwen3_5_moe_text"}),
     "qwen3_vl": frozenset({"qwen3_vl_text"}),
+    "qwen3_vl_moe": frozenset({"qwen3_vl_moe_text"}),
 }
+# Families among them whose vision tower is transformers', in the class of this name.
+TOWERS = frozenset({"internvl", "llama4", "llava", "llava_next"})
+TOWER_CLASS = "TowerModel"
+# Families whose whole vision tower each of several ranks has. SGLang's compute an image on one.
+IMAGE_RANKS = TOWERS | {"glm4v", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+# Keys of vision_config that SGLang reads and transformers 5 does not save.
+_TOWER_KEYS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"in_chans": 3},
+    "qwen3_5": {"deepstack_visual_indexes": []},
+    "qwen3_5_moe": {"deepstack_visual_indexes": []},
+}
+# Families that take images and LoRA adapters. SGLang would change the vision tower of Mistral 3.
+IMAGE_ADAPTERS = frozenset(
+    {"internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"}
+)
 # Vectors of images that are kept on the device, for the next chunk of a prompt or the same image.
 VECTORS_KEPT_MIB = 64
 # Families whose windows SGLang computes, with kvcached's corrections: all but chunks of Llama 4,
@@ -161,6 +185,18 @@ _IGNORED = {
     "phi": ("qk_layernorm",),
     "stablelm": ("qk_layernorm", "use_parallel_residual"),
 }
+
+
+def image_overrides(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns keys of the config.json of a model that takes images that SGLang must read otherwise
+    than they are."""
+    text = overrides(config.get("text_config") or {})
+    changed: dict[str, Any] = {"text_config": text} if text else {}
+    if config["model_type"] in TOWERS:
+        changed["architectures"] = [TOWER_CLASS]
+    own = config["vision_config"]
+    lacking = {k: v for k, v in _TOWER_KEYS.get(config["model_type"], {}).items() if k not in own}
+    return changed | ({"vision_config": lacking} if lacking else {})
 
 
 def host_attention(config: dict[str, Any]) -> str:
@@ -275,9 +311,26 @@ def _refuses_images(model: Path, config: dict[str, Any]) -> str:
             f"{model}/config.json has hidden_act {act!r} in vision_config, but SGLang computes silu"
             f" for {kind}; give another model, or set images: false"
         )
+    if why := wrong_format(model, config, kind):
+        return f"{model} {why}"
+    if why := _positions_lost(config):
+        return f"{model}/config.json {why}; correct the file, or set images: false"
     differs = weights_differ(model, text_config(config), in_part=True)
     differs = differs or vision_differs(model, config)
     return f"{model} {differs}" if differs else ""
+
+
+def _positions_lost(config: dict[str, Any]) -> str:
+    """Returns what SGLang lacks to place an image's vectors as transformers does, "" if it lacks
+    nothing."""
+    kind, text = config["model_type"], text_config(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if kind.startswith(("glm4v", "qwen")) and "mrope_section" not in rope:
+        return "lacks mrope_section in rope_parameters, from which SGLang takes positions of images"
+    inner = config["vision_config"].get("deepstack_visual_indexes") or ()
+    if kind == "qwen3_vl_moe" and len(inner) != 3:
+        return f"has {len(inner)} deepstack_visual_indexes, but SGLang adds 3 layers for {kind}"
+    return ""
 
 
 def _unknown(config: dict[str, Any]) -> str:

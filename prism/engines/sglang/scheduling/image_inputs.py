@@ -70,15 +70,17 @@ def _tensor(name: str, tensor: Tensor) -> torch.Tensor:
 
 def _set_positions(inputs: MultimodalInputs, request: Request, config: Any) -> None:
     """Sets the positions of the prompt and of the whole output. SGLang would extend those of the
-    prompt for decode steps alone, not when a retracted or resumed request is computed again."""
-    vision = config.vision_config
+    prompt for decode steps alone, not when a retracted or resumed request is computed again.
+
+    Images have one frame, so the positions of all families are Qwen2-VL's.
+    """
+    start = getattr(config, "vision_start_token_id", None)
     prompt, delta = MRotaryEmbedding.get_rope_index(
-        spatial_merge_size=vision.spatial_merge_size,
+        spatial_merge_size=config.vision_config.spatial_merge_size,
         image_token_id=config.image_token_id,
         video_token_id=config.video_token_id,
-        vision_start_token_id=config.vision_start_token_id,
-        model_type=config.model_type,
-        tokens_per_second=getattr(vision, "tokens_per_second", None),
+        vision_start_token_id=config.image_start_token_id if start is None else start,
+        model_type="qwen2_vl",
         input_ids=torch.tensor([request.prompt_ids], dtype=torch.long),
         image_grid_thw=torch.cat([getattr(item, _GRID) for item in inputs.mm_items]),
     )
