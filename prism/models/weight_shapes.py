@@ -86,16 +86,21 @@ def _used(tensors: Tensors, layer: LayerShape) -> Tensors:
     return {name: each for name, each in tensors.items() if not _OF_KV.search(name)}
 
 
-def vision_differs(model: Path, config: Mapping[str, Any]) -> str:
+def vision_differs(model: Path, config: Mapping[str, Any], *, plain: bool) -> str:
     """Returns how the vision tower's tensors in the folder `model` differ from `config`, "" if they
-    are as many numbers."""
-    shape = vision_of_config(config)
-    if quantized_by(config, model) or shape is None:
+    are as many numbers. `plain`: engines do not load a quantized tower."""
+    shape, method = vision_of_config(config), quantized_by(config, model)
+    if shape is None or (method and not plain):
         return ""
     tensors = checkpoint_of(model).tensors.items()
     found = _numbers(t for n, t in tensors if text_weight(n) is None and not _IGNORED.search(n))
     if found == shape.parameters:
         return ""
+    if method:
+        return (
+            f"has a vision tower quantized by {method}, which engines load in 16 or 32 bits; give"
+            " weights whose tower is not quantized, or set images: false"
+        )
     return (
         f"has {found} parameters in its vision tower and projector, but config.json describes"
         f" {shape.parameters}; correct vision_config, or complete the files"

@@ -16,13 +16,14 @@ from kvcached import Checkpoint
 from kvcached.models import shape_of_config, vision_of_config
 from prism.config.checks.memory_needs import shard_of
 from prism.config.resolve import load
+from prism.engines.sglang.platform.supported_models import refuses
 from prism.errors import ConfigError
 from prism.frontend.images.preparation import Preparer
 from prism.frontend.requests.prompt_images import with_images
 from prism.messages.model_spec import ModelSpec
 from prism.models.hugging_face import import_transformers
 from prism.models.lora_files import WEIGHTS
-from prism.models.text_part import text_config
+from prism.models.text_part import text_config, text_weight
 from tests import vision_models
 from tests.families import VOCAB_SIZE
 from tests.sglang.adapters import ALL, make_adapter
@@ -182,6 +183,21 @@ def test_weights_of_bitsandbytes_are_refused(folder: Path) -> None:
     change(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"})
     with pytest.raises(ConfigError, match="bitsandbytes"):
         loaded(folder)
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("llava", True), ("qwen2_5_vl", False)])
+def test_a_quantized_tower_is_refused_where_it_is_that_of_transformers(
+    tmp_path: Path, kind: str, is_refused: bool
+) -> None:
+    folder = vision_models.write(kind, tmp_path)
+    described = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    change(folder / "config.json", quantization_config=described)
+    assert refuses(folder, images=True) == ""
+    tensors = load_file(folder / "model.safetensors")
+    tower = next(n for n in tensors if text_weight(n) is None and tensors[n].ndim == 2)
+    tensors[f"{tower}_scale"] = np.ones(1, np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert ("a vision tower quantized by fp8" in refuses(folder, images=True)) == is_refused
 
 
 def test_positions_that_an_old_llava_saves_are_not_parameters(tmp_path: Path) -> None:

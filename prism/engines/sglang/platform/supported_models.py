@@ -316,7 +316,7 @@ def _refuses_images(model: Path, config: dict[str, Any]) -> str:
     if why := _positions_lost(config):
         return f"{model}/config.json {why}; correct the file, or set images: false"
     differs = weights_differ(model, text_config(config), in_part=True)
-    differs = differs or vision_differs(model, config)
+    differs = differs or vision_differs(model, config, plain=kind in TOWERS)
     return f"{model} {differs}" if differs else ""
 
 
