@@ -254,6 +254,18 @@ def nothing_waits_within_a_capture() -> None:
 
 
 @rule
+def a_graph_looks_up_indices_that_it_has_computed() -> None:
+    table = torch.arange(8.0, device=DEVICE).reshape(4, 2)
+    indices = torch.tensor([1, 3], dtype=torch.int32, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.nn.functional.embedding(indices.long(), table)
+    indices.copy_(torch.tensor([2, 0]))
+    graph.replay()
+    assert found.tolist() == [[4, 5], [0, 1]]
+
+
+@rule
 def a_graphs_pool_is_kept_for_it() -> None:
     torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()

@@ -146,6 +146,16 @@ def a_stream_reuses_its_own_blocks_only() -> None:
 
 
 @rule
+def pinned_memory_is_kept_while_any_stream_copies() -> None:
+    source, side = torch.ones(1 << 16, device=DEVICE), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        target = torch.empty(1 << 16, pin_memory=True)
+        target.copy_(source, non_blocking=True)
+    del target  # frees it at once, and would end the process
+    assert libcuda().test_cuda_violations() == 0
+
+
+@rule
 def pinned_memory_is_copied_when_the_stream_comes_to_it() -> None:
     source = torch.ones(64, pin_memory=True)
     assert source.is_pinned()

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <set>
@@ -216,6 +217,7 @@ class Call {
       results = written(arguments);
     } else {
       // Only the sizes of its results are used: their content is undefined until a replay.
+      results = with_safe_indices(std::move(results));
       invoke(results);
     }
     finish(results);
@@ -225,6 +227,18 @@ class Call {
     for (const Touched& range : ranges(outputs_.made())) node.touched.push_back(range);
     node.run = replayed(std::move(arguments), std::move(results));
     graph.nodes.push_back(std::move(node));
+  }
+
+  // Returns the arguments with zeros for integers, which may be indices that no kernel has computed
+  // yet.
+  Stack with_safe_indices(Stack arguments) {
+    for (size_t i = 0; i < count_; ++i) {
+      if (!arguments[i].isTensor() || op_.schema().arguments()[i].alias_info() != nullptr) continue;
+      const Tensor tensor = arguments[i].toTensor();
+      if (!tensor.defined() || aliases_.original(tensor) == nullptr) continue;
+      if (at::isIntegralType(tensor.scalar_type(), false)) arguments[i] = at::zeros_like(tensor);
+    }
+    return arguments;
   }
 
   // An out tensor of no elements takes the size that the kernel gives it: the kernel is run for

@@ -209,9 +209,10 @@ void free_pinned(void* memory) {
   const OnDevice context(current_device());
   // torch's cache waits for the copies of a freed buffer; here they are made at once.
   for (int device = 0; device < device_count(); ++device) {
-    if (has_context(device)) {
-      const OnDevice of(device);
-      (void)driver().cuStreamSynchronize(handle(current_stream(device)));
+    if (!has_context(device)) continue;
+    const OnDevice of(device);
+    for (const uint64_t stream : streams_of(device)) {
+      (void)driver().cuStreamSynchronize(handle(stream));
     }
   }
   check(driver().cuMemFreeHost(memory), "cudaFreeHost");

@@ -217,14 +217,15 @@ void synchronize_stream(int device, uint64_t stream) {
   count_done(device, stream);
 }
 
+std::vector<uint64_t> streams_of(int device) {
+  const std::lock_guard lock(known().mutex);
+  std::vector<uint64_t> streams = known().pools.at(device);
+  streams.push_back(0);
+  return streams;
+}
+
 void synchronize_device(int device) {
-  synchronize_stream(device, 0);
-  std::vector<uint64_t> streams;
-  {
-    const std::lock_guard lock(known().mutex);
-    streams = known().pools.at(device);
-  }
-  for (const uint64_t stream : streams) synchronize_stream(device, stream);
+  for (const uint64_t stream : streams_of(device)) synchronize_stream(device, stream);
 }
 
 void start_kernel(int device) {

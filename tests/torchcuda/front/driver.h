@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace torchcuda {
 
@@ -95,6 +96,7 @@ class Relaxed {
 uint64_t current_stream(int device);
 uint64_t exchange_stream(int device, uint64_t stream);
 uint64_t pooled_stream(int device);
+std::vector<uint64_t> streams_of(int device);
 
 void synchronize_stream(int device, uint64_t stream);
 void synchronize_device(int device);

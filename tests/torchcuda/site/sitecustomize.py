@@ -65,10 +65,34 @@ class _Float8(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module)["per_token_quant_fp8"] = torchcuda_float8.per_token_quant_fp8
 
 
+class _Vllm(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that vLLM imports for any model on a GPU, and that its CPU build cannot import:
+    kernels, FlashAttention, which no server here chooses, and the warm-up of compiled kernels."""
+
+    NAMES = (
+        "vllm._C_stable_libtorch",
+        "vllm.vllm_flash_attn._vllm_fa2_C",
+        "vllm.model_executor.warmup.kernel_warmup",
+    )
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.NAMES:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == self.NAMES[0]:
+            import torchcuda_vllm  # noqa: F401
+        vars(module)["kernel_warmup"] = lambda worker: None
+
+
 if os.environ.get("TORCHCUDA_FRONT"):
     # Imports make a million objects and no garbage; looking for it takes a third of their time.
     gc.set_threshold(100_000, 50, 100)
     sys.meta_path.insert(0, _WithinTorch())
     sys.meta_path.insert(0, _Float8())
+    sys.meta_path.insert(0, _Vllm())
     if importlib.util.find_spec("cutlass") is None:
         sys.meta_path.insert(0, _WithoutCutlass())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -51,6 +52,9 @@ class _Shells(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: Any) -> None:
         if module.__name__ == "triton.runtime.jit":
             module.JITFunction = JITFunction
+        if module.__name__ == "triton.backends":
+            driver = types.SimpleNamespace(is_active=lambda: True)
+            module.backends = {"nvidia": types.SimpleNamespace(driver=driver)}
 
 
 class JITFunction:
@@ -61,6 +65,7 @@ class JITFunction:
         self.__name__ = function.__name__
         self.__module__ = function.__module__
         self.__doc__ = function.__doc__
+        self.arg_names = list(inspect.signature(function).parameters)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         from triton import language
@@ -78,8 +83,11 @@ def jit(function: Any = None, **_options: Any) -> Any:
 
 
 class Config:
-    def __init__(self, kwargs: Any = None, **options: Any) -> None:
+    def __init__(
+        self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 3, **options: Any
+    ) -> None:
         self.kwargs = kwargs or {}
+        self.num_warps, self.num_stages = num_warps, num_stages
         self.options = options
 
 

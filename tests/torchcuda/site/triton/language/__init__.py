@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,11 +52,36 @@ class tensor:
     """Type for annotations."""
 
 
+class Items:
+    """The type of a block's items: torch's, with the questions that kernels ask Triton's."""
+
+    def __init__(self, items: torch.dtype) -> None:
+        self.torch = items
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.torch == (other.torch if isinstance(other, Items) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.torch)
+
+    def is_fp8(self) -> bool:
+        return self.torch in (float8e4nv, float8e5)
+
+
+def _torch_type(items: Any) -> Any:
+    return items.torch if isinstance(items, Items) else items
+
+
 class Block(torch.Tensor):
     """A block of a program. Unsigned numbers are held in 64 bits, since torch computes with few of
     them: additions, products, masks and shifts of what is below 2^63 are those of Triton."""
 
+    @property
+    def dtype(self) -> Items:
+        return Items(super().dtype)
+
     def to(self, items: Any, **_options: Any) -> Any:
+        items = _torch_type(items)
         if isinstance(items, pointer_type):
             return Pointer(_memory_at(int(self), items.element_ty))
         if items in _SIGNED:
@@ -188,11 +214,15 @@ def call(function: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
 
 
 def program_id(axis: int) -> torch.Tensor:
-    return _block(torch.tensor(_grid.program[axis], dtype=torch.int32))
+    return _number(_grid.program[axis])
 
 
 def num_programs(axis: int) -> torch.Tensor:
-    return _block(torch.tensor(_grid.sizes[axis], dtype=torch.int32))
+    return _number(_grid.sizes[axis])
+
+
+def _number(value: int) -> Block:
+    return _block(torch.tensor(value, dtype=torch.int32))
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -210,6 +240,21 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **_options: Any) -> No
     offsets, chosen = _chosen(pointer, mask)
     block = _plain_block(value).expand(offsets.shape)
     pointer.memory[offsets[chosen]] = block[chosen].to(pointer.memory.dtype)
+
+
+def _atomic(name: str) -> Callable[..., None]:
+    """Returns an operation on items of memory, of which one may occur several times in a block."""
+
+    def operate(pointer: Pointer, value: Any, mask: Any = None, **_options: Any) -> None:
+        offsets, chosen = _chosen(pointer, mask)
+        values = _plain_block(value).expand(offsets.shape)[chosen]
+        for offset, item in zip(offsets[chosen].tolist(), values.tolist(), strict=True):
+            pointer.memory[offset] = getattr(operator, name)(pointer.memory[offset].item(), item)
+
+    return operate
+
+
+atomic_add, atomic_or = _atomic("add"), _atomic("or_")
 
 
 def _chosen(pointer: Pointer, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,11 +278,12 @@ def arange(start: int, end: int) -> torch.Tensor:
 
 
 def zeros(shape: Any, dtype: Any) -> torch.Tensor:
-    return _block(torch.zeros(tuple(shape), dtype=dtype))
+    return full(shape, 0, dtype)
 
 
 def full(shape: Any, value: Any, dtype: Any) -> torch.Tensor:
-    return _block(torch.full(tuple(shape), value, dtype=dtype))
+    items = _torch_type(dtype)
+    return _block(torch.full(tuple(shape), value, dtype=torch.int64 if items in _SIGNED else items))
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
@@ -261,12 +307,20 @@ def minimum(a: Any, b: Any, **_options: Any) -> torch.Tensor:
 
 
 def sum(block: torch.Tensor, axis: int | None = None, **_options: Any) -> torch.Tensor:
-    kept = torch.int32 if block.dtype == torch.bool else block.dtype
+    kept = torch.int32 if block.dtype == torch.bool else _torch_type(block.dtype)
     return block.sum(dtype=kept) if axis is None else block.sum(dim=axis, dtype=kept)
 
 
-def max(block: torch.Tensor, axis: int | None = None, **_options: Any) -> torch.Tensor:
-    return block.max() if axis is None else block.max(dim=axis).values
+def max(
+    block: torch.Tensor, axis: int | None = None, return_indices: bool = False, **_options: Any
+) -> Any:
+    values = block.max() if axis is None else block.max(dim=axis).values
+    return (values, argmax(block, axis or 0)) if return_indices else values
+
+
+def argmax(block: torch.Tensor, axis: int, **_options: Any) -> torch.Tensor:
+    """Returns the first of equal values, as Triton does by default."""
+    return block.argmax(dim=axis).to(torch.int32)
 
 
 def min(block: torch.Tensor, axis: int | None = None, **_options: Any) -> torch.Tensor:
@@ -313,7 +367,7 @@ def expand_dims(block: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def cast(block: Any, to: Any, **_options: Any) -> torch.Tensor:
-    return _as_tensor(block).to(to)
+    return _as_tensor(block).to(_torch_type(to))
 
 
 def multiple_of(block: Any, _values: Any) -> Any:
@@ -349,11 +403,11 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if name == "range":  # not a name of this module, which uses Python's own
-        return lambda *bounds, **_options: range(*(int(bound) for bound in bounds))
-    if name == "extra":
+        return lambda *bounds, **_options: map(_number, range(*(int(bound) for bound in bounds)))
+    if name in ("core", "extra"):
         import importlib
 
-        return importlib.import_module("triton.extra")
+        return importlib.import_module(f"triton.language.{name}")
 
     def unknown(*_args: Any, **_named: Any) -> None:
         raise NotImplementedError(f"the stand-in for Triton has no tl.{name}")
