@@ -47,11 +47,6 @@ def vllm_general() -> None:
     Does nothing if the variable is not set. A mistake in the environment ends the process.
     """
     if _wanted():
-        if _is_gpu():
-            raise SystemExit(
-                "kvcached: stock vLLM is not supported on GPUs by this version, whose adapter has "
-                "only vLLM's CPU worker: set KVCACHED_DEVICE to host:0, or serve with SGLang"
-            )
         from kvcached.engines.vllm.plugin import install
 
         install()

@@ -174,23 +174,22 @@ def both_answer(pair: Pair, count: int, tokens: int) -> None:
     assert jobs[model].result()[0] == greedy(model, asked[model][0], tokens)
 
 
-def burst(pair: Pair, idle: str, busy: str) -> None:
+def burst(pair: Pair, idle: str, busy: str, count: int = 12, tokens: int = 220) -> None:
     """Grows `busy` over its half with memory of `idle`'s cached prefixes, then asks for those
-    again.
+    again. `tokens` of an answer are so many that all `count` requests run at one time.
 
     REQUIRES: `idle` has filled the device with prefixes.
     """
-    held, asked = pair.of(idle), prompts(busy, 12, (200, 230), seed=5)
+    held, asked = pair.of(idle), prompts(busy, count, (200, 230), seed=5)
     with sampled(pair) as peaks:
-        # So long that all run at one time.
-        right(busy, asked, pair.servers[busy].answers(asked, 220))
+        right(busy, asked, pair.servers[busy].answers(asked, tokens))
     after = pair.of(idle)
     assert after.given_bytes > held.given_bytes
     assert after.evicted_tokens > held.evicted_tokens
     assert after.committed_bytes < held.committed_bytes
     assert pair.of(busy).committed_bytes > pair.half_bytes()
     check_peaks(pair, peaks)
-    again = prompts(idle, 8, (400, 450), seed=100)  # some of it has to be computed anew
+    again = prompts(idle, 2 * count // 3, (400, 450), seed=100)  # some is computed anew
     right(idle, again, pair.servers[idle].answers(again, 8))
     assert pair.of(idle).committed_bytes > after.committed_bytes
 
@@ -220,7 +219,9 @@ def overload(pair: Pair, lengths: tuple[int, int], tokens: int) -> None:
     check_peaks(pair, peaks)
 
 
-def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
+def kill_in_mid_load(
+    pair: Pair, victim: str, other: str, count: int = 12, tokens: int = 200
+) -> str:
     """Kills `victim`'s engine while it has more than its half and `other` needs more.
 
     Returns after how many seconds there is room, and after how many `other` has more than was left
@@ -230,19 +231,19 @@ def kill_in_mid_load(pair: Pair, victim: str, other: str) -> str:
     with ThreadPoolExecutor(24) as pool:
         doomed = [
             pool.submit(pair.servers[victim].generate, prompt, 200)
-            for prompt in prompts(victim, 12, (280, 300), seed=21)
+            for prompt in prompts(victim, count, (280, 300), seed=21)
         ]
         until(lambda: pair.of(victim).committed_bytes > half, 300)  # slow steps on a test GPU
-        asked = prompts(other, 12, (280, 300), seed=22)
-        jobs = [pool.submit(pair.servers[other].generate, prompt, 200) for prompt in asked]
-        until(lambda: pair.device.usage().free_bytes < half // 4)
+        asked = prompts(other, count, (280, 300), seed=22)
+        jobs = [pool.submit(pair.servers[other].generate, prompt, tokens) for prompt in asked]
+        until(lambda: pair.device.usage().free_bytes < half // 4, 300)
         usage, free_bytes = pair.of(other), pair.device.usage().free_bytes
         left_bytes = max(usage.committed_bytes, usage.min_bytes) + free_bytes
         begin_s = time.monotonic()
         pair.servers[victim].engine().kill()
         until(lambda: pair.names[victim] not in pair.clients())
         freed_s = time.monotonic() - begin_s
-        until(lambda: pair.of(other).committed_bytes > left_bytes)
+        until(lambda: pair.of(other).committed_bytes > left_bytes, 300)
         taken_s = time.monotonic() - begin_s
         right(other, asked, [job.result() for job in jobs])
     assert any(job.exception() for job in doomed)

@@ -146,14 +146,6 @@ def test_sglang_without_kvcached_is_left_alone(bare: pytest.MonkeyPatch) -> None
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_vllm_is_not_served_on_gpus(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("KVCACHED_DEVICE", "cuda:0")
-    with pytest.raises(
-        SystemExit, match=r"vLLM is not supported on GPUs by this version, .* CPU worker: set"
-    ):
-        kvcached_plugins.vllm_general()
-
-
 @pytest.mark.parametrize("start", [kvcached_plugins.sglang_platform, kvcached_plugins.vllm_general])
 @pytest.mark.parametrize(
     ("value", "message"),

@@ -11,30 +11,17 @@ import pytest
 
 from kvcached import Device
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair
+from tests.engines.on_gpu import FRACTION, gpu_pair, on_double, static_bytes
+from tests.engines.sharing import Pair
 from tests.engines.stock import SGLangServer, until
-from tests.kvcached.compiling import restart_libnvml
-from tests.sglang.models import LLAMA, QWEN3, path_of
-from tests.torchcuda import cuda_environment
+from tests.sglang.models import LLAMA, QWEN3
 
 # Two minutes, half of them imports.
 pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(900)]
 
 MODELS = (LLAMA, QWEN3)
-GPU_BYTES = 4 << 30
-FRACTION = 0.65  # of the GPU's memory for weights and KV, says SGLang; it keeps the rest
-BESIDE_BYTES = int((1 - FRACTION) * GPU_BYTES)
 ELASTIC_BYTES = 20 << 20
 OWN = f"t{uuid4().hex[:10]}"
-
-
-def files_bytes(model: str) -> int:
-    return sum(path.stat().st_size for path in path_of(model).glob("*.safetensors"))
-
-
-STATIC_BYTES = {model: files_bytes(model) + BESIDE_BYTES for model in MODELS}
-CAPACITY = -(-(sum(STATIC_BYTES.values()) + ELASTIC_BYTES) // PAGE) * PAGE
-
 
 # The double lacks events that a graph records for streams outside of it. Graphs with overlapped
 # steps need those, so one server has graphs and the other has overlapped steps.
@@ -51,14 +38,7 @@ class OnGpu(SGLangServer):
     """Server with torch's kernels: SGLang's own require a GPU."""
 
     def command(self, environment: dict[str, str]) -> list[str]:
-        double = cuda_environment(
-            devices=1,
-            bytes=GPU_BYTES,
-            KVCACHED_TEST_CUDA_GRANULARITY=str(PAGE),
-            KVCACHED_TEST_CUDA_PROGRESS="1",
-        )
-        said = {k: v for k, v in environment.items() if k.startswith("KVCACHED_")}
-        environment |= double | said | {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+        environment |= on_double(environment) | {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
         environment.pop("SGLANG_PLATFORM", None)  # of Prism's engines in other tests
         command = [*super().command(environment), "--mem-fraction-static", str(FRACTION)]
         return [*command, "--sampling-backend", "pytorch", *STEPS[self.model]]
@@ -66,21 +46,16 @@ class OnGpu(SGLangServer):
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    made = cuda_environment(devices=1, bytes=GPU_BYTES)
-    with pytest.MonkeyPatch.context() as here, tempfile.TemporaryDirectory(prefix="prism-") as name:
-        for variable in ("KVCACHED_LIBCUDA", "KVCACHED_LIBNVML", "KVCACHED_TEST_CUDA_BYTES"):
-            here.setenv(variable, made[variable])
-        restart_libnvml()
-        pair = Pair(dict.fromkeys(MODELS, OnGpu), Path(name), CAPACITY, "cuda:0")
-        try:
-            yield pair
-        finally:
-            pair.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        gpu_pair(dict.fromkeys(MODELS, OnGpu), Path(folder), ELASTIC_BYTES) as made,
+    ):
+        yield made
 
 
 def test_what_a_server_takes_beside_its_kv_is_leased(pair: Pair) -> None:
     for model in MODELS:
-        assert pair.of(model).static_bytes == STATIC_BYTES[model]
+        assert pair.of(model).static_bytes == static_bytes(model)
     assert pair.resident_bytes() <= pair.device.usage().reserved_bytes
 
 
@@ -125,4 +100,4 @@ def test_a_killed_engine_leaves_its_memory_to_the_other(pair: Pair) -> None:
     """Ends a server: the last test of the module."""
     pair.flush()
     print(sharing.kill_in_mid_load(pair, QWEN3, LLAMA))
-    until(lambda: pair.resident_bytes() < STATIC_BYTES[LLAMA] + ELASTIC_BYTES)
+    until(lambda: pair.resident_bytes() < static_bytes(LLAMA) + ELASTIC_BYTES)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kvcached.compiling import build_libcuda
 from tests.sglang.test_families import write_config
 from tests.vllm.environment import variables, vllm_python
 
@@ -34,11 +35,12 @@ print(config.cache_config.block_size, kernel.split(".")[-1])
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **said: str) -> subprocess.CompletedProcess[str]:
+    said = {"DEVICE": "host:0", "CAPACITY": "1MiB"} | said
     return subprocess.run(
         [str(vllm_python()), "-W", "ignore", *arguments],
         cwd="/",  # not the checkout, which has no compiled core in it
-        env=variables() | {"KVCACHED_DEVICE": "host:0", "KVCACHED_CAPACITY": "1MiB"},
+        env=variables() | {f"KVCACHED_{name}": value for name, value in said.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -64,6 +66,12 @@ def test_a_version_that_lacks_something_is_refused_by_its_name() -> None:
     assert done.returncode != 0
     assert "BlockPool.evict_blocks(block_ids)" in done.stdout
     assert "serves" not in done.stdout.splitlines()
+
+
+def test_the_cpu_build_is_refused_on_a_gpu() -> None:
+    done = run("-c", INSTALL, DEVICE="cuda:0", LIBCUDA=str(build_libcuda()))
+    assert done.returncode != 0
+    assert "KVCACHED_DEVICE is cuda:0, but this vLLM runs on cpu: set" in done.stdout
 
 
 def test_latents_have_the_kernel_that_reads_blocks_at_any_stride(tmp_path: Path) -> None:

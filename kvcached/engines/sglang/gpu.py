@@ -1,4 +1,4 @@
-"""Setup of an engine's process on a GPU."""
+"""Streams of an engine's process on a GPU."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from typing import Any
 import torch
 
 from kvcached import Client
-
-
-def adopt(client: Client, index: int, torch_cap_bytes: int) -> None:
-    """Prepares torch for a model on cuda:`index`, before it is built. Idempotent.
-
-    torch's allocator (activations, workspaces, graphs) reserves at most `torch_cap_bytes`. Freed
-    pages wait for the default stream, on which SGLang builds.
-    """
-    torch.cuda.set_device(index)
-    total_bytes = torch.cuda.get_device_properties(index).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, torch_cap_bytes / total_bytes), index)
-    client.set_streams([torch.cuda.default_stream(index).cuda_stream])
 
 
 def set_streams(client: Client, index: int, scheduler: Any) -> None:

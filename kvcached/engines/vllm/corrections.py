@@ -1,4 +1,4 @@
-"""Corrections of what vLLM computes on a CPU."""
+"""Corrections of what vLLM computes, on a CPU or in its classes of models."""
 
 from __future__ import annotations
 

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from kvcached import KVCache, Shrunk
-from kvcached.engines.vllm.worker import ElasticWorker
+from kvcached.engines.vllm.cpu_worker import ElasticCPUWorker
+from kvcached.engines.vllm.worker import renumber
 from kvcached.engines.wake_socket import RequestWatch
 from kvcached.layouts import KVLayout
 
 _NOT_HELD = -1
 
 
-class RankWorker(ElasticWorker):
+class RankWorker(ElasticCPUWorker):
     """Worker whose blocks the scheduler's process takes and frees by calls to all ranks."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -104,15 +105,7 @@ class RankWorker(ElasticWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Runs a step. The plan is this process's copy."""
-        for request in scheduler_output.scheduled_new_reqs:
-            request.block_ids = self._own(request.block_ids)
-        cached = scheduler_output.scheduled_cached_reqs
-        cached.new_block_ids = [
-            None if groups is None else self._own(groups) for groups in cached.new_block_ids
-        ]
-        if scheduler_output.new_block_ids_to_zero:
-            (zeroed,) = self._own((scheduler_output.new_block_ids_to_zero,))
-            scheduler_output.new_block_ids_to_zero = zeroed
+        renumber(scheduler_output, self._own)
         return super().execute_model(scheduler_output)
 
     def _own(self, groups: tuple[list[int], ...]) -> tuple[list[int], ...]:

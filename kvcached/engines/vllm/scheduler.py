@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -97,6 +98,10 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
         if isinstance(spec, MambaSpec):
             most = spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes
         return int(blocks if most is None else min(blocks, most))
+
+
+class ElasticAsyncScheduler(ElasticScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same, planning a step while the one before it runs, as vLLM does on a GPU."""
 
 
 def start_answering(core: Any) -> None:

@@ -7,12 +7,12 @@ groups that share the ids of blocks. A block then holds the layers of one group.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -22,17 +22,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
 )
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import WorkerBase
 
 from kvcached import KVCache
-from kvcached.engines.device_share import weights_bytes
 from kvcached.engines.packed import ServedZeros, packed_tensor, replaced
-from kvcached.engines.vllm import corrections, latents, states
+from kvcached.engines.vllm import corrections, states
 from kvcached.engines.vllm.memory import open_memory
 from kvcached.layouts import KVLayout
 
-# vLLM's name for the order: blocks, layers, heads.
-_BLOCKS_FIRST = "BLHNC"
 # Layers that keep K and V heads, a latent, or a state. Subclasses keep something else.
 _SPECS = (
     ChunkedLocalAttentionSpec,
@@ -43,46 +40,19 @@ _SPECS = (
 )
 
 
-class ElasticWorker(CPUWorker):  # type: ignore[misc]
-    """Worker in the scheduler's process."""
+class ElasticWorker(WorkerBase):  # type: ignore[misc]
+    """First base of a worker in the scheduler's process, before vLLM's own for a device."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        corrections.install()
         self._memory = open_memory(vllm_config, self.rank)
         self._layout: KVLayout | None = None
         self._request_tokens = 0  # of blocks that a request of full length takes
 
-    def load_model(self, **kwargs: Any) -> None:
-        """Loads the model and leases the memory of its weights.
-
-        They are measured before vLLM packs them for its kernels, since packed weights are no longer
-        tensors of the model.
-        """
-        corrections.install()
-        states.install()
-        process, sizes = base_loader.process_weights_after_loading, [0]
-
-        def measure_and_process(model: torch.nn.Module, *args: Any) -> None:
-            sizes.append(weights_bytes(model))
-            process(model, *args)
-
-        with replaced(base_loader, "process_weights_after_loading", measure_and_process):
-            super().load_model(**kwargs)
-        self._memory.share.lease_static(max(*sizes, weights_bytes(self.model_runner.get_model())))
-
-    def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Returns the layout with blocks first.
-
-        Kernels that support heads as a block's outermost dimension accept blocks at any stride.
-        """
-        if self.model_config.use_mla:
-            latents.install()
-        names = super().get_supported_kv_cache_layouts()
-        if "LBHNC" not in names:
-            raise NotImplementedError(
-                f"kvcached supports vLLM's KV layout LBHNC, but this model's attention has {names}"
-            )
-        return [_BLOCKS_FIRST]
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Runs the model once, before there is KV."""
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Returns vLLM's specs with kvcached's stride.
@@ -107,7 +77,8 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
 
     def _lay_out(self, specs: dict[str, Any]) -> KVLayout:
         """Returns the layout of blocks for the groups of layers that vLLM is going to form."""
-        with replaced(self.cache_config, "kv_cache_layout", _BLOCKS_FIRST):
+        (blocks_first,) = self.get_supported_kv_cache_layouts()
+        with replaced(self.cache_config, "kv_cache_layout", blocks_first):
             groups = get_kv_cache_groups(self.vllm_config, dict(specs))
         kept = [group.kv_cache_spec for group in groups]
         block_bytes = max(sum(specs[n].page_size_bytes for n in g.layer_names) for g in groups)
@@ -127,8 +98,7 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         One request of full length always fits into it. Whether there is memory for that request is
         checked when it is guaranteed.
         """
-        if self._should_warm_up_model():
-            self.model_runner.warming_up_model()
+        self.warm_up()
         layout, page_bytes = self._laid_out(), self._memory.share.device.page_bytes
         need_bytes = layout.need_bytes(self._request_tokens, page_bytes)
         size_bytes = max(int(self.cache_config.kv_cache_memory_bytes), need_bytes)
@@ -161,3 +131,15 @@ class ElasticWorker(CPUWorker):  # type: ignore[misc]
         for cache in self.model_runner.kv_caches:
             if not start <= cache.data_ptr() < start + size_bytes:
                 raise RuntimeError("vLLM allocated a KV cache outside of kvcached's memory")
+
+
+def renumber(plan: Any, own: Callable[[tuple[list[int], ...]], tuple[list[int], ...]]) -> None:
+    """Replaces the ids of blocks in the plan of a step. `own` gets those of each group."""
+    for request in plan.scheduled_new_reqs:
+        request.block_ids = own(request.block_ids)
+    cached = plan.scheduled_cached_reqs
+    cached.new_block_ids = [
+        None if groups is None else own(groups) for groups in cached.new_block_ids
+    ]
+    if plan.new_block_ids_to_zero:
+        (plan.new_block_ids_to_zero,) = own((plan.new_block_ids_to_zero,))

@@ -141,12 +141,12 @@ def _has_module(package: str, module: str) -> bool:
 
 
 def adopt(client: Any, device: str, torch_cap_bytes: int) -> None:
-    """Prepares the client before a model is built; see `kvcached.engines.sglang.gpu`. Does nothing
+    """Prepares the client before a model is built; see `kvcached.engines.gpu_share`. Does nothing
     on a host device."""
     if is_gpu(device):
-        from kvcached.engines.sglang import gpu
+        from kvcached.engines import gpu_share
 
-        gpu.adopt(client, index_of(device), torch_cap_bytes)
+        gpu_share.adopt(client, index_of(device), torch_cap_bytes)
 
 
 def name_streams(client: Any, device: str, scheduler: Any) -> None:
