@@ -1,4 +1,7 @@
-"""Stock SGLang servers of two ranks share two host devices through the environment alone."""
+"""Stock SGLang servers of two ranks share two host devices through the environment alone.
+
+Run by scripts/test --long: four processes import SGLang for themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.engines.stock import SGLangServer
 from tests.engines.stock_ranks import MODELS, RanksPair, RanksServer
 from tests.sglang.models import LLAMA, QWEN3
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 class SGLangRanks(RanksServer, SGLangServer):
@@ -43,9 +46,7 @@ def test_both_answer_as_transformers_do_at_the_same_time(pair: RanksPair) -> Non
     sharing.both_answer(pair, 8, 24)
 
 
-@pytest.mark.parametrize(
-    ("idle", "busy"), [(LLAMA, QWEN3), pytest.param(QWEN3, LLAMA, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("idle", "busy"), [(LLAMA, QWEN3), (QWEN3, LLAMA)])
 def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(
     pair: RanksPair, idle: str, busy: str
 ) -> None:
