@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from prism.engines.sglang.platform.supported_models import WINDOW_POOLS, WINDOWS
+from kvcached.engines.sglang.hybrid.overrides import WINDOW_POOLS
+from prism.engines.sglang.platform.supported_models import WINDOWS
 from prism.errors import ActivationError
 from prism.messages.engine import ActivateEngine
 from prism.messages.model_spec import ModelSpec

@@ -142,6 +142,15 @@ SEAMS: dict[str, str | None] = {
     "utils.hf_transformers.config:get_hf_text_config": "config",
     "models.llama4:Llama4ForCausalLM.load_weights": "self, weights",
     "models.mllama4:Llama4ForConditionalGeneration.load_weights": "self, weights",
+    "models.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration.load_weights": "self, weights",
+    "model_executor.model_runner:resolve_sliding_window_size": "model, model_config",
+    # vision towers
+    "managers.mm_utils:general_mm_embed_routine": (
+        "input_ids, forward_batch, language_model, multimodal_model, data_embedding_funcs,"
+        " placeholder_tokens, use_deepstack, feature_dtypes, **kwargs"
+    ),
+    "managers.mm_utils:pad_mm_tokens": "input_ids, mm_inputs",
+    "model_loader.weight_utils:default_weight_loader": "param, loaded_weight",
     # weights
     "model_loader.loader:get_model_loader": "load_config, model_config",
     "model_loader.loader:DefaultModelLoader": "load_config",

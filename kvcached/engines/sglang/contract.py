@@ -81,6 +81,11 @@ CONTRACT = Contract(
         f"{_MODELS}.gpt2:GPT2LMHeadModel.load_weights": ("weights",),
         f"{_MODELS}.llama4:Llama4ForCausalLM.load_weights": ("weights",),
         f"{_MODELS}.mllama4:Llama4ForConditionalGeneration.load_weights": ("weights",),
+        f"{_MODELS}.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration.load_weights": ("weights",),
+        "sglang.srt.model_executor.model_runner:resolve_sliding_window_size": (
+            "model",
+            "model_config",
+        ),
         "sglang.srt.utils:get_num_new_pages": ("seq_lens", "page_size", "prefix_lens", "decode"),
     },
     attributes=(
