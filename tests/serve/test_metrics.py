@@ -180,8 +180,11 @@ def test_all_move_and_frontends_sum(
 @pytest.mark.usefixtures("worked")
 def test_some_are_chosen_by_name(cluster: Cluster) -> None:
     url = f"{cluster.url}/metrics?name[]=prism_slo_total&name[]=prism_kvpr"
+    body = {"model": "a", "prompt": [9, 8, 7], "max_tokens": 1}
 
-    def from_both() -> bool:  # one that is too busy to answer in time is left out
+    def from_both() -> bool:
+        """Asks for a token, since one frontend may have accepted all requests so far."""
+        assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).is_success
         found = list(text_string_to_metric_families(httpx.get(url).text))
         assert {family.name for family in found} == {"prism_slo", "prism_kvpr"}
         frontends = {sample.labels.get("frontend") for family in found for sample in family.samples}
