@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from kvcached.engines.contract import Contract
 from kvcached.engines.sglang.contract import CONTRACT as SGLANG
-from prism.engines.sglang.platform import stubs
 from prism.models.hugging_face import import_transformers
-from tests.acceptance.harness import ROOT
+from tests.sglang.uncorrected import printed
 
 pytestmark = pytest.mark.sglang
 
@@ -24,17 +20,12 @@ ALL = [SGLANG, CACHE, CONTINUOUS]
 
 @pytest.mark.parametrize("number", range(len(ALL)), ids=["sglang", "cache", "continuous"])
 def test_the_installed_engine_has_what_the_adapter_relies_on(number: int) -> None:
-    """Checks in another process: in this one a test may have corrected the engine."""
-    code = f"from {__name__} import print_what_is_told; print_what_is_told({number})"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    [told] = done.stdout.splitlines()
+    [told] = printed(__name__, print_warning.__name__, number)
     assert f"tested with {ALL[number].engine}" in told
     assert "not with 99.1" in told
 
 
-def print_what_is_told(number: int) -> None:
-    stubs.install()
+def print_warning(number: int) -> None:
     ALL[number].check("99.1", print)
 
 

@@ -9,14 +9,12 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 
-from tests.acceptance.harness import ROOT
+from tests.sglang.uncorrected import printed
 
 pytestmark = pytest.mark.sglang
 
@@ -390,10 +388,6 @@ SEAMS: dict[str, str | None] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _sglang() -> None:
-    import_sglang()
-
-
-def import_sglang() -> None:
     from prism.engines.sglang.platform import stubs
 
     with warnings.catch_warnings():
@@ -421,17 +415,12 @@ def parameters(function: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    """Returns `print_seams` of another process: in this one a test may have corrected SGLang."""
-    code = f"from {__name__} import print_seams; print_seams()"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    seams: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    seams: dict[str, str] = json.loads(printed(__name__, print_seams.__name__)[-1])
     return seams
 
 
 def print_seams() -> None:
     """Prints the parameters of each seam, "" if it only has to exist, or an error."""
-    import_sglang()
     seams = {}
     for name, expected in SEAMS.items():
         try:
