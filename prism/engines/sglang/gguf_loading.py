@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType
 from sglang.srt.layers.quantization.gguf import GGUFEmbeddingMethod, GGUFLinearMethod
 from torch import nn
 
-from kvcached import Checkpoint, CheckpointTensor
+from kvcached import CheckpointTensor
 from prism.models.gguf.gguf_weights import PLAIN, hf_name
 
 METHODS = (GGUFEmbeddingMethod, GGUFLinearMethod)
+Tensors = Mapping[str, CheckpointTensor]
 
 
-def make_parameters(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+def make_parameters(model: nn.Module, tensors: Tensors, dtype: torch.dtype) -> None:
     """Gives the parameters of a model that was built on the meta device the types and shapes of the
     file's tensors, of which those in 16 or 32 bits are loaded in `dtype`."""
-    tensors = Checkpoint.open(path).tensors
     matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1}
     empty = ((name, _empty(tensor)) for name, tensor in matrices.items())
     model.load_weights(_as_loaded(matrices, empty, dtype))
@@ -37,18 +36,17 @@ def make_parameters(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
 
 def read(
     model: nn.Module,
-    path: Path,
+    tensors: Tensors,
     dtype: torch.dtype,
     prefetched: Iterable[tuple[str, torch.Tensor]] | None,
 ) -> None:
     """Writes the parameters that `make_parameters` made, from the file if it was not prefetched."""
-    tensors = Checkpoint.open(path).tensors
     found = _from_file(tensors.values()) if prefetched is None else prefetched
     model.load_weights(_as_loaded(tensors, found, dtype))
 
 
 def _as_loaded(
-    tensors: Mapping[str, CheckpointTensor],
+    tensors: Tensors,
     found: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,8 @@ from sglang.srt.model_loader import loader as stock
 from sglang.srt.models.transformers import TransformersBase
 from torch import nn
 
+from kvcached import Checkpoint
+from kvcached.engines.sglang.hybrid import corrections
 from kvcached.engines.sglang.memory import active_memory
 from prism.engines import parameters
 from prism.engines.sglang import bitsandbytes_loading, gguf_loading
@@ -55,6 +57,9 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         device = torch.device(device_config.device)
         path = Path(model_config.model_path)
         in_gguf = model_config.quantization == GGUF
+        if in_gguf:
+            tensors_in_gguf = Checkpoint.open(path).tensors
+            corrections.interleave_rotary(model_config)
         states: dict[str, nn.Parameter] = {}
         quantization = stock._get_quantization_config(model_config, self.load_config)
 
@@ -62,7 +67,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
             with device:
                 model = stock._initialize_model(model_config, self.load_config, quantization)
             if in_gguf:
-                gguf_loading.make_parameters(model, path, model_config.dtype)
+                gguf_loading.make_parameters(model, tensors_in_gguf, model_config.dtype)
             if model_config.quantization == BITSANDBYTES:
                 states.update(bitsandbytes_loading.make_states(model, path))
             if not in_gguf and model_config.hf_text_config.tie_word_embeddings:
@@ -72,7 +77,7 @@ class KvcachedLoader(stock.DefaultModelLoader):  # type: ignore[misc]
         def read(model: nn.Module) -> None:
             if in_gguf:
                 ahead = memory.weights.prefetched()
-                gguf_loading.read(model, path, model_config.dtype, ahead)
+                gguf_loading.read(model, tensors_in_gguf, model_config.dtype, ahead)
             else:
                 tensors = self._tensors(model_config, model, memory.weights)
                 tensors = bitsandbytes_loading.other_tensors(tensors, states)

@@ -33,20 +33,14 @@ def build(
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     common = settings(order, plan, engine.prefill_chunk_tokens, ranks)
     common |= lora_adapters.settings(order.model.lora, device)
-    common |= in_gguf(config) if has_gguf(path) else {}
+    if has_gguf(path):
+        common["quantization"] = GGUF
     if config.get("model_type") in supported_models.IMAGES:
         keys = supported_models.image_overrides(config)
         common["json_model_override_args"] = json.dumps(keys)
     captures = not weight_formats.syncs(config)
     own = on_gpu(order, engine, captures=captures) if gpu.is_gpu(device) else on_host(config)
     return ServerArgs(**common, **own)
-
-
-def in_gguf(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments for a model in GGUF, which has the rows of Llama's Q and K in the order
-    of interleaved rotary embeddings."""
-    keys = {"rope_is_neox_style": False} if config.get("model_type") == "llama" else {}
-    return {"quantization": GGUF, "json_model_override_args": json.dumps(keys)}
 
 
 def on_host(config: dict[str, Any]) -> dict[str, Any]:
@@ -72,9 +66,8 @@ def on_gpu(order: ActivateEngine, engine: EngineConfig, *, captures: bool = True
         "attention_backend": gpu.attention_backend(engine.attention_backend, order.model),
         "disable_prefill_cuda_graph": True,
     }
-    if (
-        engine.cuda_graphs == "off" or not captures or order.model.embedding
-    ):  # embeddings have no decode steps
+    decodes = order.model.embedding is None
+    if engine.cuda_graphs == "off" or not (captures and decodes):
         return arguments | {"disable_decode_cuda_graph": True}
     # SGLang would unfreeze the objects that the fork server froze, and every later garbage
     # collection would traverse them.

@@ -134,11 +134,16 @@ class WindowAttention(FlatAttention):
 
 
 def load_gguf(loader: Any, *, model_config: Any, device_config: Any) -> nn.Module:
-    """Loads a model in GGUF, which has the rows of Llama's Q and K in the order of interleaved
-    rotary embeddings."""
+    """Loads a model in GGUF."""
+    interleave_rotary(model_config)
+    return _load_gguf(loader, model_config=model_config, device_config=device_config)
+
+
+def interleave_rotary(model_config: Any) -> None:
+    """Changes the config of a model in GGUF, which has the rows of Llama's Q and K in the order of
+    interleaved rotary embeddings."""
     if model_config.hf_config.model_type == "llama":
         model_config.hf_config.rope_is_neox_style = False
-    return _load_gguf(loader, model_config=model_config, device_config=device_config)
 
 
 def load_gemma3n(model: Any, weights: Weights) -> Any:

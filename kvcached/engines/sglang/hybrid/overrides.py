@@ -54,7 +54,9 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
 
 def _linear_attention(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of a model with linear attention, which SGLang reads by former names."""
-    changed = {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
+    changed = {}
+    if "partial_rotary_factor" in rope:
+        changed["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if "full_attention_interval" not in config:
         attends = [bool(layer.kv) for layer in shape_of_config(config).layers]
         changed["full_attention_interval"] = attends.index(True) + 1
