@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from kvcached import Device
 from tests import torchcuda
+from tests.engines import sharing
 from tests.engines.sharing import PAGE, Pair
 from tests.engines.stock import Server
 from tests.kvcached.compiling import restart_libnvml
@@ -47,8 +49,15 @@ def gpu_pair(
         for variable in ("KVCACHED_LIBCUDA", "KVCACHED_LIBNVML", "KVCACHED_TEST_CUDA_BYTES"):
             here.setenv(variable, made[variable])
         restart_libnvml()
-        pair = Pair(classes, folder, -(-needs_bytes // PAGE) * PAGE, "cuda:0")
-        try:
+        with closing(Pair(classes, folder, -(-needs_bytes // PAGE) * PAGE, "cuda:0")) as pair:
             yield pair
-        finally:
-            pair.close()
+
+
+def cannot_come_up(pair: Pair, server: Server, said: Mapping[str, str], message: str) -> None:
+    """Starts a server with the variables `said`, which fails with `message`. Others serve on."""
+    pair.flush()
+    try:
+        sharing.cannot_come_up(pair, server, message)
+    finally:
+        if "NAMESPACE" in said:
+            Device.unlink(said["NAMESPACE"], "cuda:0", force=True)

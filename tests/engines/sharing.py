@@ -113,40 +113,45 @@ class Peaks:
 @contextmanager
 def sampled(pair: Pair) -> Iterator[Peaks]:
     """Looks at both engines every 20 ms."""
-    peaks, over = Peaks(), threading.Event()
+    peaks = Peaks()
 
     def look() -> None:
-        while not over.wait(SAMPLE_S):
-            peaks.resident_bytes = max(peaks.resident_bytes, pair.resident_bytes())
-            promised_bytes = pair.device.usage().reserved_bytes
-            peaks.promised_bytes = max(peaks.promised_bytes, promised_bytes)
-            peaks.samples += 1
+        peaks.resident_bytes = max(peaks.resident_bytes, pair.resident_bytes())
+        promised_bytes = pair.device.usage().reserved_bytes
+        peaks.promised_bytes = max(peaks.promised_bytes, promised_bytes)
+        peaks.samples += 1
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with _every_20_ms(look):
         yield peaks
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager
 def largest_held(pair: Pair, model: str) -> Iterator[list[int]]:
     """Yields a list that has the most bytes that the model's server held, afterwards."""
-    held, done = [0], threading.Event()
+    held = [0]
+
+    def look() -> None:
+        held[0] = max(held[0], pair.of(model).committed_bytes)
+
+    with _every_20_ms(look):
+        yield held
+
+
+@contextmanager
+def _every_20_ms(look: Callable[[], None]) -> Iterator[None]:
+    over = threading.Event()
 
     def watch() -> None:
-        while not done.wait(SAMPLE_S):
-            held[0] = max(held[0], pair.of(model).committed_bytes)
+        while not over.wait(SAMPLE_S):
+            look()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    thread = threading.Thread(target=watch)
+    thread.start()
     try:
-        yield held
+        yield
     finally:
-        done.set()
-        watcher.join()
+        over.set()
+        thread.join()
 
 
 def check_peaks(pair: Pair, peaks: Peaks) -> None:

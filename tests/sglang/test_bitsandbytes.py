@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ from prism.messages.model_spec import ModelSpec
 from prism.models import tiny
 from prism.models.files import inspect_model
 from prism.models.store import default_directory, prepare
-from tests.engines.harness import request
 from tests.families import TINY
-from tests.sglang.conftest import run
-from tests.sglang.models import family, gap_of, network
-from tests.sglang.test_quantized_weights import check_ledger, core  # noqa: F401
+from tests.sglang.models import family, network
+from tests.sglang.test_quantized_weights import activate_twice, core  # noqa: F401
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
-TOKENS = 10
 TIE = 0.1  # of inputs in 16 or 8 bits, in which the method computes
 # With rows of whole blocks, as all released models have.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -87,25 +83,8 @@ def test_each_activation_answers_as_the_weights_in_float32(
     options: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Activates from the files, then from the store. The engine's weights are those counted."""
     spec, plain = make(kind, **options)
-    reference, answers = network(plain), []
-    prompt = [(7 * i) % 1000 + 16 for i in range(50)]
-    for turn in range(2):
-        activated = core.activate(ActivateEngine(spec))
-        chunks, failures = run(core, [request(f"r{turn}", kind, prompt, TOKENS)])
-        assert not failures
-        answers.append([token for chunk in chunks[f"r{turn}"] for token in chunk.token_ids])
-        assert gap_of(reference, prompt, answers[-1]) < TIE
-        assert bool(activated.link_bytes) == (turn > 0)
-        check_ledger(core, activated)
-        kept = core._active.memory.weights.pages.specs.values()
-        assert sum(each.size_bytes for each in kept) == spec.weight_bytes
-        core.deactivate()
-        gc.collect()
-        assert (core._device.usage().reserved_bytes, core._device.resident_bytes()) == (0, 0)
-    assert len(answers[0]) == TOKENS
-    assert answers[0] == answers[1]
+    activate_twice(core, spec, network(plain), TIE)
     assert not [each for each in caplog.records if each.name == "prism.engine"]
 
 

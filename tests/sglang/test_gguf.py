@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +22,10 @@ from tests.engines.harness import request
 from tests.families import TINY
 from tests.models.test_smollm2 import needs_package
 from tests.sglang.conftest import run
-from tests.sglang.models import TIE, family, gap_of, network
-from tests.sglang.test_quantized_weights import check_ledger, core  # noqa: F401
+from tests.sglang.models import family, network
+from tests.sglang.test_quantized_weights import activate_twice, core  # noqa: F401
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded")]
-TOKENS = 10
 # Qwen3 without the size of its heads in the header, which transformers then takes for 128.
 QWEN3 = dataclasses.replace(
     tiny.QWEN3, name="tiny-qwen3-128", settings=tiny.QWEN3.settings | {"head_dim": 128}
@@ -103,28 +101,8 @@ def test_each_activation_answers_as_transformers(
     types: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Activates from the file, then from the store. The engine's weights are those counted."""
     spec, file = make(kind, types)
-    reference = network(file.parent, gguf_file=file.name)
-    prompt = [(7 * i) % 1000 + 16 for i in range(50)]
-    answers = []
-    for turn in range(2):
-        activated = core.activate(ActivateEngine(spec))
-        chunks, failures = run(core, [request(f"r{turn}", kind, prompt, TOKENS)])
-        assert not failures
-        answers.append([token for chunk in chunks[f"r{turn}"] for token in chunk.token_ids])
-        assert gap_of(reference, prompt, answers[-1]) < TIE
-        assert bool(activated.link_bytes) == (turn > 0)
-        check_ledger(core, activated)
-        kept_bytes = sum(
-            spec.size_bytes for spec in core._active.memory.weights.pages.specs.values()
-        )
-        assert kept_bytes == spec.weight_bytes
-        core.deactivate()
-        gc.collect()
-        assert (core._device.usage().reserved_bytes, core._device.resident_bytes()) == (0, 0)
-    assert len(answers[0]) == TOKENS
-    assert answers[0] == answers[1]
+    activate_twice(core, spec, network(file.parent, gguf_file=file.name))
     assert not caplog.text
 
 

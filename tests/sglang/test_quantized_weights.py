@@ -77,6 +77,26 @@ def left(core: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in found.items() if pages.holds(tensor)}
 
 
+def activate_twice(core: Any, spec: ModelSpec, reference: Any, tie: float = TIE) -> None:
+    """Activates from the files, then from the store. The engine's weights are those counted."""
+    answers, prompt = [], [(7 * i) % 1000 + 16 for i in range(50)]
+    for turn in range(2):
+        activated = core.activate(ActivateEngine(spec))
+        chunks, failures = run(core, [request(f"r{turn}", spec.name, prompt, TOKENS)])
+        assert not failures
+        answers.append([token for chunk in chunks[f"r{turn}"] for token in chunk.token_ids])
+        assert gap_of(reference, prompt, answers[-1]) < tie
+        assert bool(activated.link_bytes) == (turn > 0)
+        check_ledger(core, activated)
+        kept = core._active.memory.weights.pages.specs.values()
+        assert sum(each.size_bytes for each in kept) == spec.weight_bytes
+        core.deactivate()
+        gc.collect()
+        assert (core._device.usage().reserved_bytes, core._device.resident_bytes()) == (0, 0)
+    assert len(answers[0]) == TOKENS
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_each_activation_answers_as_the_weights_in_float32(
     core: Any, make: Any, method: str, caplog: pytest.LogCaptureFixture

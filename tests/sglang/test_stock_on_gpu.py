@@ -9,8 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from kvcached import Device
-from tests.engines import sharing
+from tests.engines import on_gpu, sharing
 from tests.engines.on_gpu import FRACTION, gpu_pair, on_double, static_bytes
 from tests.engines.sharing import Pair
 from tests.engines.stock import SGLangServer, until
@@ -87,13 +86,8 @@ def test_a_burst_takes_an_idle_servers_prefixes_and_comes_out_right(pair: Pair) 
 def test_a_server_that_cannot_come_up_says_why_and_disturbs_nobody(
     pair: Pair, tmp_path: Path, arguments: tuple[str, ...], said: dict[str, str], message: str
 ) -> None:
-    pair.flush()
     server = OnGpu(QWEN3, tmp_path, *arguments, **pair.said(**said))
-    try:
-        sharing.cannot_come_up(pair, server, message)
-    finally:
-        if "NAMESPACE" in said:
-            Device.unlink(OWN, "cuda:0", force=True)
+    on_gpu.cannot_come_up(pair, server, said, message)
 
 
 def test_a_killed_engine_leaves_its_memory_to_the_other(pair: Pair) -> None:

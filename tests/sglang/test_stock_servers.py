@@ -50,12 +50,13 @@ CAPACITY += sum(REQUEST_BYTES.values()) + ELASTIC_BYTES
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair(dict.fromkeys(MODELS, SGLangServer), Path(folder), CAPACITY)
-        try:
-            yield made
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        contextlib.closing(
+            Pair(dict.fromkeys(MODELS, SGLangServer), Path(folder), CAPACITY)
+        ) as made,
+    ):
+        yield made
 
 
 def test_kv_is_virtual_at_the_start(pair: Pair) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     need_bytes = 2 * spec.weight_bytes + ELASTIC_TOKENS * spec.token_bytes
     capacity_bytes = -(-need_bytes // PAGE) * PAGE
     classes = dict(zip((ONE, OTHER), request.param, strict=True))
-    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair(classes, Path(folder), capacity_bytes)
-        try:
-            yield made
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        closing(Pair(classes, Path(folder), capacity_bytes)) as made,
+    ):
+        yield made
 
 
 def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,12 @@ BLOCK_BYTES = BLOCK_TOKENS * 2 * (2 * 2 * 32 * 4)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        servers = dict.fromkeys((WINDOWS, EXPERTS), without_prefixes)
-        made = Pair(servers, Path(folder), WEIGHTS_BYTES + (48 << 20))
-        try:
-            yield made
-        finally:
-            made.close()
+    servers = dict.fromkeys((WINDOWS, EXPERTS), without_prefixes)
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        closing(Pair(servers, Path(folder), WEIGHTS_BYTES + (48 << 20))) as made,
+    ):
+        yield made
 
 
 def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:

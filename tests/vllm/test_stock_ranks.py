@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,11 @@ def test_ranks_keep_windows_latents_and_states(model: TinyModel, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RanksPair]:
-    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = RanksPair(dict.fromkeys(MODELS, VllmRanks), Path(folder))
-        try:
-            yield made
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        closing(RanksPair(dict.fromkeys(MODELS, VllmRanks), Path(folder))) as made,
+    ):
+        yield made
 
 
 def test_each_rank_holds_half_on_its_device(pair: RanksPair) -> None:

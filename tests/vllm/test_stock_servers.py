@@ -10,6 +10,7 @@ import signal
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,11 @@ LMCACHE = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
 
 @pytest.fixture(scope="module", params=[VllmServer, SGLangServer])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair({LLAMA: VllmServer, QWEN3: request.param}, Path(folder), CAPACITY)
-        try:
-            yield made
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        closing(Pair({LLAMA: VllmServer, QWEN3: request.param}, Path(folder), CAPACITY)) as made,
+    ):
+        yield made
 
 
 def test_kv_is_virtual_at_the_start(pair: Pair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from math import lcm
 from pathlib import Path
 
@@ -30,12 +31,11 @@ SLAB_BYTES = lcm(BLOCK_BYTES, PAGE)
 def pair() -> Iterator[Pair]:
     """Servers of both models, of which the second has a prefix cache."""
     servers = {DELTA: without_prefixes, MAMBA2: VllmServer}
-    with tempfile.TemporaryDirectory(prefix="prism-") as folder:
-        made = Pair(servers, Path(folder), WEIGHTS_BYTES + (5 << 20))
-        try:
-            yield made
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        closing(Pair(servers, Path(folder), WEIGHTS_BYTES + (5 << 20))) as made,
+    ):
+        yield made
 
 
 def test_both_answer_as_transformers_do_at_the_same_time(pair: Pair) -> None:
