@@ -174,8 +174,8 @@ class ClusterController:
             state.actions.refuse(action)
             state.changes.notify()
         if state.policy.evicts and state.book.all_live() and not failure:
-            # The model does not fit until a request for it evicts others.
-            state.startup.wanted.discard(action.model)
+            # The model does not fit until a request for it evicts others, or memory is to spare.
+            state.startup.defer(action.model)
 
     # --- repairs ----------------------------------------------------------------------------
 

@@ -116,6 +116,7 @@ def _model(
         pinned_device=demands.get(spec.name) or spec.pinned_device,
         static_share=spec.static_share,
         wanted=spec.name in state.startup.wanted,
+        deferred=spec.name in state.startup.deferred,
         barred=state.activations.barred(spec.name, now_s),
         tp=spec.tp,
         peers=devices[1:],

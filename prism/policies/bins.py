@@ -156,6 +156,11 @@ class Bin:
         self._moved(model.weight_bytes, model.kv_floor_bytes)
         return model
 
+    def limit_room(self, room_bytes: int) -> None:
+        """Lowers `room_bytes` to at most this value."""
+        self.room_bytes = min(self.room_bytes, room_bytes)
+        self._moved(0, 0)
+
     def _moved(self, weight_bytes: int, kv_floor_bytes: int) -> None:
         self.shared_kv_bytes += weight_bytes
         self.room_bytes += weight_bytes + kv_floor_bytes

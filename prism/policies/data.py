@@ -152,6 +152,8 @@ class ModelView(msgspec.Struct, frozen=True):
     static_share: float | None = None
     # True if it should be resident although no request waits (initial placement, device lost).
     wanted: bool = False
+    # True if it was wanted, but refused. It may be activated where memory is to spare.
+    deferred: bool = False
     # Devices where its activation failed recently and is not retried yet.
     barred: tuple[str, ...] = ()
     # Tensor-parallel degree.

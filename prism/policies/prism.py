@@ -14,6 +14,7 @@ from prism.policies import kvpr
 from prism.policies.admission import moore_hodgson
 from prism.policies.bins import (
     Bin,
+    Bins,
     current_bins,
     devices_of,
     need_bytes,
@@ -53,15 +54,17 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
+    deferred = [m for m in absent if m.deferred and view.rebalance and m.waiting == 0]
     relieve = view.rebalance and not is_balanced(_loads(view, settings), settings)
     saturated = any(model_copies.saturated(m, settings) for m in model_copies.queued(view))
     leaving = evacuation.must_leave(view)
-    if not (asked or wanted or relieve or saturated or leaving):
+    if not (asked or wanted or deferred or relieve or saturated or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
-    _place_absent(builder, asked, _make_room)
-    _place_absent(builder, wanted, _refuse)
+    _place_absent(builder, asked, builder.copied_bins, _make_room)
+    _place_absent(builder, wanted, builder.copied_bins, _refuse)
+    _place_absent(builder, deferred, builder.spare_bins, lambda *_: None)
     evacuation.vacate(builder, leaving, _make_room_to_move, _evict)
     if relieve:
         _free_short_devices(builder)
@@ -107,16 +110,19 @@ def _loads(view: ClusterView, settings: Settings) -> list[DeviceLoad]:
 
 
 def _place_absent(
-    builder: PlanBuilder, absent: list[ModelView], otherwise: Callable[..., None]
+    builder: PlanBuilder,
+    absent: list[ModelView],
+    bins: Callable[[], Bins],
+    otherwise: Callable[..., None],
 ) -> None:
     """Runs Algorithm 1 on absent models, without moving residents.
 
-    Calls `otherwise` for each model that does not fit.
+    Calls `otherwise` for each model that does not fit into `bins`.
     """
     if not absent:
         return
     tau = builder.settings.migration_threshold
-    placement = kvpr.place(absent, builder.view.gpus, tau, builder.copied_bins)
+    placement = kvpr.place(absent, builder.view.gpus, tau, bins)
     parts = sorted(map(part, absent), key=kvpr.by_pressure)
     for model in parts:
         if model.name in placement.devices:
@@ -339,19 +345,33 @@ def _evict(builder: PlanBuilder, victim: ModelView, reason: str) -> None:
 
 
 def _free_short_devices(builder: PlanBuilder) -> None:
-    """Evicts the first idle model of each device short of memory that no action is changing."""
+    """Evicts the first idle model of each device that lacks memory for another model.
+
+    Skips devices that an action is changing.
+    """
     short = [b for b in builder.bins.values() if is_short(b, builder.settings)]
     if not short:
         return
     changing, idle = builder.changing(), _over_threshold(builder)
     for b in short:
-        here = filter(b.holds, idle)
+        here = list(filter(b.holds, idle))
         victim = next((m for m in here if not builder.is_changing(m.name)), None)
-        if victim is None or b.name in changing:
+        if victim is None or b.name in changing or not _lacks_kv(b, here, builder.settings):
             continue
         free = size_text(b.gpu.free_bytes)
         _evict(builder, victim, f"idle for {victim.idle_s:.1f} s while {free} are free")
         changing.update(devices_of(victim))
+
+
+def _lacks_kv(b: Bin, idle: Collection[ModelView], settings: Settings) -> bool:
+    """Returns True if a model that is not `idle` wants more KV memory than is free.
+
+    Its requests wait, or its tokens of one idle threshold, at its present rate, take more.
+    """
+    gone = {m.name for m in idle}
+    busy = [m for m in b.models.values() if m.name not in gone]
+    coming_bytes = sum(m.token_rate * m.token_bytes for m in busy) * settings.idle_threshold_s
+    return any(m.waiting for m in busy) or coming_bytes > b.gpu.free_bytes
 
 
 # --- migration -----------------------------------------------------------------------------

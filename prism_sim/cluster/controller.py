@@ -85,8 +85,9 @@ class SimController:
             model.refusal = action.reason
             self._decide("refuse", action.model, "", "", action.reason)
         if self._evicts:
-            # The model is activated once a request arrives, for which others may be evicted.
-            model.wanted = False
+            # The model is activated once a request arrives, for which others may be evicted, or
+            # where memory is to spare.
+            model.wanted, model.deferred = False, model.wanted or model.deferred
 
     def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
         self._records.decide(Decision(self._kernel.time_s, kind, model, device, target, reason))

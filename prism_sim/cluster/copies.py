@@ -25,6 +25,7 @@ class SimModel:
     barred: dict[str, float] = field(default_factory=dict)
     last_use_s: float = float("-inf")
     wanted: bool = True
+    deferred: bool = False
     refusal: str = ""
     # Tokens of removed copies.
     tokens_total: int = 0

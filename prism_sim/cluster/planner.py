@@ -72,7 +72,7 @@ class Planner:
     def _is_balanced(self) -> bool:
         """Returns True if the policy would plan nothing. Avoids views of the whole cluster."""
         is_balanced = self._policy.is_balanced
-        if is_balanced is None or self._needs_copy():
+        if is_balanced is None or self._needs_copy() or any(m.deferred for m in self._models):
             return False
         return is_balanced(self._controller.loads(), self._setup.settings)
 

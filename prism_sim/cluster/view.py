@@ -122,9 +122,9 @@ class Viewer:
         setup, waiting = model.setup, len(model.unplaced)
         barred = tuple(name for name, until_s in model.barred.items() if until_s > now_s)
         known = self._absent.get(setup.index)
-        state = (rate, waiting, model.wanted, barred)
+        state = (rate, waiting, model.wanted, model.deferred, barred)
         if known is not None and (
-            (known.token_rate, known.waiting, known.wanted, known.barred) == state
+            (known.token_rate, known.waiting, known.wanted, known.deferred, known.barred) == state
         ):
             return known
         view = self._absent[setup.index] = structs.replace(
@@ -132,6 +132,7 @@ class Viewer:
             token_rate=rate,
             waiting=waiting,
             wanted=model.wanted,
+            deferred=model.deferred,
             barred=barred,
         )
         return view

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from tests.acceptance.harness import (
+    MODELS,
     ROOT,
     Cluster,
     cluster_yaml,
@@ -96,3 +98,23 @@ def test_arena_chat_at_three_slo_scales(demo_models: tuple[str, ...], tmp_path: 
     # How fast the machine is decides where between the scales requests begin to be late.
     assert attained == sorted(attained)
     assert attained[0] < attained[-1]
+
+
+@pytest.mark.long
+def test_the_demo_answers_without_an_activation_after_idle_minutes(
+    demo_models: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Leaves README's cluster alone for five idle thresholds, in which idle models stay."""
+    demo = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+    demo["models"] = [
+        {**m, "path": str(MODELS / m["name"])} for m in demo["models"] if m["name"] in demo_models
+    ]
+    with serving(demo, tmp_path) as cluster:
+        begun = cluster.status()
+        time.sleep(5 * float(demo["scheduler"]["idle_threshold"].removesuffix("s")))
+        (answer,) = complete_all(cluster, [("smollm2-135m", prompts("smollm2-135m", 1)[0], 8)])
+        ended = cluster.status()
+    assert len(answer.ids) == 8
+    assert begun["placement"].keys() >= {"smollm2-135m"}
+    assert ended["placement"] == begun["placement"]
+    assert ended["actions_total"] == begun["actions_total"]

@@ -103,6 +103,31 @@ async def test_a_place_is_free_when_an_idle_time_is_reached_not_a_look_later(
     await cluster.serves("b")
 
 
+async def test_an_idle_model_stays_on_a_full_device_until_another_is_asked_for(
+    cluster: Cluster,
+) -> None:
+    cluster.configure(
+        spec("a"), spec("b"), rooms=(1.04,), scheduler={"idle_threshold_s": 0.2, "interval_s": 0.1}
+    )
+    await cluster.start()
+    await cluster.serves("a")
+    await asyncio.sleep(1.0)
+    assert [kind for kind, _ in cluster.orders()] == ["activate"]
+    await cluster.serves("b")
+    assert cluster.orders()[-2:] == [("evict", "a"), ("activate", "b")]
+
+
+async def test_a_model_without_room_at_the_start_is_activated_once_there_is_room(
+    cluster: Cluster,
+) -> None:
+    cluster.configure(spec("a"), spec("b"), rooms=(1.04,), scheduler={"interval_s": 0.1})
+    await cluster.start()
+    (first,) = cluster.active()["host:0"]
+    other = {"a": "b", "b": "a"}[first]
+    assert (await cluster.command("evict", model=first)).ok
+    await eventually(lambda: cluster.active()["host:0"] == {other})
+
+
 async def test_never_evict_is_kept_and_the_refusal_says_why(cluster: Cluster) -> None:
     cluster.configure(spec("kept", never_evict=True), spec("b"), rooms=(1.5,))
     await cluster.start()
@@ -113,8 +138,12 @@ async def test_never_evict_is_kept_and_the_refusal_says_why(cluster: Cluster) ->
         return (await cluster.status()).refusals.get("b", "")
 
     missing = 2 * MODEL_BYTES - cluster.config.devices[0].capacity_bytes
+
+    async def unplaced() -> bool:
+        return (await cluster.status()).unplaced == {"b": 1}
+
     assert (await eventually(refused)).startswith(f"{missing} bytes")
-    assert (await cluster.status()).unplaced == {"b": 1}
+    await eventually(unplaced)
     assert cluster.orders() == [("activate", "kept")]
 
 

@@ -149,16 +149,14 @@ def test_room_of_models_on_their_way_out_counts() -> None:
     assert planned(models, [gpu("g0", engines_free=0)]) == [("activate", "a", "g0")]
 
 
-@pytest.mark.parametrize(("waiting", "running"), [(0, 3), (1, 0), (99, 100), (500, 0)])
-def test_memory_pressure_evicts_what_was_idle_over_the_threshold(
-    waiting: int, running: int
-) -> None:
+@pytest.mark.parametrize("wanting", [{"waiting": 1}, {"waiting": 500}, {"token_rate": 0.1}])
+def test_memory_pressure_evicts_what_was_idle_over_the_threshold(wanting: dict[str, float]) -> None:
     """Checks §6.2: "evicts a model if it remains idle longer than an empirical threshold", "only
     when GPU resources are constrained", "prioritizes evicting models with larger SLOs".
 
-    A backlog, or none of it running yet, does not matter.
+    Another model wants the memory: its requests wait, or 45 s of its tokens take what is free.
     """
-    busy = active("busy", "g0", waiting=waiting, running=running)
+    busy = active("busy", "g0", running=3, **wanting)
     strict = active("strict", "g0", idle_s=1000, slo_ttft_s=0.5)
     models = [busy, strict, active("lax", "g0", idle_s=46, slo_ttft_s=9.0)]
     short = [gpu("g0", free_bytes=4)]
@@ -166,6 +164,32 @@ def test_memory_pressure_evicts_what_was_idle_over_the_threshold(
     assert planned(models, [gpu("g0", free_bytes=5)]) == []
     assert planned(models, short, rebalance=False) == []
     assert planned([busy, active("young", "g0", idle_s=44)], short) == []
+
+
+def test_an_idle_model_stays_on_a_full_device_if_no_other_wants_its_memory() -> None:
+    """Does not count rates of requests before the idle time."""
+    full = [gpu("g0", free_bytes=0), gpu("g1")]
+    lone = active("lone", "g0", idle_s=1e6, token_rate=9.0)
+    assert planned([lone], full) == []
+    assert planned([lone, active("also idle", "g0", idle_s=1e6)], full) == []
+    assert planned([lone, active("elsewhere", "g1", waiting=1)], full) == []
+    slow = active("slow", "g0", running=1, token_rate=0.08)
+    assert planned([lone, slow], [gpu("g0", free_bytes=4)]) == []
+
+
+def test_a_deferred_model_is_activated_where_memory_is_to_spare() -> None:
+    """Leaves a quarter of a busy device for its next burst."""
+    deferred = model("a", weight=20, floor=0, deferred=True)
+    assert planned([deferred], [gpu("g0", free_bytes=19)]) == []
+    assert planned([deferred], [gpu("g0", free_bytes=20)]) == [("activate", "a", "g0")]
+    assert planned([deferred], [gpu("g0")], rebalance=False) == []
+    other = model("b", weight=20, floor=0, deferred=True)
+    assert planned([deferred, other], [gpu("g0", capacity=39)]) == [("activate", "a", "g0")]
+    asked = model("c", weight=20, floor=0, waiting=1)
+    assert planned([deferred, asked], [gpu("g0", capacity=39)]) == [("activate", "c", "g0")]
+    busy = active("busy", "g0", token_rate=1.0, idle_s=1.0)
+    assert planned([deferred, busy], [gpu("g0", free_bytes=44)]) == []
+    assert planned([deferred, busy], [gpu("g0", free_bytes=45)]) == [("activate", "a", "g0")]
 
 
 def test_a_model_stays_for_as_long_as_it_took_to_load() -> None:

@@ -129,6 +129,7 @@ def test_an_idle_copy_is_evicted_alone() -> None:
     pair = [
         calm("a", "host:0", token_rate=40.0, running=2),
         active("a", "host:1", idle_s=60.0, token_rate=40.0, replicas_max=4),
+        calm("b", "host:1", weight=1, token_rate=1.0, running=1),
     ]
     assert planned(pair, rooms) == [("evict", "a", "host:1")]
 
@@ -139,6 +140,7 @@ def test_two_devices_short_of_memory_lose_one_copy_of_a_model() -> None:
     three = [
         active("a", f"host:{i}", idle_s=60.0, token_rate=40.0, replicas_max=4) for i in range(3)
     ]
+    three += [calm(f"b{i}", f"host:{i}", weight=1, token_rate=1.0, running=1) for i in range(3)]
     assert planned(three, rooms) == [("evict", "a", "host:0")]
 
 

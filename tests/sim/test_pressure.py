@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+import pytest
+
 from prism.policies.data import Settings
+from prism_replay.trace import TraceRequest
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.setup import ActivationSettings, ClusterSetup
@@ -30,16 +33,41 @@ def run(setup: ClusterSetup, gap_s: float, until_s: float) -> Records:
     return World(setup, work(setup, trace)).run()
 
 
+def busy_first(setup: ClusterSetup, until_s: float) -> list[TraceRequest]:
+    """Returns requests of 120 tokens each 0.2 s to the first model."""
+    return [request(n * 0.2, setup.models[0].name) for n in range(int(until_s / 0.2))]
+
+
 def test_activations_per_hour_are_bounded_at_the_published_threshold() -> None:
-    """Activates a model again only after it was idle for 45 s, or for a model that has requests."""
+    """Evicts two models for a busy one, only after 45 s of idle time each."""
     setup = shared(3, 0.7, short_fraction=0.5)
-    records = run(setup, 50.0 / 3, HOUR_S)
+    turns = [request(n * 25.0, f"m{1 + n % 2}") for n in range(int(HOUR_S / 25.0))]
+    records = World(setup, work(setup, [*turns, *busy_first(setup, HOUR_S)])).run()
     evicted = Counter(d.model for d in records.decisions if d.kind == "evict")
-    assert evicted
-    assert max(evicted.values()) <= HOUR_S / 45.0
+    assert evicted.keys() <= {"m1", "m2"}
+    assert 40 < max(evicted.values()) <= HOUR_S / 45.0
     ups = [d for d in records.decisions if d.kind == "activate"]
-    assert len(ups) <= 3 * (1 + HOUR_S / 45.0)
+    assert len(ups) <= 1 + 2 * (1 + HOUR_S / 45.0)
     assert not records.errors
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_model_leaves_a_full_device_for_nobody(count: int) -> None:
+    """Prevents that a model that fills its device is loaded again after each pause."""
+    records = run(shared(count, 0.7, short_fraction=0.9), 50.0, HOUR_S)
+    kinds = Counter(d.kind for d in records.decisions)
+    assert kinds == {"activate": count, "active": count}
+
+
+def test_a_model_without_room_at_the_start_is_activated_once_there_is_room() -> None:
+    """Has four models on a GPU that holds three, two of which leave for the busy one."""
+    setup = shared(4, 0.7, short_fraction=0.5)
+    trace = [*busy_first(setup, 200.0), request(400.0, "m0")]
+    records = World(setup, work(setup, trace)).run()
+    found = [(d.kind, d.time_s) for d in records.decisions if d.model == "m3"]
+    assert {kind for kind, _ in found[:-2]} == {"refuse"}
+    assert [kind for kind, _ in found[-2:]] == ["activate", "active"]
+    assert 200.0 < found[-2][1] < 300.0
 
 
 def test_models_that_take_turns_are_there_for_as_long_as_they_come() -> None:

@@ -21,8 +21,20 @@ class Startup:
     book: AgentBook
     activations: Activations
     wanted: set[str] = field(default_factory=set)
+    deferred: set[str] = field(default_factory=set)  # models that did not fit when wanted
     planned_once: bool = False
     complete: bool = False  # the cluster was ready once, perhaps under an earlier scheduler
+
+    def defer(self, model: str) -> None:
+        """Records that a wanted model does not fit."""
+        if model in self.wanted:
+            self.wanted.remove(model)
+            self.deferred.add(model)
+
+    def settle(self, model: str) -> None:
+        """Records that an action on the model succeeded: it is not wanted any more."""
+        self.wanted.discard(model)
+        self.deferred.discard(model)
 
     def lost(self, models: Iterable[str]) -> None:
         """Wants those of the models that have no other active copy."""

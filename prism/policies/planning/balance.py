@@ -14,10 +14,7 @@ from msgspec import structs
 from prism.policies import kvpr
 from prism.policies.bins import Bin, current_bins, devices_of, need_bytes, part
 from prism.policies.data import Migrate, ModelView, contending
-from prism.policies.planning.builder import PlanBuilder, settled
-
-PRESSED_FREE = 0.25
-"""Fraction of free memory below which a device may run out of it during the next burst."""
+from prism.policies.planning.builder import PRESSED_FREE, PlanBuilder, settled
 
 
 def movable(b: Bin) -> list[ModelView]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from prism.policies.bins import Bin, Bins, devices_of
+from prism.policies.bins import Bin, Bins, devices_of, need_bytes
 from prism.policies.data import (
     Action,
     Activate,
@@ -17,6 +17,9 @@ from prism.policies.data import (
     Refuse,
     Settings,
 )
+
+PRESSED_FREE = 0.25
+"""Fraction of free memory below which a device may run out of it during the next burst."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,20 @@ class PlanBuilder:
 
     def copied_bins(self) -> Bins:
         return {name: b.copy() for name, b in self.bins.items()}
+
+    def spare_bins(self) -> Bins:
+        """Returns copies of the bins, with only memory as room that nothing needs now.
+
+        Of a device with busy models, `PRESSED_FREE` is kept for their next burst.
+        """
+        found = self.copied_bins()
+        for b in found.values():
+            here = b.models.values()
+            planned_bytes = sum(need_bytes(m) for m in here if m.state == "absent")
+            busy = any(m.running or m.waiting or m.token_rate for m in here)
+            kept_bytes = int(PRESSED_FREE * b.gpu.capacity_bytes) if busy else 0
+            b.limit_room(b.gpu.free_bytes - planned_bytes - kept_bytes)
+        return found
 
     def changing(self) -> set[str]:
         """Returns devices on which a model is activated, evicted or moved, now or in this plan."""
