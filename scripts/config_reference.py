@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo
@@ -138,7 +138,9 @@ def kind(annotation: Any) -> str:
         return f"list of {kind(get_args(annotation)[0])}s"
     if get_origin(annotation) is dict:
         return "mapping"
-    if isinstance(annotation, types.UnionType):
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) in (types.UnionType, Union):
         return " or ".join(kind(part) for part in get_args(annotation) if part is not type(None))
     return "section" if struct_in(annotation) else KINDS[annotation.__name__]
 

@@ -119,6 +119,38 @@ Args:
 """
 
 
+class Degree(msgspec.Struct, frozen=True):
+    """Model at one tensor-parallel degree. Sizes are summed over its devices."""
+
+    # Includes the engines' shares, as in ModelView.
+    weight_bytes: int
+    token_bytes: int
+    kv_floor_bytes: int
+    # Speed of prefills without other models on the devices; 0: not known.
+    prefill_tokens_per_s: float = 0.0
+    # A decode step of n requests takes step_s + n x request_s.
+    step_s: float = 0.0
+    request_s: float = 0.0
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """Requests of the last ten minutes (`prism/scheduler/traffic.py`). Lengths are in tokens."""
+
+    requests: int = 0
+    # Arrivals per second in the last minute, and in the busiest ten seconds.
+    rate_rps: float = 0.0
+    peak_rps: float = 0.0
+    # Means, standard deviations and the 99th percentile. Outputs are those of ended requests.
+    prompt_tokens: float = 0.0
+    prompt_std_tokens: float = 0.0
+    prompt_p99_tokens: float = 0.0
+    output_tokens: float = 0.0
+    output_std_tokens: float = 0.0
+
+
+NO_TRAFFIC = Traffic()
+
+
 class ModelView(msgspec.Struct, frozen=True):
     """Model as the cluster scheduler sees it.
 
@@ -156,8 +188,10 @@ class ModelView(msgspec.Struct, frozen=True):
     deferred: bool = False
     # Devices where its activation failed recently and is not retried yet.
     barred: tuple[str, ...] = ()
-    # Tensor-parallel degree.
+    # Tensor-parallel degree of the copy; of an absent model the least one that it may have.
     tp: int = 1
+    # Degrees that the policy may choose, `tp` included.
+    degrees: Mapping[int, Degree] = msgspec.field(default_factory=dict)
     peers: tuple[str, ...] = ()
     # Device -> estimated seconds until it can serve there; empty: not known.
     startup_s: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -175,6 +209,8 @@ class ModelView(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     # Token rate of a copy when one of the model was last saturated; 0: never.
     saturated_rate: float = 0.0
+    # Requests of this copy; of an absent model all of them.
+    traffic: Traffic = NO_TRAFFIC
 
 
 class GpuView(msgspec.Struct, frozen=True):
@@ -244,8 +280,8 @@ class DeviceLoad(msgspec.Struct, frozen=True):
     contending: float
     # Fraction of its memory that is free.
     free_part: float
-    # True if a model on it may need another copy, or has several of which one may be spare.
-    copies: bool = False
+    # True if the degree of a model on it, or its number of copies, may change.
+    unsettled: bool = False
 
 
 def contending(running: Collection[float]) -> float:
@@ -262,7 +298,7 @@ def contending(running: Collection[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Activates the model."""
+    """Activates the model, at the tensor-parallel degree of the number of its devices."""
 
     model: str
     device: str
@@ -290,7 +326,10 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Activates the model on the target, then evicts it from the source."""
+    """Activates the model on the target, then evicts it from the source.
+
+    The degree there is that of the number of target devices.
+    """
 
     model: str
     source: str  # of rank 0

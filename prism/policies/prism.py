@@ -33,7 +33,7 @@ from prism.policies.data import (
     Settings,
     contending,
 )
-from prism.policies.planning import evacuation, model_copies
+from prism.policies.planning import degrees, evacuation, model_copies
 from prism.policies.planning.balance import (
     find_target,
     migrate,
@@ -56,9 +56,10 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     deferred = [m for m in absent if m.deferred and view.rebalance and m.waiting == 0]
     relieve = view.rebalance and not is_balanced(_loads(view, settings), settings)
+    changes = degrees.changes(view) if view.rebalance else []
     saturated = any(model_copies.saturated(m, settings) for m in model_copies.queued(view))
     leaving = evacuation.must_leave(view)
-    if not (asked or wanted or deferred or relieve or saturated or leaving):
+    if not (asked or wanted or deferred or relieve or changes or saturated or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
@@ -68,6 +69,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     evacuation.vacate(builder, leaving, _make_room_to_move, _evict)
     if relieve:
         _free_short_devices(builder)
+    degrees.adjust(builder, changes, _make_room_for_degree)
     if relieve or saturated:
         model_copies.adjust(builder, _make_room_for_copy)
     if relieve:
@@ -80,7 +82,7 @@ def is_balanced(loads: Iterable[DeviceLoad], settings: Settings) -> bool:
     # Slightly lower than the setting, since `rebalance` sums parts in another order.
     most, least = settings.contended_requests * 0.999, settings.short_fraction
     return not any(
-        load.copies or load.contending >= most or load.free_part < least for load in loads
+        load.unsettled or load.contending >= most or load.free_part < least for load in loads
     )
 
 
@@ -117,17 +119,18 @@ def _place_absent(
 ) -> None:
     """Runs Algorithm 1 on absent models, without moving residents.
 
-    Calls `otherwise` for each model that does not fit into `bins`.
+    Each model has the degree that its traffic needs, or else its least one. Calls `otherwise` for
+    each model that does not fit into `bins`.
     """
     if not absent:
         return
     tau = builder.settings.migration_threshold
-    placement = kvpr.place(absent, builder.view.gpus, tau, bins)
-    parts = sorted(map(part, absent), key=kvpr.by_pressure)
-    for model in parts:
+    chosen = [degrees.to_activate(m) for m in absent]
+    placement = kvpr.place(chosen, builder.view.gpus, tau, bins)
+    for model in sorted(map(part, chosen), key=kvpr.by_pressure):
         if model.name in placement.devices:
             _activate(builder, model, [builder.bins[d] for d in placement.devices[model.name]])
-    for model in parts:
+    for model in sorted(map(part, absent), key=kvpr.by_pressure):
         if model.name not in placement.devices:
             otherwise(builder, model)
 
@@ -268,6 +271,15 @@ def _make_room_to_move(builder: PlanBuilder, model: ModelView) -> bool:
             _evict_all(builder, model, option[2], "its device is needed")
             return True
     return False
+
+
+def _make_room_for_degree(builder: PlanBuilder, model: ModelView, bins: Collection[Bin]) -> bool:
+    """Evicts models idle over the threshold so that all parts of `model` fit into `bins`."""
+    option = _cheapest(bins, model, _over_threshold(builder))
+    if option is None:
+        return False
+    _evict_all(builder, model, option[2], f"tp {model.tp} is needed")
+    return True
 
 
 def _make_room_for_copy(

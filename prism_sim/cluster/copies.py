@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prism.messages.prompt_prefix import PREFIX_KEPT_S, PREFIX_TOKENS, SLACK_REQUESTS
+from prism.scheduler.traffic import ModelTraffic
 from prism_sim.cluster.device import Resident, Stage
 from prism_sim.core.prefix import HASH_TOKENS
 from prism_sim.core.request import SimRequest
@@ -27,6 +28,7 @@ class SimModel:
     wanted: bool = True
     deferred: bool = False
     refusal: str = ""
+    traffic: ModelTraffic = field(default_factory=ModelTraffic)
     # Tokens of removed copies.
     tokens_total: int = 0
     # Tokens of all copies at the last update of the rates.

@@ -10,13 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import structs
 
-from prism.policies.data import DeviceLoad, GpuView, ModelView, Settings, contending
+from prism.policies.data import (
+    ClusterView,
+    Degree,
+    DeviceLoad,
+    GpuView,
+    ModelView,
+    Settings,
+    contending,
+)
+from prism.policies.planning import degrees
 from prism.policies.planning.model_copies import may_adjust
+from prism.scheduler.traffic import SLOT_S, share_of
 from prism_sim.cluster.activation import startup_s
 from prism_sim.cluster.copies import SimModel
 from prism_sim.cluster.device import Resident, SimDevice, Stage
 from prism_sim.core.records import ClusterSample
 from prism_sim.core.setup import ClusterSetup, ModelSetup
+
+CHUNK_TOKENS, CONTEXT_TOKENS, BATCH = 4096, 1024, 64
+"""Steps from which the step times of views are computed."""
 
 
 class Viewer:
@@ -35,6 +48,10 @@ class Viewer:
         self._absent: dict[int, ModelView] = {}
         # (Model, degree) -> its view without copies and requests.
         self._plain: dict[tuple[int, int], ModelView] = {}
+        self._chooses = any(m.setup.degrees for m in models)
+        # Traffic slot in which degrees were compared last.
+        self._degrees_slot = -1
+        self._degrees = {m.setup.index: degrees_of(m.setup) for m in models}
 
     def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
         """Returns a view for each copy, and one for a model without copies, in the order of the
@@ -80,8 +97,8 @@ class Viewer:
     def _unsettled(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
     ) -> set[SimDevice]:
-        """Returns the devices of models whose number of copies may change."""
-        found: set[SimDevice] = set()
+        """Returns the devices of models whose degree or number of copies may change."""
+        found = self._other_degrees(now_s)
         for model in self._models:
             residents, setup = model.residents, model.setup
             if not residents or setup.replicas_max == 1:
@@ -96,6 +113,23 @@ class Viewer:
                 if may_adjust(view, len(shown), settings):
                     found.update(resident.devices)
         return found
+
+    def _other_degrees(self, now_s: float) -> set[SimDevice]:
+        """Returns the devices of models whose degree may change, once in each traffic slot."""
+        slot = int(now_s / SLOT_S)
+        if not self._chooses or slot == self._degrees_slot:
+            return set()
+        self._degrees_slot = slot
+        views = tuple(
+            self._resident_view(model, resident, now_s, 0.0)
+            for model in self._models
+            if model.residents and model.traffic.seen(now_s).requests
+            for resident in model.residents
+            if resident.replaces is None
+        )
+        late = {model.name for model, _ in degrees.changes(ClusterView(now_s, views, ()))}
+        residents = (resident for name in late for resident in self._by_name[name].residents)
+        return {device for resident in residents for device in resident.devices}
 
     def sample(self, now_s: float, holding: Sequence[SimModel]) -> ClusterSample:
         """Returns a sample of the cluster. holding: all models with requests or KV memory."""
@@ -122,9 +156,11 @@ class Viewer:
         setup, waiting = model.setup, len(model.unplaced)
         barred = tuple(name for name, until_s in model.barred.items() if until_s > now_s)
         known = self._absent.get(setup.index)
-        state = (rate, waiting, model.wanted, model.deferred, barred)
-        if known is not None and (
-            (known.token_rate, known.waiting, known.wanted, known.deferred, known.barred) == state
+        traffic = model.traffic.seen(now_s)
+        state = (rate, waiting, model.wanted, model.deferred, barred, traffic)
+        if known is not None and state == (
+            *(known.token_rate, known.waiting, known.wanted, known.deferred),
+            *(known.barred, known.traffic),
         ):
             return known
         view = self._absent[setup.index] = structs.replace(
@@ -134,6 +170,7 @@ class Viewer:
             wanted=model.wanted,
             deferred=model.deferred,
             barred=barred,
+            traffic=traffic,
         )
         return view
 
@@ -144,6 +181,7 @@ class Viewer:
         waiting, running = resident.waiting + len(model.unplaced), resident.running
         idle_s = 0.0 if waiting or running else now_s - max(resident.last_use_s, resident.since_s)
         target = resident.replaced_by if resident.stage is Stage.ACTIVE else None
+        copies = sum(r.replaces is None for r in model.residents)
         return structs.replace(
             self._plain_view(model.setup, len(devices)),
             token_rate=rate,
@@ -157,6 +195,7 @@ class Viewer:
             oldest_wait_s=now_s - resident.first_s if resident.queue else 0.0,
             load_s=resident.load_s,
             moving_to=tuple(d.name for d in target.devices) if target is not None else (),
+            traffic=share_of(model.traffic.seen(now_s), copies),
         )
 
     def _plain_view(self, setup: ModelSetup, tp: int) -> ModelView:
@@ -177,8 +216,28 @@ class Viewer:
                 tp=tp,
                 startup_s=startup_s(setup, self._startup) if self._startup else {},
                 share_bytes=setup.share_bytes,
+                degrees=self._degrees[setup.index],
             )
         return found
+
+
+def degrees_of(setup: ModelSetup) -> dict[int, Degree]:
+    """Returns the degrees that a policy may choose, with step times for `CONTEXT_TOKENS`."""
+    return {tp: _degree(setup, tp) for tp in setup.degrees or (setup.tp,)}
+
+
+def _degree(setup: ModelSetup, tp: int) -> Degree:
+    cost = setup.parts[tp].cost
+    one_s = cost.decode_s(1, CONTEXT_TOKENS)
+    request_s = (cost.decode_s(BATCH, BATCH * CONTEXT_TOKENS) - one_s) / (BATCH - 1)
+    return Degree(
+        setup.held_bytes(tp),
+        setup.token_bytes,
+        setup.kv_floor_bytes,
+        prefill_tokens_per_s=CHUNK_TOKENS / cost.prefill_s(CHUNK_TOKENS),
+        step_s=one_s - request_s,
+        request_s=request_s,
+    )
 
 
 def _gpu(device: SimDevice) -> GpuView:

@@ -198,6 +198,7 @@ class World:
             self._turns.submit(model.setup, request)
             return
         model.last_use_s = self.kernel.time_s
+        model.traffic.arrived(request.prompt_tokens, self.kernel.time_s)
         self.controller.growing[request.model] = self._held[request.model] = model
         target = None if self._bindings else model.copy_for(request.hashes, self.kernel.time_s)
         if target is None:
@@ -251,6 +252,7 @@ class World:
         def ended(request: SimRequest) -> None:
             resident.home.note_change()
             resident.last_use_s = self.kernel.time_s
+            model.traffic.ended(request.output_tokens, self.kernel.time_s)
             self.records.finish(request, self.kernel.time_s)
             self._actuator.request_ended(model, resident)
             if self._bindings is not None and not resident.running:

@@ -94,7 +94,7 @@ class ModelSetup:
 
     index: int
     name: str
-    # Tensor-parallel degree, unless a placement sets another one.
+    # Tensor-parallel degree, unless a placement or the policy sets another one.
     tp: int
     weight_bytes: int
     token_bytes: int
@@ -113,6 +113,8 @@ class ModelSetup:
     # Bounds of the number of copies.
     replicas_min: int = 1
     replicas_max: int = 1
+    # Degrees that the policy may choose; empty: only `tp`.
+    degrees: tuple[int, ...] = ()
     # Measured activation time; replaces the one computed from `ActivationSettings`.
     activation_s: float | None = None
     # Measured time of the first plan's activation, if known.

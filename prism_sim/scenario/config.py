@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from prism.config.schema.cluster_config import SchedulerConfig
 from prism.config.schema.machines import Strict
@@ -48,8 +48,9 @@ class SimModelYaml(Strict, frozen=True):
     # A public model that `prism_sim.costs` knows; or a Hugging Face config.json under any name that
     # ends in .json, or a folder with one, relative to this file. Default: the name.
     shape: str | None = None
-    # Tensor-parallel degree: number of GPUs of one copy.
-    tp: int = 1
+    # Tensor-parallel degree: number of GPUs of one copy. auto: the least one at which it fits; the
+    # policy "prism" raises and lowers it by the model's traffic and SLOs.
+    tp: int | Literal["auto"] = "auto"
     # Type of the KV cache: auto (the model's own), bf16, fp8_e4m3 or fp8_e5m2.
     kv_cache_dtype: str = "auto"
     # Number of identical models. If above 1, they are named NAME-0, NAME-1, ...

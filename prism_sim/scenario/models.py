@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcached.layouts import state_layout
@@ -48,7 +49,31 @@ def model_setup(
     """Returns a model's setup. Raises ConfigError if the model is unknown, TooLargeError if it does
     not fit on its GPUs. longest_tokens: KV tokens of its longest request."""
     shape = _shape(model, context.folder)
-    tp, engine = model.tp, context.engine
+    if model.tp != "auto":
+        return _setup_at(model.tp, index, model, longest_tokens, context)
+    possible = (1,) if model.device is not None else usual_degrees(shape, context)
+    for tp in possible:
+        try:
+            found = _setup_at(tp, index, model, longest_tokens, context)
+        except TooLargeError:
+            if tp == possible[-1]:
+                raise
+        else:
+            chosen = tuple(d for d in possible if d >= tp and d in found.parts)
+            return replace(found, degrees=chosen if len(chosen) > 1 else ())
+    raise AssertionError("there is always degree 1")
+
+
+def usual_degrees(shape: ModelShape, context: ModelContext) -> tuple[int, ...]:
+    """Returns the degrees that divide the model's heads and fit into a node."""
+    most = max(Counter(context.nodes).values())
+    return tuple(d for d in TP_DEGREES if d <= most and not shape.heads % d)
+
+
+def _setup_at(
+    tp: int, index: int, model: SimModelYaml, longest_tokens: int, context: ModelContext
+) -> ModelSetup:
+    shape, engine = _shape(model, context.folder), context.engine
     if tp < 1:
         raise ConfigError(f"{model.name}.tp: {tp} must be >= 1")
     if tp > len(context.nodes):
@@ -61,16 +86,17 @@ def model_setup(
     static_bytes = int(engine.static)
     kept = shape if shape.is_uniform else shape.kept_by_rank(tp)
     rank_token_bytes = shape.kv_token_bytes(tp)
-    parts = model_parts(model, shape, context)
+    parts = model_parts(tp, model, shape, context)
     part = parts[tp]
     reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
     floor_bytes = _floor_bytes(kept, reserve, part, context)
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
     if rank_bytes > context.capacity_bytes:
+        hint = "use GPUs with more memory" if model.tp == "auto" else "raise its tp"
         raise TooLargeError(
             f"{model.name}: weights, engine and one request of {reserve} tokens need"
             f" {format_size(rank_bytes)} per GPU at tp {tp}, and a GPU has"
-            f" {format_size(context.capacity_bytes)}; raise its tp"
+            f" {format_size(context.capacity_bytes)}; {hint}"
         )
     slo = model.slo or context.slo
     chunk = engine.prefill_chunk_tokens
@@ -99,9 +125,9 @@ def model_setup(
 
 
 def model_parts(
-    model: SimModelYaml, shape: ModelShape, context: ModelContext
+    tp: int, model: SimModelYaml, shape: ModelShape, context: ModelContext
 ) -> dict[int, DegreeSetup]:
-    """Returns the setup at the model's degree and at the usual degrees that divide its heads."""
+    """Returns the setup at degree `tp` and at the usual degrees that divide its heads."""
     given = context.engine.host
     host_s = HOST_S if given is None else float(given)
     name = shape_source(model, context.folder)
@@ -114,7 +140,7 @@ def model_parts(
             *kv_quantum(shape, d, context),
             _pooled_shape(shape, d, context.engine.block_tokens),
         )
-        for d in (sorted({model.tp, *usual}) if shape.is_uniform else (model.tp,))
+        for d in (sorted({tp, *usual}) if shape.is_uniform else (tp,))
     }
 
 

@@ -301,7 +301,7 @@ def _check_pins(config: SimYaml, policy: Policy) -> None:
                 f"{key}: cannot be combined with policy {config.policy!r}; remove the key or use"
                 " another policy"
             )
-        if model.tp > 1:
+        if model.tp not in (1, "auto"):
             raise ConfigError(f"{key}: cannot be combined with tp {model.tp}; remove the key")
         if model.device not in gpus:
             kind = TooLargeError if re.fullmatch(r"gpu:\d+", model.device) else ConfigError
@@ -311,7 +311,7 @@ def _check_pins(config: SimYaml, policy: Policy) -> None:
 
 def _check_turns(config: SimYaml, policy: Policy) -> None:
     if policy.turns is not None:
-        degrees = {model.name: model.tp for model in config.models}
+        degrees = {m.name: 1 if m.tp == "auto" else m.tp for m in config.models}
         reuse = config.engine.prefix_reuse
         check_turns(config.policy, config.gpus.count, degrees, prefix_reuse=reuse)
 

@@ -35,8 +35,18 @@ def find_target(
     return kvpr.choose_devices(model, rest, kvpr.by_rank, 0.0)
 
 
-def migrate(builder: PlanBuilder, model: ModelView, home: Sequence[Bin], reason: str) -> None:
-    """Adds a migration to the plan. REQUIRES: `model` is active."""
+def migrate(
+    builder: PlanBuilder,
+    model: ModelView,
+    home: Sequence[Bin],
+    reason: str,
+    there: ModelView | None = None,
+) -> None:
+    """Adds a migration to the plan. REQUIRES: `model` is active.
+
+    Args:
+        there: Its part on each target device, if that differs.
+    """
     assert model.device is not None
     first, *peers = home
     ranks, move = tuple(b.name for b in peers), builder.settings.move_running
@@ -44,8 +54,10 @@ def migrate(builder: PlanBuilder, model: ModelView, home: Sequence[Bin], reason:
         Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
     )
     # The source keeps the model until the target serves it: its memory is not available yet.
-    for b in (*home, *_held_by(builder, model)):
+    for b in _held_by(builder, model):
         b.put(structs.replace(model, state="migrating"))
+    for b in home:
+        b.put(structs.replace(there or model, state="migrating"))
 
 
 def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:

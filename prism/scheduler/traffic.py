@@ -1,0 +1,163 @@
+"""Rates and lengths of a model's requests over the last ten minutes.
+
+Not thread-safe; owns no clock. Lengths are counted in buckets of a quarter octave, so they are
+known within 9 %, and an agent can report them as counters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from msgspec import structs
+
+from prism.policies.data import NO_TRAFFIC, Traffic
+
+SLOT_S = 10.0
+SLOTS = 60
+RATE_SLOTS = 6
+"""Number of the latest slots of which the present rate is computed."""
+PER_OCTAVE, BUCKETS = 4, 96
+
+
+@lru_cache(maxsize=1 << 16)
+def bucket(tokens: int) -> int:
+    """Returns the bucket of a length: the least k with tokens <= 2 ** (k / PER_OCTAVE)."""
+    return min(BUCKETS - 1, math.ceil(math.log2(max(1, tokens)) * PER_OCTAVE))
+
+
+@lru_cache(maxsize=1 << 10)
+def length(number: int) -> float:
+    """Returns the length in the middle of a bucket."""
+    return float(2 ** ((number - 0.5) / PER_OCTAVE))
+
+
+class _Lengths:
+    """Lengths of requests: number in each bucket, and sums."""
+
+    __slots__ = ("buckets", "count", "square", "tokens")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * BUCKETS
+        self.count = 0
+        self.tokens = self.square = 0.0
+
+    def add(self, number: int, tokens: float, count: int = 1) -> None:
+        """Adds or removes (count below 0) requests of one length, whose bucket is `number`."""
+        self.buckets[number] += count
+        self.count += count
+        self.tokens += count * tokens
+        self.square += count * tokens * tokens
+
+    def merge(self, other: _Lengths, sign: int) -> None:
+        for number, count in enumerate(other.buckets):
+            if count:
+                self.buckets[number] += sign * count
+        self.count += sign * other.count
+        self.tokens += sign * other.tokens
+        self.square += sign * other.square
+
+    def moments(self) -> tuple[float, float]:
+        """Returns (mean, standard deviation); zeros without requests."""
+        if not self.count:
+            return 0.0, 0.0
+        mean = self.tokens / self.count
+        return mean, math.sqrt(max(0.0, self.square / self.count - mean * mean))
+
+    def p99(self) -> float:
+        above, number = 0.01 * self.count, BUCKETS
+        while number and above >= 0:
+            number -= 1
+            above -= self.buckets[number]
+        return length(number) if self.count else 0.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    prompts: _Lengths = field(default_factory=_Lengths)
+    outputs: _Lengths = field(default_factory=_Lengths)
+
+
+class ModelTraffic:
+    """Traffic of one model, in slots of `SLOT_S`."""
+
+    def __init__(self) -> None:
+        self._open = _Slot(-1)
+        # Complete slots with requests, oldest first, and their sums.
+        self._slots: deque[_Slot] = deque()
+        self._sum = _Slot(-1)
+        # Slot of the latest result of `seen`, and the result.
+        self._seen: tuple[int, Traffic] = (-1, NO_TRAFFIC)
+
+    def arrived(self, prompt_tokens: int, now_s: float) -> None:
+        number = int(now_s / SLOT_S)
+        if self._open.number != number:
+            self._begin(number)
+        self._open.prompts.add(bucket(prompt_tokens), prompt_tokens)
+
+    def ended(self, output_tokens: int, now_s: float) -> None:
+        number = int(now_s / SLOT_S)
+        if self._open.number != number:
+            self._begin(number)
+        self._open.outputs.add(bucket(output_tokens), output_tokens)
+
+    def grew(self, prompts: Mapping[int, int], outputs: Mapping[int, int], now_s: float) -> None:
+        """Adds requests by bucket."""
+        number = int(now_s / SLOT_S)
+        if self._open.number != number:
+            self._begin(number)
+        for bucket_, count in prompts.items():
+            self._open.prompts.add(bucket_, length(bucket_), count)
+        for bucket_, count in outputs.items():
+            self._open.outputs.add(bucket_, length(bucket_), count)
+
+    def seen(self, now_s: float) -> Traffic:
+        """Returns the traffic of the complete slots. It changes once in `SLOT_S`."""
+        number = int(now_s / SLOT_S)
+        if self._seen[0] != number and (self._slots or self._open.number >= 0):
+            self._begin(number)
+            self._seen = (number, self._summed(number))
+        return self._seen[1]
+
+    def _begin(self, number: int) -> None:
+        """Begins a slot, unless it is open. Completes the one before it and drops old ones."""
+        if self._open.number < number:
+            done, self._open = self._open, _Slot(number)
+            if done.prompts.count or done.outputs.count:
+                self._slots.append(done)
+                self._sum.prompts.merge(done.prompts, 1)
+                self._sum.outputs.merge(done.outputs, 1)
+        while self._slots and self._slots[0].number < number - SLOTS:
+            old = self._slots.popleft()
+            self._sum.prompts.merge(old.prompts, -1)
+            self._sum.outputs.merge(old.outputs, -1)
+
+    def _summed(self, number: int) -> Traffic:
+        prompts, outputs = self._sum.prompts, self._sum.outputs
+        if not prompts.count:
+            return NO_TRAFFIC
+        recent = sum(s.prompts.count for s in self._slots if s.number >= number - RATE_SLOTS)
+        prompt_tokens, prompt_std = prompts.moments()
+        output_tokens, output_std = outputs.moments()
+        return Traffic(
+            requests=prompts.count,
+            rate_rps=recent / (min(number, RATE_SLOTS) * SLOT_S),
+            peak_rps=max(s.prompts.count for s in self._slots) / SLOT_S,
+            prompt_tokens=prompt_tokens,
+            prompt_std_tokens=prompt_std,
+            prompt_p99_tokens=prompts.p99(),
+            output_tokens=output_tokens,
+            output_std_tokens=output_std,
+        )
+
+
+def share_of(traffic: Traffic, copies: int) -> Traffic:
+    """Returns the traffic of one of the model's copies, which share it evenly."""
+    if copies < 2:
+        return traffic
+    rate_rps, peak_rps = traffic.rate_rps / copies, traffic.peak_rps / copies
+    return structs.replace(traffic, rate_rps=rate_rps, peak_rps=peak_rps)

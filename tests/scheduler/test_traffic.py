@@ -1,0 +1,75 @@
+"""Rates and lengths of requests over a sliding window, against numpy on the same requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from prism.policies.data import NO_TRAFFIC
+from prism.scheduler.traffic import SLOT_S, SLOTS, ModelTraffic, bucket, length, share_of
+
+
+@given(st.integers(1, 10**6))
+def test_a_length_is_known_within_nine_percent(tokens: int) -> None:
+    assert length(bucket(tokens)) == pytest.approx(tokens, rel=0.0906)
+
+
+def test_lengths_and_rates_are_those_of_the_requests() -> None:
+    rng = np.random.default_rng(1)
+    prompts = np.maximum(1, rng.lognormal(6, 1.2, 3000).astype(int))
+    traffic = ModelTraffic()
+    for number, tokens in enumerate(prompts):
+        traffic.arrived(int(tokens), number * 0.1)
+        traffic.ended(50 if number % 2 else 150, number * 0.1)
+    seen = traffic.seen(300.0)
+    assert seen.requests == 3000
+    assert seen.rate_rps == pytest.approx(10.0)
+    assert seen.peak_rps == pytest.approx(10.0)
+    assert seen.prompt_tokens == pytest.approx(prompts.mean(), rel=0.05)
+    assert seen.prompt_std_tokens == pytest.approx(prompts.std(), rel=0.1)
+    assert seen.prompt_p99_tokens == pytest.approx(np.quantile(prompts, 0.99), rel=0.15)
+    assert seen.output_tokens == pytest.approx(100, rel=0.1)
+    assert seen.output_std_tokens == pytest.approx(50, rel=0.2)
+
+
+def test_the_rate_is_of_the_last_minute_and_the_peak_of_ten_minutes() -> None:
+    traffic = ModelTraffic()
+    for number in range(100):
+        traffic.arrived(10, number * 0.1)  # all in the first slot
+    assert traffic.seen(5.0) == NO_TRAFFIC
+    assert traffic.seen(SLOT_S).rate_rps == pytest.approx(10.0)
+    later = traffic.seen(100.0)
+    assert (later.rate_rps, later.peak_rps) == (0.0, pytest.approx(10.0))
+    assert traffic.seen((SLOTS + 1) * SLOT_S) == NO_TRAFFIC
+
+
+def test_the_result_changes_once_in_a_slot() -> None:
+    """Lets views be reused while nothing changes."""
+    traffic = ModelTraffic()
+    traffic.arrived(10, 1.0)
+    seen = traffic.seen(SLOT_S)
+    traffic.arrived(10, SLOT_S + 1.0)
+    assert traffic.seen(SLOT_S + 2.0) is seen
+    assert traffic.seen(2 * SLOT_S).requests == 2
+
+
+def test_counters_by_bucket_equal_single_requests() -> None:
+    one, other = ModelTraffic(), ModelTraffic()
+    for tokens in (10, 10, 500):
+        one.arrived(tokens, 1.0)
+    one.ended(7, 1.0)
+    other.grew({bucket(10): 2, bucket(500): 1}, {bucket(7): 1}, 1.0)
+    single, counted = structs.astuple(one.seen(SLOT_S)), structs.astuple(other.seen(SLOT_S))
+    assert counted == pytest.approx(single, rel=0.1)
+
+
+def test_copies_share_the_rates_evenly() -> None:
+    traffic = ModelTraffic()
+    traffic.arrived(10, 1.0)
+    seen = traffic.seen(SLOT_S)
+    assert share_of(seen, 1) is seen
+    assert share_of(seen, 2).peak_rps == seen.peak_rps / 2
+    assert share_of(seen, 2).prompt_p99_tokens == seen.prompt_p99_tokens
