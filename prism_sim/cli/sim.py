@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism_replay.cli import trace_commands
@@ -79,7 +79,7 @@ def run(
         opts.make_folder(folder)
         changes = {**given, "policy": name}
         runs.append(_run_one(config, changes, scales, folder, requests=requests, timeline=timeline))
-    Console().print(overview(*runs))
+    new_console().print(overview(*runs))
 
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")
@@ -122,7 +122,7 @@ def _run_one(
     timeline: bool,
 ) -> SimResults:
     """Simulates, prints the results, and writes them to `out`."""
-    console = Console()
+    console = new_console()
     since_s = time.perf_counter()
     scenario = load(config, changes)
     with Bar(console, "simulating") as bar:

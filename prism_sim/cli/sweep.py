@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism_replay.cli.replay import parse_scales
 from prism_replay.report.console import new_table
@@ -97,7 +97,7 @@ def sweep(
     from prism_sim.sweeps.pages import write_sweep
 
     write_sweep(out, groups, f"{config.stem}: {' x '.join(varied)}")
-    console = Console()
+    console = new_console()
     console.print(sweep_table(groups, list(varied)))
     console.print(f"results: {out}")
 
@@ -135,9 +135,9 @@ def plan(
     searches = [
         Search(str(config), fixed, name, target, metric, max_gpus, points, chosen) for name in names
     ]
-    with Bar(Console(stderr=True), "policies") as bar:
+    with Bar(new_console(stderr=True), "policies") as bar:
         found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
-    console = Console()
+    console = new_console()
     console.print(plan_table(found))
     if out is not None:
         from prism_sim.sweeps.pages import write_plans
@@ -222,6 +222,6 @@ def _shown(found: Interval, *, many: bool) -> str:
 def _run(
     points: list[Point], jobs: int, store: Store[PointOutcome], label: str
 ) -> list[PointOutcome]:
-    with Bar(Console(stderr=True), label) as bar:
+    with Bar(new_console(stderr=True), label) as bar:
         cores = jobs or os.cpu_count() or 1
         return run_points(points, simulate, jobs=cores, store=store, progress=bar)
