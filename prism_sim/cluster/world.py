@@ -97,7 +97,8 @@ class World:
         self._actuator = SimActuator(parts, Hooks(self._route, self._wake, self._engine))
         self.controller = SimController(parts, self._actuator, self._bindings, target or start)
         self._planner = Planner(parts, self.controller, self._start_bound, self._has_ended)
-        self._left_out: set[int] = set()
+        # Model that a permanent placement leaves out -> error code of its requests.
+        self._left_out: dict[int, str] = {}
         self._hashes = work.hashes if setup.engine.prefix_reuse else ()
         # Index -> model with requests since the last sample.
         self._held: dict[int, SimModel] = {}
@@ -146,7 +147,7 @@ class World:
             housed = {hosted.model for unit in target.units for hosted in unit.models}
             for model in self.models:
                 if model.setup.name not in housed:
-                    self._left_out.add(model.setup.index)
+                    self._left_out[model.setup.index] = "unserved"
                     why = target.refused.get(model.setup.name, "the placement leaves it out")
                     self.controller.refuse(model, Refuse(model.setup.name, why))
 
@@ -191,8 +192,9 @@ class World:
 
     def _submit(self, model: SimModel, request: SimRequest) -> None:
         """Routes a request to the queue of a copy, or lets it wait for a copy."""
-        if request.model in self._left_out:
-            self.records.finish(request, self.kernel.time_s, "unserved")
+        tokens = request.prompt_tokens + request.output_tokens
+        if code := model.setup.refusal(tokens) or self._left_out.get(request.model):
+            self.records.finish(request, self.kernel.time_s, code)
             return
         if self._turns is not None:
             self._turns.submit(model.setup, request)

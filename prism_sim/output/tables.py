@@ -160,7 +160,12 @@ REQUESTS = (
     Column("met_ttft", YES_NO, "True if it met its TTFT SLO. An error misses all SLOs."),
     Column("met_tpot", YES_NO, "True if it met its TPOT SLO, as a single token always does."),
     Column("met_e2e", YES_NO, "True if it met its end-to-end SLO."),
-    Column("error", TEXT, "Error code: `unserved`. Empty: it got all its tokens."),
+    Column(
+        "error",
+        TEXT,
+        "Error code: `unserved`, `context_length_exceeded`, or `kv_memory_exceeded` if its GPUs"
+        " cannot hold its KV. Empty: it got all its tokens.",
+    ),
 )
 LATENCY_PARTS = ("mean", "p50", "p95", "p99")
 LATENCIES = tuple(
