@@ -225,10 +225,23 @@ TABLES: dict[str, Table] = {
 def frame(name: str, run: TableSource) -> pl.DataFrame:
     """Returns a table as a polars DataFrame with null for missing values. Raises ConfigError
     without polars."""
-    if not has_polars():
-        raise ConfigError("polars: is not installed; run pip install 'prism-sim[frames]'")
+    _check_polars()
     table = TABLES[name]
     return _frame(table, table.data(run))
+
+
+def frame_of_rows(rows: Sequence[Row]) -> pl.DataFrame:
+    """Returns rows as a polars DataFrame with a column for each key of any row. Raises ConfigError
+    without polars."""
+    _check_polars()
+    import polars as pl
+
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _check_polars() -> None:
+    if not has_polars():
+        raise ConfigError("polars: is not installed; run pip install 'prism-sim[frames]'")
 
 
 def _frame(table: Table, data: Data) -> pl.DataFrame:

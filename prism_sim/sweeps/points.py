@@ -27,7 +27,7 @@ from prism.models.files import config_file
 from prism.policies import registry
 from prism_replay.results import Summary
 from prism_sim.cluster.world import World
-from prism_sim.output.results import results_of
+from prism_sim.output.results import SimResults, results_of
 from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.models import shape_source
 from prism_sim.scenario.scenario import check, load, read_config, resolve
@@ -97,9 +97,12 @@ def simulate(point: Point) -> PointOutcome:
     except ConfigError as error:
         return PointOutcome(point.changes, problem=str(error))
     world.run()
-    found = results_of(scenario.config, world, point.judge)
+    return outcome_of(results_of(scenario.config, world, point.judge), point.changes)
+
+
+def outcome_of(found: SimResults, changes: dict[str, Any]) -> PointOutcome:
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
-    return PointOutcome(point.changes, found.summary, found.counts, busy)
+    return PointOutcome(changes, found.summary, found.counts, busy)
 
 
 def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:

@@ -47,7 +47,7 @@ def results() -> Results:
 
 def test_the_api_is_what_it_was() -> None:
     """Pins names that notebooks use."""
-    assert prism_sim.__all__ == ["Results", "simulate"]
+    assert prism_sim.__all__ == ["Comparison", "Results", "compare", "simulate"]
     parameters = ["setup", "trace", "changes", "policy", "judge", "progress"]
     assert list(inspect.signature(simulate).parameters) == parameters
     public = {name for name in vars(Results) if not name.startswith("_")}
