@@ -86,7 +86,9 @@ Values in `differences.csv` are means over seeds: those of the policy, less thos
 the same seed. The file needs several policies and seeds. Columns with the varied keys, `policy`,
 `gpus` and `seed` identify the point, `judged_at` is the SLO scale, and `seeds` the number of seeds.
 `NAME_ci95` is the half-width of the 95 % interval of the mean NAME. `problem` says why a point
-could not be simulated.
+could not be simulated. With `sweep --requests` and `plan --requests` the column `requests` of
+`seeds.csv` has the path of the point's table of requests, with a Parquet file next to it if polars
+is installed.
 
 | column | what it is |
 |---|---|

@@ -44,6 +44,14 @@ Seeds = Annotated[
         " confidence intervals."
     ),
 ]
+Requests = Annotated[
+    bool,
+    typer.Option(
+        "--requests",
+        help="Also write the table of requests of each point and seed, as CSV and Parquet, which"
+        " seeds.csv names.",
+    ),
+]
 Against = Annotated[
     str | None,
     typer.Option(

@@ -118,11 +118,11 @@ def policies() -> None:
 
 app.command(
     epilog="Example: prism-sim sweep cluster.yaml --vary policy=prism,static "
-    "--vary rate_scale=1,2,4,8 --seeds 5 --against static --out results/rates"
+    "--vary rate_scale=1,2,4,8 --seeds 5 --against static --requests --out results/rates"
 )(sweep)
 app.command(
     epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ "
-    "--target 0.99 --seeds 5 --against static"
+    "--target 0.99 --seeds 5 --against static --requests --out results/plan"
 )(plan)
 app.add_typer(trace_commands.commands("prism-sim trace"), name="trace")
 app.add_typer(calibrate_cli.app)

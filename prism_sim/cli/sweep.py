@@ -22,6 +22,7 @@ from prism_sim.cli.options import (
     Against,
     Config,
     Out,
+    Requests,
     Seeds,
     SetOption,
     make_folder,
@@ -65,6 +66,7 @@ def sweep(
     judge: Annotated[str, typer.Option(help="Judge at these SLO scales: 0.5,1,2")] = "1",
     seeds: Seeds = 1,
     against: Against = None,
+    requests: Requests = False,
     jobs: Jobs = 0,
 ) -> None:
     """Simulates every combination of the varied keys.
@@ -85,7 +87,8 @@ def sweep(
     each = seeded(seeds_of(config, fixed, seeds))
     combinations = grid(varied)
     all_ = [changes | seed for changes in combinations for seed in each]
-    points = [Point(str(config), {**fixed, **changes}, scales) for changes in all_]
+    tables = str(out / "points") if requests else ""
+    points = [Point(str(config), {**fixed, **changes}, scales, tables) for changes in all_]
     refuse_mistakes(points)
     outcomes = _run(points, jobs, Store(out / "points", PointOutcome), "sweep")
     shown = [
@@ -119,6 +122,7 @@ def plan(
     set_: SetOption = None,
     seeds: Seeds = 1,
     against: Against = None,
+    requests: Requests = False,
     jobs: Jobs = 0,
     out: Out = None,
 ) -> None:
@@ -129,6 +133,8 @@ def plan(
     (between policies with as many GPUs, over common seeds) and report.html, with every point that
     was tried. Points with an outcome there are not simulated again.
     """
+    if requests and out is None:
+        raise ConfigError("--requests needs --out FOLDER")
     warn_of_policies()
     names = policy_names(policies)
     against = reference(against, names, seeds)
@@ -141,7 +147,8 @@ def plan(
     points = out / "points" if out else None
     chosen = seeds_of(config, fixed, seeds)
     searches = [
-        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen) for name in names
+        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen, requests)
+        for name in names
     ]
     with Bar(new_console(stderr=True), "policies") as bar:
         found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)

@@ -53,6 +53,8 @@ class Search(msgspec.Struct, frozen=True):
     points: Path | None = None
     # Seeds with which each point is simulated; empty: the seed of the file.
     seeds: tuple[int, ...] = ()
+    # True if the tables of requests are stored in `points` too.
+    tables: bool = False
 
 
 def plans(
@@ -72,7 +74,10 @@ def plan_one(search: Search) -> CapacityPlan:
 
     def simulated(gpus: int) -> list[PointOutcome]:
         changes = {**search.changes, "policy": search.policy, "gpus.count": gpus}
-        points = [Point(search.config, changes | seed) for seed in seeded(search.seeds)]
+        tables = str(search.points) if search.tables else ""
+        points = [
+            Point(search.config, changes | seed, tables=tables) for seed in seeded(search.seeds)
+        ]
         return run_points(points, simulate, jobs=1, store=store, progress=_silent)
 
     return fewest_gpus(

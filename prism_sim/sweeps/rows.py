@@ -70,9 +70,11 @@ def seed_rows(groups: Sequence[SeedGroup]) -> Rows:
         if outcome.summary is None:
             rows.append({**outcome.changes, "problem": outcome.problem})
             continue
+        table = outcome.requests
         for scale in outcome.summary.total.attainment:
             found = _measured(outcome, scale)
-            rows.append({**outcome.changes, "judged_at": scale, **found, "problem": ""})
+            row = {**outcome.changes, "judged_at": scale, **found, "problem": ""}
+            rows.append(row | ({"requests": f"points/{table}"} if table else {}))
     return rows
 
 
