@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prism_sim.api import Comparison, Results, compare, simulate
+    from prism_sim.api import Comparison, Results, compare, simulate, to_pandas
 
-__all__ = ["Comparison", "Results", "compare", "simulate"]
+__all__ = ["Comparison", "Results", "compare", "simulate", "to_pandas"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,14 @@ from prism_replay.results import ReplayResults, Summary
 from prism_replay.trace import TraceRequest
 from prism_sim.cluster.world import World
 from prism_sim.output.results import SimResults, as_replay, results_of, write_json
-from prism_sim.output.tables import TABLES, TableSource, frame, frame_of_rows, write_tables
+from prism_sim.output.tables import (
+    TABLES,
+    TableSource,
+    frame,
+    frame_of_rows,
+    to_pandas,
+    write_tables,
+)
 from prism_sim.output.timeline import write_timeline
 from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.scenario import Scenario, read_config, resolve, with_changes
@@ -28,6 +35,8 @@ from prism_sim.sweeps.rows import difference_rows, seed_rows, sweep_rows
 
 if TYPE_CHECKING:
     import polars as pl
+
+__all__ = ["Comparison", "Results", "compare", "run_scenario", "simulate", "to_pandas"]
 
 Setup = str | Path | Mapping[str, Any]
 Rows = Iterable[TraceRequest | Mapping[str, Any]]

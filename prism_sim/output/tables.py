@@ -239,6 +239,18 @@ def frame_of_rows(rows: Sequence[Row]) -> pl.DataFrame:
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
+def to_pandas(table: pl.DataFrame) -> Any:
+    """Returns a DataFrame of `Results` or `Comparison` as one of pandas. Raises ConfigError without
+    pandas or pyarrow, as polars names only one of them and not what to install."""
+    missing = [name for name in ("pandas", "pyarrow") if find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"{' and '.join(missing)}: {verb} not installed; run pip install 'prism-sim[pandas]'"
+        )
+    return table.to_pandas()
+
+
 def _check_polars() -> None:
     if not has_polars():
         raise ConfigError("polars: is not installed; run pip install 'prism-sim[frames]'")
