@@ -1,6 +1,6 @@
 """Simulated cluster, which implements the ports of the live schedulers.
 
-`simulate` and `Results` are the Python API (docs/prism-sim.md). They are imported on first use.
+`simulate` and `compare` are the Python API (docs/prism-sim.md). They are imported on first use.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prism_sim.api import Results, simulate
+    from prism_sim.api import Comparison, Results, compare, simulate, to_pandas
 
-__all__ = ["Results", "simulate"]
+__all__ = ["Comparison", "Results", "compare", "simulate", "to_pandas"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,13 +19,24 @@ from prism_replay.results import ReplayResults, Summary
 from prism_replay.trace import TraceRequest
 from prism_sim.cluster.world import World
 from prism_sim.output.results import SimResults, as_replay, results_of, write_json
-from prism_sim.output.tables import TABLES, TableSource, frame, write_tables
+from prism_sim.output.tables import (
+    TABLES,
+    TableSource,
+    frame,
+    frame_of_rows,
+    to_pandas,
+    write_tables,
+)
 from prism_sim.output.timeline import write_timeline
 from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.scenario import Scenario, read_config, resolve, with_changes
+from prism_sim.sweeps.points import SeedGroup, outcome_of
+from prism_sim.sweeps.rows import difference_rows, seed_rows, sweep_rows
 
 if TYPE_CHECKING:
     import polars as pl
+
+__all__ = ["Comparison", "Results", "compare", "run_scenario", "simulate", "to_pandas"]
 
 Setup = str | Path | Mapping[str, Any]
 Rows = Iterable[TraceRequest | Mapping[str, Any]]
@@ -96,6 +107,91 @@ class Results:
         write_report(folder / "report.html", self._run.found, self.replay)
         if timeline:
             write_timeline(folder / "timeline.json", self._run.setup, self._run.records)
+
+
+class Comparison:
+    """Results of several policies over common seeds.
+
+    The DataFrames are made on first use and need the package polars. docs/prism-sim-results.md
+    describes their columns.
+    """
+
+    def __init__(self, groups: Sequence[SeedGroup], against: str) -> None:
+        self._groups = groups
+        self._against = against
+
+    @cached_property
+    def means(self) -> pl.DataFrame:
+        """One row per policy and SLO scale: means over seeds, with the half-widths of their 95 %
+        confidence intervals."""
+        return frame_of_rows(sweep_rows(self._groups))
+
+    @cached_property
+    def seeds(self) -> pl.DataFrame:
+        """One row per policy, seed and SLO scale."""
+        return frame_of_rows(seed_rows(self._groups))
+
+    @cached_property
+    def differences(self) -> pl.DataFrame:
+        """One row per SLO scale for each policy but the one that it is compared with."""
+        return frame_of_rows(self.difference_rows())
+
+    def difference_rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of `differences`, without polars."""
+        return difference_rows(self._groups, self._against)
+
+    @property
+    def groups(self) -> Sequence[SeedGroup]:
+        """Summaries of each policy's runs."""
+        return self._groups
+
+    def write(self, folder: str | Path, title: str = "Comparison") -> None:
+        """Writes the files of `prism-sim run --policies A,B --seeds N --out` except for those of
+        each run: run.json, run.csv, seeds.csv, differences.csv and report.html."""
+        from prism_sim.sweeps.pages import write_sweep
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sweep(folder, self._groups, self.difference_rows(), title, "run")
+
+
+def compare(
+    setup: Setup,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    trace: str | Path | Rows | None = None,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    against: str | None = None,
+    judge: Sequence[float] = (1.0,),
+    on_run: Callable[[str, int, Results], None] | None = None,
+) -> Comparison:
+    """Simulates each policy with each seed. Raises ConfigError or TraceError as `simulate`.
+
+    Args:
+        setup: As in `simulate`, and so are trace, changes and judge.
+        policies: Names of installed policies.
+        seeds: Seeds of the trace, the same for all policies.
+        against: Policy that the others are compared with. Default: the first.
+        on_run: Called with each policy, seed and results, such as to keep the tables of requests.
+    """
+    if not (policies and seeds):
+        raise ConfigError("policies and seeds: must not be empty")
+    if against is not None and against not in policies:
+        raise ConfigError(f"against: {against!r} is not one of {', '.join(policies)}")
+    if trace is not None and not isinstance(trace, str | Path):
+        trace = _rows(trace)
+    groups = []
+    for policy in policies:
+        outcomes = []
+        for seed in seeds:
+            own = {"policy": policy, "seed": seed}
+            results = simulate(setup, trace, changes={**(changes or {}), **own}, judge=judge)
+            outcomes.append(outcome_of(results.found, own))
+            if on_run is not None:
+                on_run(policy, seed, results)
+        groups.append(SeedGroup({"policy": policy}, outcomes))
+    return Comparison(groups, against or policies[0])
 
 
 def simulate(

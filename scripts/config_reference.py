@@ -70,6 +70,36 @@ A missing value is empty in CSV, and null in Parquet and DataFrames. `--no-reque
 table of requests. DIR also contains `results.json` (all except the requests), `report.html` and,
 with `--timeline`, a Chrome trace.
 """
+OVER_SEEDS = """
+## Tables over seeds
+
+`sweep`, `plan`, and `run --seeds N` write these as CSV; `compare` of `prism_sim` returns them.
+
+| file | rows |
+|---|---|
+| `sweep.csv`, `run.csv` | One per point and SLO scale: means over the seeds. |
+| `plan.csv` | One per policy. |
+| `seeds.csv` | One per point, seed and SLO scale. |
+| `differences.csv` | One per point and SLO scale, for all policies but that in `against`. |
+
+Values in `differences.csv` are means over seeds: those of the policy, less those of `against` with
+the same seed. The file needs several policies and seeds. Columns with the varied keys, `policy`,
+`gpus` and `seed` identify the point, `judged_at` is the SLO scale, and `seeds` the number of seeds.
+`NAME_ci95` is the half-width of the 95 % interval of the mean NAME. `problem` says why a point
+could not be simulated. With `sweep --requests` and `plan --requests` the column `requests` of
+`seeds.csv` has the path of the point's table of requests, with a Parquet file next to it if polars
+is installed.
+
+| column | what it is |
+|---|---|
+| `attainment_ttft`, `attainment_tpot` | Part of the requests within that SLO, 0 to 1. |
+| `attainment_e2e`, `attainment_all` | Likewise, the end-to-end SLO, and all three. |
+| `ttft_p99_ms`, `tpot_p99_ms` | P99 over completed requests. |
+| `requests_per_s` | Completed requests, per second of the simulation. |
+| `busy` | The part of the time in which an engine computed, mean over the GPUs. |
+| `activations`, `migrations`, `retractions` | Numbers of these. |
+| `unserved`, `context_length_exceeded`, `kv_memory_exceeded` | Requests that ended with the code. |
+"""
 PAGES = {"configuration.md": (SERVE, ServeYaml), "prism-sim-configuration.md": (SIM, SimYaml)}
 
 
@@ -82,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, (head, struct) in PAGES.items()
     }
     pages[DOCS / "prism-sim-configuration.md"] += "".join(section(GpuTypeYaml, "types[]"))
-    pages[DOCS / "prism-sim-results.md"] = RESULTS + "".join(map(table, TABLES))
+    pages[DOCS / "prism-sim-results.md"] = RESULTS + "".join(map(table, TABLES)) + OVER_SEEDS
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lab.demo.page import write_page
 from prism.cli.exit_codes import new_app, run
 from prism.cli.models import find_recipes
+from prism.cli.terminal import new_console
 from prism.config.reader import read_yaml
 from prism.models.store import prepare
 from prism.scheduler.decision_journal import CLUSTER, journal_path
@@ -29,7 +29,7 @@ from prism.serve.background import BackgroundServer, free_port, serving, tool
 ROOT = Path(__file__).parents[2]
 REPORT, LOGS = "demo-replay.html", "demo-logs"
 app = new_app()
-console = Console()
+console = new_console()
 
 
 @app.command(epilog="Example: python -m lab.demo --slo-scale 1,2 --limit 40 --results out")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lab.papers import catalog, study_report
 from lab.papers.catalog import Study
 from lab.papers.study.lab import Lab
 from lab.papers.study.sources import Sources
 from prism.cli.exit_codes import new_app, run
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism_sim.cli.console import Bar
 from prism_sim.cli.options import make_folder
@@ -76,7 +76,7 @@ def run_all(
     studies: list[Study], out: Path, sources: Sources, *, quick: bool, jobs: int, seed: int
 ) -> None:
     """Runs each study in a folder of its name. Raises ConfigError."""
-    console, errors = Console(), Console(stderr=True)
+    console, errors = new_console(), new_console(stderr=True)
     results = []
     for chosen in studies:
         since_s = time.perf_counter()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lab.parity.compare import Inputs, compare
 from lab.parity.console import print_parity
@@ -16,6 +15,7 @@ from lab.parity.journals import read_journals
 from lab.parity.live import LiveConfig, record
 from lab.parity.parity_report import write_report
 from prism.cli.exit_codes import new_app, run
+from prism.cli.terminal import new_console
 from prism.config.resolve import load
 from prism.errors import ConfigError
 from prism_replay.cli.replay import parse_scales
@@ -76,7 +76,7 @@ def parity(
     if len(given_files) != (0 if trace else len(FILES)):
         raise ConfigError(f"parity: give either --trace or all of {', '.join(FILES)}")
     make_folder(out)
-    console = Console()
+    console = new_console()
     if trace is not None:
         found = read_trace(trace)
         recording = LiveConfig(config, trace.name, found, out, scales, token_ids, seed, repeats)

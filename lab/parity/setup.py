@@ -260,6 +260,7 @@ def _model(
         static_share=spec.static_share,
         replicas_min=spec.replicas_min,
         replicas_max=spec.replicas_max,
+        context_tokens=spec.context_length,
         activation_s=found.activation_s.get(spec.name),
         first_activation_s=found.first_activation_s.get(spec.name),
         request_s=min(found.reach_s, request_s),

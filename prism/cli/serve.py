@@ -14,10 +14,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from prism.cli import keys, watch
 from prism.cli.exit_codes import run
+from prism.cli.terminal import new_console
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import on_node
 from prism.config.schema.machines import is_gpu
@@ -33,7 +33,6 @@ from prism.serve.node.run_dir import find
 DEFAULT_CONFIG = Path("prism.yaml")
 _STATUS_TIMEOUT_S = 10.0
 _ACTION_TIMEOUT_S = 300.0
-_PIPE_COLUMNS = 200
 
 app = typer.Typer(
     name="prism-serve",
@@ -110,7 +109,7 @@ def up(
         found, _ = _probed(_load(config, host, port, node, download=True))
         check_texts(found)
         _warn(found)
-        serve(found, options, _console())
+        serve(found, options, new_console())
 
 
 @app.command(epilog="Example: prism-serve check --config prism.yaml")
@@ -125,7 +124,7 @@ def check(
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
     check_addresses(checked)
     check_texts(checked)
-    _console().print(report.configuration(checked, gpus))
+    new_console().print(report.configuration(checked, gpus))
     _warn(checked)
 
 
@@ -138,7 +137,7 @@ def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
         print(result.message)
     else:
         shown = msgspec.json.decode(result.message, type=ClusterStatus)
-        _console().print(report.cluster(shown))
+        new_console().print(report.cluster(shown))
 
 
 @app.command(epilog="Example: prism-serve top --every 0.5")
@@ -151,7 +150,7 @@ def top(
     """Shows the running cluster live: memory of each device, models, waiting requests."""
     if every <= 0:
         raise ConfigError(f"--every: {every:g} must be more than 0; give seconds, such as 1")
-    watch.show(find(run_dir), _console(), every, times)
+    watch.show(find(run_dir), new_console(), every, times)
 
 
 @app.command(epilog="Examples: prism-serve logs   |   prism-serve logs frontend-f0 --follow")
@@ -185,7 +184,7 @@ def activate(
         device = _device_of(find(run_dir), gpu, device)
     result = _operate(OperatorCommand("activate", model, device), as_json, run_dir)
     if profile and not as_json:
-        _console().print(report.activation(result))
+        new_console().print(report.activation(result))
 
 
 @app.command(epilog="Example: prism-serve migrate tiny-llama host:1")
@@ -424,7 +423,3 @@ def _warn(config: ClusterConfig) -> None:
         print(f"warning: {line}", file=sys.stderr)
     if warning := report.memory_warning(config.local()):
         print(warning, file=sys.stderr)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)

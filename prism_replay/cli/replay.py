@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism_replay.cli import options as opts
 from prism_replay.cli import trace_commands
@@ -88,7 +88,7 @@ def report(
 
     opts.check_writable(out)
     write_report(read_results(results), out)
-    Console().print(f"report: {out}")
+    new_console().print(f"report: {out}")
 
 
 app.add_typer(trace_commands.commands("prism-replay"))
@@ -114,7 +114,7 @@ def _replay(requests: list[TraceRequest], config: RunConfig) -> ReplayResults:
     from prism_replay.live.runner import run_replay
     from prism_replay.report.console import LiveProgress, print_results
 
-    console = Console()
+    console = new_console()
     with LiveProgress(console, len(requests), config.main_scale) as progress:
         results = asyncio.run(run_replay(requests, config, progress))
     print_results(console, results)
@@ -122,7 +122,7 @@ def _replay(requests: list[TraceRequest], config: RunConfig) -> ReplayResults:
 
 
 def _write(results: ReplayResults, out: Path | None, html: Path | None) -> None:
-    console = Console()
+    console = new_console()
     if out:
         write_results(out, results)
         console.print(f"results: {out}")

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from prism.cli.exit_codes import new_app
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism_replay import transforms
 from prism_replay.cli import options as opts
@@ -136,14 +136,14 @@ def stats(
     requests = read_window(trace, format_, options, window)
     requests = transforms.scale_time(requests, time_scale)
     found = describe(requests, seconds)
-    print_stats(Console(), found)
+    print_stats(new_console(), found)
     if json:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     if html:
         from prism_replay.report.trace_page import write_page
 
         write_page(trace.name, requests, found, html)
-        Console().print(f"page: {html}")
+        new_console().print(f"page: {html}")
 
 
 def convert(
@@ -235,7 +235,7 @@ def save(requests: list[TraceRequest], out: Path, to: str = "prism") -> None:
     shown = ", ".join(f"{name} {counts[name]}" for name in models_of(requests)[:8])
     more = f" and {len(counts) - 8} more models" if len(counts) > 8 else ""
     summary = f"{out}: {len(requests)} requests in {end_s:.1f} s: {shown}{more}"
-    Console().print(summary, soft_wrap=True)
+    new_console().print(summary, soft_wrap=True)
 
 
 def _generator(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from prism.cli.terminal import new_console
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError
 from prism_replay.cli.options import check_writable
@@ -38,7 +38,7 @@ def show(
     """Prints prefill and decode times of a model on a GPU, and their source."""
     cost = cost_model(gpu, model, tp, host_ms / 1000)
     shape, spec = model_shape(model), gpu_spec(gpu)
-    console = Console()
+    console = new_console()
     state_bytes = shape.kept_by_rank(tp).state_bytes() if shape.state_bytes() else 0
     state = f" and {format_size(state_bytes)} a request" if state_bytes else ""
     console.print(
@@ -94,8 +94,8 @@ def engine(
     for step, error in zip(steps, fitted.errors, strict=True):
         kind, time_ms = "prompt" if step.prompt else "decode", f"{step.seconds * 1e3:.2f}"
         table.add_row(kind, str(step.tokens), str(step.context_tokens), time_ms, f"{error:+.1%}")
-    Console().print(table)
-    Console().print(f"{out}: {fitted.table.name}, {fitted.table.source}", soft_wrap=True)
+    new_console().print(table)
+    new_console().print(f"{out}: {fitted.table.name}, {fitted.table.source}", soft_wrap=True)
 
 
 def _print_step(step: MeasuredStep) -> None:
@@ -103,7 +103,7 @@ def _print_step(step: MeasuredStep) -> None:
     kind = "prompt of" if step.prompt else "decode of"
     context = "" if step.prompt else f" at {step.context_tokens} tokens of context"
     text = f"{kind} {step.tokens}{context}: {step.seconds * 1e3:.2f} ms"
-    Console(stderr=True).print(text, highlight=False)
+    new_console(stderr=True).print(text, highlight=False)
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import prism_sim
 from prism.config.reader import parse
 from prism.errors import ConfigError
 from prism.policies import registry
+from prism_sim.scenario.scenario import read_config
 
 EXAMPLES = Path(prism_sim.__file__).parent / "examples"
 EXAMPLE = EXAMPLES / "eight-models.yaml"
@@ -34,6 +36,27 @@ RateScale = Annotated[float | None, typer.Option(help="Factor on the number of r
 SloScale = Annotated[float | None, typer.Option(help="Factor on every SLO.")]
 Seed = Annotated[
     int | None, typer.Option(help="Seed of the trace. The same seed gives the same results.")
+]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        help="Number of seeds per point, starting at the file's seed. Results are means with 95 %"
+        " confidence intervals."
+    ),
+]
+Requests = Annotated[
+    bool,
+    typer.Option(
+        "--requests",
+        help="Also write the table of requests of each point and seed, as CSV and Parquet, which"
+        " seeds.csv names.",
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="Policy to compare the others with, over common seeds (--seeds). Default: the first."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -92,6 +115,37 @@ def warn_of_policies() -> None:
     """Warns on stderr of packages whose policies are left out because of their names."""
     for line in registry.refused():
         print(f"warning: {line}", file=sys.stderr)
+
+
+def reference(against: str | None, policies: Sequence[str], seeds: int) -> str:
+    """Returns the policy that the others are compared with. Raises ConfigError."""
+    if against is None:
+        return policies[0] if policies else ""
+    if against not in policies or len(policies) < 2:
+        raise ConfigError(
+            f"--against {against}: is not one of several policies to compare; these are"
+            f" {', '.join(policies) or 'not varied'}"
+        )
+    if seeds < 2:
+        raise ConfigError(f"--against {against}: needs at least two seeds; add --seeds 5")
+    return against
+
+
+def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:
+    """Returns `count` seeds from the file's seed on, or none for a count of 1. Raises
+    ConfigError."""
+    if count < 1:
+        raise ConfigError(f"--seeds {count}: must be >= 1")
+    if count == 1:
+        return ()
+    read = read_config(config, fixed)
+    if read.trace is not None:
+        print(
+            "warning: --seeds: the trace is a file, so seeds change only the random choices of"
+            " rate_scale and source: intervals do not cover the differences between traces",
+            file=sys.stderr,
+        )
+    return tuple(range(read.seed, read.seed + count))
 
 
 def make_folder(path: Path | None) -> None:

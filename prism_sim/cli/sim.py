@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism_replay.cli import trace_commands
 from prism_replay.cli.replay import parse_scales
-from prism_sim.api import run_scenario
+from prism_sim.api import Comparison, Results, compare, run_scenario
 from prism_sim.cli import costs as calibrate_cli
 from prism_sim.cli import options as opts
 from prism_sim.cli.console import Bar, overview, print_run
-from prism_sim.cli.sweep import plan, sweep
+from prism_sim.cli.sweep import difference_table, plan, sweep, sweep_table
 from prism_sim.output.results import SimResults
 from prism_sim.output.tables import has_polars
 from prism_sim.scenario.scenario import check, load, read_config
@@ -32,8 +34,9 @@ app = new_app(
 
 
 @app.command(
-    epilog="Example: prism-sim run; prism-sim run cluster.yaml --policy static --gpus 4 "
-    "--out results/static --timeline"
+    epilog="Examples: prism-sim run; prism-sim run cluster.yaml --policy static --gpus 4 "
+    "--out results/static --timeline; prism-sim run --policies prism,static --seeds 5 "
+    "--against static"
 )
 def run(
     config: opts.Config = opts.EXAMPLE,
@@ -51,11 +54,15 @@ def run(
     out: opts.Out = None,
     requests: Annotated[bool, typer.Option(help="Write the table of requests.")] = True,
     timeline: Annotated[bool, typer.Option(help="Also write a Chrome trace.")] = False,
+    seeds: opts.Seeds = 1,
+    against: opts.Against = None,
 ) -> None:
     """Simulates one cluster and trace under one policy, or under each of several.
 
     --out gets results.json, report.html, and the tables requests, models, devices and decisions as
-    CSV and Parquet. With --policies each policy has its own folder there.
+    CSV and Parquet. With --policies each policy has its own folder there, and with --seeds each
+    seed. run.json, run.csv (means), seeds.csv, differences.csv (between policies, over common
+    seeds) and report.html then cover all runs.
     """
     given = opts.named(gpus=gpus, rate_scale=rate_scale, slo_scale=slo_scale, seed=seed)
     given |= opts.parse_sets(set_ or [])
@@ -66,20 +73,28 @@ def run(
         raise ConfigError("--policy: cannot be combined with --policies; remove one of them")
     opts.make_folder(out)
     opts.warn_of_policies()
-    if policies is None:
+    names = opts.policy_names(policies) if policies is not None else []
+    against = opts.reference(against, names, seeds)
+    several = opts.seeds_of(config, given, seeds)
+    if policies is None and not several:
         chosen = {} if policy is None else {"policy": policy}
         _run_one(config, {**chosen, **given}, scales, out, requests=requests, timeline=timeline)
         return
-    names = opts.policy_names(policies)
+    names = names or [policy or read_config(config, given).policy]
     for name in names:
         check(read_config(config, {**given, "policy": name}), config)
+    if several:
+        found = partial(compare, config, names, several, changes=given, judge=scales)
+        write = partial(Results.write, requests=requests, timeline=timeline)
+        _run_seeds(found, len(names) * seeds, against or None, out, write)
+        return
     runs = []
     for name in names:
         folder = out / name if out is not None else None
         opts.make_folder(folder)
         changes = {**given, "policy": name}
         runs.append(_run_one(config, changes, scales, folder, requests=requests, timeline=timeline))
-    Console().print(overview(*runs))
+    new_console().print(overview(*runs))
 
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")
@@ -103,10 +118,11 @@ def policies() -> None:
 
 app.command(
     epilog="Example: prism-sim sweep cluster.yaml --vary policy=prism,static "
-    "--vary rate_scale=1,2,4,8 --out results/rates"
+    "--vary rate_scale=1,2,4,8 --seeds 5 --against static --requests --out results/rates"
 )(sweep)
 app.command(
-    epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ --target 0.99"
+    epilog="Example: prism-sim plan cluster.yaml --policies prism,static,muxserve++ "
+    "--target 0.99 --seeds 5 --against static --requests --out results/plan"
 )(plan)
 app.add_typer(trace_commands.commands("prism-sim trace"), name="trace")
 app.add_typer(calibrate_cli.app)
@@ -122,7 +138,7 @@ def _run_one(
     timeline: bool,
 ) -> SimResults:
     """Simulates, prints the results, and writes them to `out`."""
-    console = Console()
+    console = new_console()
     since_s = time.perf_counter()
     scenario = load(config, changes)
     with Bar(console, "simulating") as bar:
@@ -135,6 +151,34 @@ def _run_one(
         console.print("no Parquet: polars is not installed; run pip install 'prism-sim[frames]'")
     console.print(f"results: {out}")
     return results.found
+
+
+def _run_seeds(
+    compared: Callable[..., Comparison],
+    runs: int,
+    against: str | None,
+    out: Path | None,
+    write: Callable[[Results, Path], None],
+) -> None:
+    """Simulates all policies and seeds, prints means and differences, and writes all to `out`."""
+    done = 0
+
+    def ran(policy: str, seed: int, results: Results) -> None:
+        nonlocal done
+        done += 1
+        bar(done, runs)
+        if out is not None:
+            write(results, out / policy / f"seed-{seed}")
+
+    console = new_console()
+    with Bar(console, "simulating") as bar:
+        found = compared(against=against, on_run=ran)
+    console.print(sweep_table(found.groups, ["policy"]))
+    if rows := found.difference_rows():
+        console.print(difference_table(rows, ["policy"]))
+    if out is not None:
+        found.write(out, f"{', '.join(group.changes['policy'] for group in found.groups)}")
+        console.print(f"results: {out}")
 
 
 def main() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism_replay.cli.replay import parse_scales
 from prism_replay.report.console import new_table
@@ -18,18 +19,22 @@ from prism_replay.report.page import percent
 from prism_sim.cli.console import Bar
 from prism_sim.cli.options import (
     EXAMPLE,
+    Against,
     Config,
     Out,
+    Requests,
+    Seeds,
     SetOption,
     make_folder,
     parse_sets,
     parse_value,
     policy_names,
+    reference,
+    seeds_of,
     warn_of_policies,
 )
-from prism_sim.scenario.scenario import read_config
 from prism_sim.sweeps.intervals import Interval, interval
-from prism_sim.sweeps.planning import CapacityPlan, Search, plans
+from prism_sim.sweeps.planning import CapacityPlan, Search, plans, tried_groups
 from prism_sim.sweeps.points import (
     Point,
     PointOutcome,
@@ -41,18 +46,12 @@ from prism_sim.sweeps.points import (
     seeded,
     simulate,
 )
+from prism_sim.sweeps.rows import METRICS, Rows, difference_rows
 
 Jobs = Annotated[
     int, typer.Option(help="Number of processes; 0: one per core. Does not change the results.")
 ]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
-Seeds = Annotated[
-    int,
-    typer.Option(
-        help="Number of seeds per point, starting at the file's seed. Results are means with 95 %"
-        " confidence intervals."
-    ),
-]
 SHORT = {"gpus": "gpus.count"}
 
 
@@ -66,15 +65,20 @@ def sweep(
     set_: SetOption = None,
     judge: Annotated[str, typer.Option(help="Judge at these SLO scales: 0.5,1,2")] = "1",
     seeds: Seeds = 1,
+    against: Against = None,
+    requests: Requests = False,
     jobs: Jobs = 0,
 ) -> None:
     """Simulates every combination of the varied keys.
 
-    --out gets sweep.json, sweep.csv and report.html. Points with an outcome there are not simulated
+    --out gets sweep.json, sweep.csv (means), seeds.csv (a row per seed), differences.csv (between
+    policies, over common seeds) and report.html. Points with an outcome there are not simulated
     again: the same command resumes an interrupted sweep.
     """
     warn_of_policies()
     varied = parse_varies(vary)
+    policies = [str(name) for name in varied.get("policy", [])]
+    against = reference(against, policies, seeds)
     fixed = parse_sets(set_ or [])
     make_folder(out)
     scales = parse_scales(judge, "--judge")
@@ -83,12 +87,13 @@ def sweep(
     each = seeded(seeds_of(config, fixed, seeds))
     combinations = grid(varied)
     all_ = [changes | seed for changes in combinations for seed in each]
-    points = [Point(str(config), {**fixed, **changes}, scales) for changes in all_]
+    tables = str(out / "points") if requests else ""
+    points = [Point(str(config), {**fixed, **changes}, scales, tables) for changes in all_]
     refuse_mistakes(points)
     outcomes = _run(points, jobs, Store(out / "points", PointOutcome), "sweep")
     shown = [
-        PointOutcome(changes, o.summary, o.counts, o.busy, o.problem)
-        for changes, o in zip(all_, outcomes, strict=True)
+        msgspec.structs.replace(outcome, changes=changes)
+        for changes, outcome in zip(all_, outcomes, strict=True)
     ]
     groups = [
         SeedGroup(changes, shown[i * len(each) : (i + 1) * len(each)])
@@ -96,9 +101,12 @@ def sweep(
     ]
     from prism_sim.sweeps.pages import write_sweep
 
-    write_sweep(out, groups, f"{config.stem}: {' x '.join(varied)}")
-    console = Console()
+    differences = difference_rows(groups, against)
+    write_sweep(out, groups, differences, f"{config.stem}: {' x '.join(varied)}")
+    console = new_console()
     console.print(sweep_table(groups, list(varied)))
+    if differences:
+        console.print(difference_table(differences, list(varied)))
     console.print(f"results: {out}")
 
 
@@ -113,17 +121,23 @@ def plan(
     max_gpus: Annotated[int, typer.Option(help="Maximum number of GPUs to try.")] = 32,
     set_: SetOption = None,
     seeds: Seeds = 1,
+    against: Against = None,
+    requests: Requests = False,
     jobs: Jobs = 0,
     out: Out = None,
 ) -> None:
     """Finds the fewest GPUs at which each policy meets the target, in the mean over seeds.
 
     The search doubles the number of GPUs, then bisects; its budget is the same for each policy.
-    --out gets plan.json, plan.csv and report.html, with every point that was tried. Points with an
-    outcome there are not simulated again.
+    --out gets plan.json, plan.csv, seeds.csv (a row per seed and number of GPUs), differences.csv
+    (between policies with as many GPUs, over common seeds) and report.html, with every point that
+    was tried. Points with an outcome there are not simulated again.
     """
+    if requests and out is None:
+        raise ConfigError("--requests needs --out FOLDER")
     warn_of_policies()
     names = policy_names(policies)
+    against = reference(against, names, seeds)
     if metric not in ("ttft", "tpot", "e2e", "all"):
         raise ConfigError(f"--metric {metric!r}: choose one of ttft, tpot, e2e, all")
     make_folder(out)
@@ -133,16 +147,20 @@ def plan(
     points = out / "points" if out else None
     chosen = seeds_of(config, fixed, seeds)
     searches = [
-        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen) for name in names
+        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen, requests)
+        for name in names
     ]
-    with Bar(Console(stderr=True), "policies") as bar:
+    with Bar(new_console(stderr=True), "policies") as bar:
         found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
-    console = Console()
+    console = new_console()
     console.print(plan_table(found))
+    differences = difference_rows(tried_groups(found), against)
+    if differences:
+        console.print(difference_table(differences, ["policy", "gpus"]))
     if out is not None:
         from prism_sim.sweeps.pages import write_plans
 
-        write_plans(out, found, f"{config.stem}: GPUs for {target:.0%} {metric}")
+        write_plans(out, found, differences, f"{config.stem}: GPUs for {target:.0%} {metric}")
         console.print(f"results: {out}")
 
 
@@ -170,24 +188,7 @@ def parse_varies(texts: list[str]) -> dict[str, list[Any]]:
     return found
 
 
-def seeds_of(config: Path, fixed: dict[str, Any], count: int) -> tuple[int, ...]:
-    """Returns `count` seeds from the file's seed on, or none for a count of 1. Raises
-    ConfigError."""
-    if count < 1:
-        raise ConfigError(f"--seeds {count}: must be >= 1")
-    if count == 1:
-        return ()
-    read = read_config(config, fixed)
-    if read.trace is not None:
-        print(
-            "warning: --seeds: the trace is a file, so seeds change only the random choices of"
-            " rate_scale and source: intervals do not cover the differences between traces",
-            file=sys.stderr,
-        )
-    return tuple(range(read.seed, read.seed + count))
-
-
-def sweep_table(groups: list[SeedGroup], keys: list[str]) -> Table:
+def sweep_table(groups: Sequence[SeedGroup], keys: list[str]) -> Table:
     """Returns a table with a row per group, at the SLO scale nearest to 1."""
     table = new_table(None, *keys, "TTFT", "TPOT", "E2E", "all", "busy")
     for group in groups:
@@ -199,6 +200,23 @@ def sweep_table(groups: list[SeedGroup], keys: list[str]) -> Table:
         found.append(interval([outcome.busy for outcome in group.outcomes]))
         many = len(group.outcomes) > 1
         table.add_row(*heads, *(_shown(value, many=many) for value in found))
+    return table
+
+
+def difference_table(rows: Rows, keys: list[str]) -> Table:
+    """Returns a table of differences at the SLO scale nearest to 1. REQUIRES: there are some."""
+    scales = {row["judged_at"] for row in rows if "judged_at" in row}
+    scale = min(scales, key=lambda scale: abs(float(scale) - 1), default=None)
+    title = f"Difference from {rows[0]['against']} over common seeds, in points"
+    table = new_table(title, *keys, "TTFT", "TPOT", "E2E", "all")
+    for row in rows:
+        heads = [str(row[key]) for key in keys]
+        if row["problem"]:
+            table.add_row(*heads, row["problem"].rpartition(": ")[2], "", "", "")
+        elif row["judged_at"] == scale:
+            names = [f"attainment_{metric}" for metric in METRICS]
+            pairs = [(100 * row[name], 100 * row[f"{name}_ci95"]) for name in names]
+            table.add_row(*heads, *(f"{mean:+.2f} ± {half:.2f}" for mean, half in pairs))
     return table
 
 
@@ -222,6 +240,6 @@ def _shown(found: Interval, *, many: bool) -> str:
 def _run(
     points: list[Point], jobs: int, store: Store[PointOutcome], label: str
 ) -> list[PointOutcome]:
-    with Bar(Console(stderr=True), label) as bar:
+    with Bar(new_console(stderr=True), label) as bar:
         cores = jobs or os.cpu_count() or 1
         return run_points(points, simulate, jobs=cores, store=store, progress=bar)

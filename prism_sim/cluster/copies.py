@@ -53,6 +53,10 @@ class SimModel:
         """Copies that can compute."""
         return [r for r in self.residents if r.engine and r.stage is Stage.ACTIVE]
 
+    def note_arrival(self, request: SimRequest, now_s: float) -> None:
+        self.last_use_s = now_s
+        self.traffic.arrived(request.prompt_tokens, now_s)
+
     def withdraw_all(self) -> list[SimRequest]:
         """Removes all open requests from the queues and returns them in the order of arrival."""
         left = list(self.unplaced.values())

@@ -191,14 +191,14 @@ class World:
 
     def _submit(self, model: SimModel, request: SimRequest) -> None:
         """Routes a request to the queue of a copy, or lets it wait for a copy."""
-        if request.model in self._left_out:
-            self.records.finish(request, self.kernel.time_s, "unserved")
+        refusal = model.setup.refusal(request.prompt_tokens + request.output_tokens)
+        if refusal or request.model in self._left_out:
+            self.records.finish(request, self.kernel.time_s, refusal or "unserved")
             return
         if self._turns is not None:
             self._turns.submit(model.setup, request)
             return
-        model.last_use_s = self.kernel.time_s
-        model.traffic.arrived(request.prompt_tokens, self.kernel.time_s)
+        model.note_arrival(request, self.kernel.time_s)
         self.controller.growing[request.model] = self._held[request.model] = model
         target = None if self._bindings else model.copy_for(request.hashes, self.kernel.time_s)
         if target is None:

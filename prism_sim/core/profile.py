@@ -17,7 +17,8 @@ PROFILED_REQUESTS = 500
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Means over the requests of one model. The defaults are for a model without requests."""
+    """Means over the requests of one model that its engine can serve. The defaults are for a model
+    without such requests."""
 
     requests: int = 0
     rate_rps: float = 0.0
@@ -35,7 +36,9 @@ def loads(setup: ClusterSetup, work: Workload, until_s: float | None = None) -> 
     seconds = max(work.end_s if until_s is None else until_s, 1.0)
     by_model: list[list[int]] = [[] for _ in setup.models]
     for index, model in enumerate(work.model):
-        by_model[model].append(index)
+        tokens = work.prompt_tokens[index] + work.output_tokens[index]
+        if setup.models[model].refusal(tokens) is None:
+            by_model[model].append(index)
     return [
         _load(model, work, by_model[model.index], seconds, setup.engine.prefill_chunk_tokens)
         for model in setup.models

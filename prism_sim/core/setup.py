@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from prism.errors import ContextLengthError
 from prism.policies.data import Settings, request_kv_tokens, side_kv_tokens
 from prism.policies.knobs import Knobs
 from prism.policies.multiplexing.kv_blocks import KvShape
@@ -12,6 +13,9 @@ from prism.scheduler.local_scheduler import Limits
 from prism_sim.costs.model import CostModel
 
 UNBOUNDED_STEPS = 1 << 40
+UNLIMITED_TOKENS = 1 << 40
+KV_MEMORY_EXCEEDED = "kv_memory_exceeded"
+"""Error code of a request whose KV does not fit on the devices of an idle engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,10 @@ class ModelSetup:
     replicas_max: int = 1
     # Degrees that the policy may choose; empty: only `tp`.
     degrees: tuple[int, ...] = ()
+    # Maximum number of tokens of a prompt and its output.
+    context_tokens: int = UNLIMITED_TOKENS
+    # Maximum number of tokens whose KV fits on its devices at `tp`.
+    kv_tokens: int = UNLIMITED_TOKENS
     # Measured activation time; replaces the one computed from `ActivationSettings`.
     activation_s: float | None = None
     # Measured time of the first plan's activation, if known.
@@ -126,6 +134,16 @@ class ModelSetup:
     # Prefill speed that admission assumes until a device has measured it. Default: the speed of
     # whole chunks.
     speed_tokens_per_s: float | None = None
+
+    def refusal(self, tokens: int) -> str | None:
+        """Returns the error code of a request that its engine can never serve, or None.
+
+        tokens: Its prompt and its output. The live frontend answers the same code for a prompt that
+        exceeds the context together with max_tokens.
+        """
+        if tokens > self.context_tokens:
+            return ContextLengthError.code
+        return KV_MEMORY_EXCEEDED if tokens > self.kv_tokens else None
 
     def held_bytes(self, tp: int) -> int:
         """Returns the weights and the engine's share, summed over `tp` devices."""

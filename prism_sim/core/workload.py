@@ -6,6 +6,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prism.errors import TraceError
 from prism_replay.trace import TOKENS_MAX, Trace, TraceRequest
 from prism_sim.core.prefix import HASH_TOKENS
@@ -40,14 +43,13 @@ class Workload:
         """Time of the last arrival."""
         return self.arrival_s[-1]
 
-    def longest_tokens(self) -> list[int]:
-        """Returns for each model the KV tokens of its longest request; 0 without requests."""
-        longest = [0] * len(self.models)
-        for model, prompt, output in zip(
-            self.model, self.prompt_tokens, self.output_tokens, strict=True
-        ):
-            longest[model] = max(longest[model], prompt + output)
-        return longest
+    def request_tokens(self) -> list[NDArray[np.int64]]:
+        """Returns for each model the tokens of its requests, each a prompt and its output."""
+        tokens = np.array(self.prompt_tokens, dtype=np.int64) + np.array(self.output_tokens)
+        model = np.array(self.model)
+        order = np.argsort(model, kind="stable")
+        counts = np.bincount(model, minlength=len(self.models))
+        return np.split(tokens[order], np.cumsum(counts)[:-1])
 
 
 def window(work: Workload, first: int, until: int) -> Workload:

@@ -158,16 +158,22 @@ _SIZES = (
 def _config(*sizes: int) -> dict[str, Any]:
     """Returns the config.json of a Llama of these `_SIZES`."""
     named = dict(zip(_SIZES, sizes, strict=True))
-    common = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
-    return {"model_type": "llama", **named, **common}
+    return {"model_type": "llama", **named, "tie_word_embeddings": False} | _positions(131072)
+
+
+def _positions(tokens: int) -> dict[str, Any]:
+    return {"max_position_embeddings": tokens}
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
-    return _config(layers, hidden, heads, heads, hidden // heads, ffn, 32000)
+    sizes = _config(layers, hidden, heads, heads, hidden // heads, ffn, 32000)
+    return sizes | _positions(2048)
 
 
 FP8 = "-fp8"
-_QWEN2, _QWEN3 = {"model_type": "qwen2"}, {"model_type": "qwen3"}
+_QWEN2 = {"model_type": "qwen2"}
+_QWEN3 = {"model_type": "qwen3"} | _positions(40960)
+_LLAMA_2 = _positions(4096)
 _TIED = {"tie_word_embeddings": True}
 _OPT_6_7B = {
     "model_type": "opt",
@@ -186,9 +192,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": _config(32, 4096, 32, 8, 128, 14336, 128256),
     "meta-llama/Llama-3.1-70B": _LLAMA_70B,
     "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_70B,
-    "meta-llama/Llama-2-70B": _LLAMA_70B | {"vocab_size": 32000},
-    "meta-llama/Llama-2-7B": _llama(32, 4096, 32, 11008),
-    "meta-llama/Llama-2-13B": _llama(40, 5120, 40, 13824),
+    "meta-llama/Llama-2-70B": _LLAMA_70B | {"vocab_size": 32000} | _LLAMA_2,
+    "meta-llama/Llama-2-7B": _llama(32, 4096, 32, 11008) | _LLAMA_2,
+    "meta-llama/Llama-2-13B": _llama(40, 5120, 40, 13824) | _LLAMA_2,
     "huggyllama/llama-7b": _llama(32, 4096, 32, 11008),
     "huggyllama/llama-13b": _llama(40, 5120, 40, 13824),
     "huggyllama/llama-30b": _llama(60, 6656, 52, 17920),
@@ -205,7 +211,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-14B": _config(48, 5120, 40, 8, 128, 13824, 152064) | _QWEN2,
     "Qwen/Qwen2.5-32B": _config(64, 5120, 40, 8, 128, 27648, 152064) | _QWEN2,
     "mistralai/Mistral-7B-v0.1": _config(32, 4096, 32, 8, 128, 14336, 32000)
-    | {"model_type": "mistral"},
+    | {"model_type": "mistral"}
+    | _positions(32768),
 }
 
 

@@ -160,7 +160,12 @@ REQUESTS = (
     Column("met_ttft", YES_NO, "True if it met its TTFT SLO. An error misses all SLOs."),
     Column("met_tpot", YES_NO, "True if it met its TPOT SLO, as a single token always does."),
     Column("met_e2e", YES_NO, "True if it met its end-to-end SLO."),
-    Column("error", TEXT, "Error code: `unserved`. Empty: it got all its tokens."),
+    Column(
+        "error",
+        TEXT,
+        "Error code: `unserved`, `context_length_exceeded`, or `kv_memory_exceeded` if its GPUs"
+        " cannot hold its KV. Empty: it got all its tokens.",
+    ),
 )
 LATENCY_PARTS = ("mean", "p50", "p95", "p99")
 LATENCIES = tuple(
@@ -220,10 +225,35 @@ TABLES: dict[str, Table] = {
 def frame(name: str, run: TableSource) -> pl.DataFrame:
     """Returns a table as a polars DataFrame with null for missing values. Raises ConfigError
     without polars."""
-    if not has_polars():
-        raise ConfigError("polars: is not installed; run pip install 'prism-sim[frames]'")
+    _check_polars()
     table = TABLES[name]
     return _frame(table, table.data(run))
+
+
+def frame_of_rows(rows: Sequence[Row]) -> pl.DataFrame:
+    """Returns rows as a polars DataFrame with a column for each key of any row. Raises ConfigError
+    without polars."""
+    _check_polars()
+    import polars as pl
+
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def to_pandas(table: pl.DataFrame) -> Any:
+    """Returns a DataFrame of `Results` or `Comparison` as one of pandas. Raises ConfigError without
+    pandas or pyarrow, as polars names only one of them and not what to install."""
+    missing = [name for name in ("pandas", "pyarrow") if find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"{' and '.join(missing)}: {verb} not installed; run pip install 'prism-sim[pandas]'"
+        )
+    return table.to_pandas()
+
+
+def _check_polars() -> None:
+    if not has_polars():
+        raise ConfigError("polars: is not installed; run pip install 'prism-sim[frames]'")
 
 
 def _frame(table: Table, data: Data) -> pl.DataFrame:

@@ -53,13 +53,17 @@ class SimModelYaml(Strict, frozen=True):
     tp: int | Literal["auto"] = "auto"
     # Type of the KV cache: auto (the model's own), bf16, fp8_e4m3 or fp8_e5m2.
     kv_cache_dtype: str = "auto"
+    # The most tokens of a prompt and its output; a longer request fails with
+    # `context_length_exceeded`. Default: the shape's.
+    context_length: int | None = None
     # Number of identical models. If above 1, they are named NAME-0, NAME-1, ...
     count: int = 1
     # Default: the SLO of the whole file.
     slo: SimSloYaml | None = None
     # Size of the weights. Default: from the shape.
     weights: Bytes | None = None
-    # KV reserved for the model. Default, and with 0: KV of its longest request.
+    # KV reserved for the model. Default, and with 0: KV of its longest request that
+    # the context and the memory of its GPUs allow.
     kv_reserve_tokens: int | None = None
     # True: the model is not evicted while it is idle.
     never_evict: bool = False

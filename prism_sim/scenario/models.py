@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcached.layouts import state_layout
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES
@@ -15,7 +19,7 @@ from prism.config.schema.units import format_size
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
 from prism.policies.multiplexing.kv_blocks import KvShape
-from prism_sim.core.setup import DegreeSetup, KvNeed, ModelSetup
+from prism_sim.core.setup import UNLIMITED_TOKENS, DegreeSetup, KvNeed, ModelSetup
 from prism_sim.costs.catalog import HOST_S, cost_model, model_shape
 from prism_sim.costs.gpus import GpuSpec
 from prism_sim.costs.shapes import ModelShape, known_shape
@@ -44,24 +48,29 @@ class ModelContext:
 
 
 def model_setup(
-    index: int, model: SimModelYaml, longest_tokens: int, context: ModelContext
+    index: int, model: SimModelYaml, tokens: NDArray[np.int64], context: ModelContext
 ) -> ModelSetup:
     """Returns a model's setup. Raises ConfigError if the model is unknown, TooLargeError if it does
-    not fit on its GPUs. longest_tokens: KV tokens of its longest request."""
+    not fit on its GPUs with any of its requests. tokens: Prompt and output of each request."""
     shape = _shape(model, context.folder)
     if model.tp != "auto":
-        return _setup_at(model.tp, index, model, longest_tokens, context)
+        _check_degree(model.name, model.tp, len(context.nodes))
+        return _setup_at(model.tp, index, model, tokens, context)
     possible = (1,) if model.device is not None else usual_degrees(shape, context)
+    found: ModelSetup | None = None
     for tp in possible:
         try:
-            found = _setup_at(tp, index, model, longest_tokens, context)
+            found = _setup_at(tp, index, model, tokens, context)
         except TooLargeError:
-            if tp == possible[-1]:
+            if tp == possible[-1] and found is None:
                 raise
-        else:
-            chosen = tuple(d for d in possible if d >= tp and d in found.parts)
-            return replace(found, degrees=chosen if len(chosen) > 1 else ())
-    raise AssertionError("there is always degree 1")
+            continue
+        if found.kv_tokens == UNLIMITED_TOKENS:  # its longest request fits, too
+            break
+    assert found is not None
+    least = found.tp
+    chosen = tuple(d for d in possible if d >= least and d in found.parts)
+    return replace(found, degrees=chosen if len(chosen) > 1 else ())
 
 
 def usual_degrees(shape: ModelShape, context: ModelContext) -> tuple[int, ...]:
@@ -71,15 +80,9 @@ def usual_degrees(shape: ModelShape, context: ModelContext) -> tuple[int, ...]:
 
 
 def _setup_at(
-    tp: int, index: int, model: SimModelYaml, longest_tokens: int, context: ModelContext
+    tp: int, index: int, model: SimModelYaml, tokens: NDArray[np.int64], context: ModelContext
 ) -> ModelSetup:
     shape, engine = _shape(model, context.folder), context.engine
-    if tp < 1:
-        raise ConfigError(f"{model.name}.tp: {tp} must be >= 1")
-    if tp > len(context.nodes):
-        raise TooLargeError(
-            f"{model.name}.tp: needs {tp} GPUs, and the cluster has {len(context.nodes)}"
-        )
     weights_bytes = shape.weight_bytes()
     if model.weights is not None:
         weights_bytes = int(model.weights)
@@ -88,7 +91,14 @@ def _setup_at(
     rank_token_bytes = shape.kv_token_bytes(tp)
     parts = model_parts(tp, model, shape, context)
     part = parts[tp]
-    reserve = model.kv_reserve_tokens or longest_tokens if engine.memory_reserve else 0
+    context_tokens = shape.decoder.context_tokens
+    room_bytes = context.capacity_bytes - -(-weights_bytes // tp) - static_bytes
+
+    def fits(tokens: int) -> bool:
+        return _floor_bytes(kept, tokens, part, context) <= room_bytes
+
+    kv_tokens, longest = _longest_served(tokens[tokens <= context_tokens], fits)
+    reserve = model.kv_reserve_tokens or longest if engine.memory_reserve else 0
     floor_bytes = _floor_bytes(kept, reserve, part, context)
     rank_bytes = -(-weights_bytes // tp) + static_bytes + floor_bytes
     if rank_bytes > context.capacity_bytes:
@@ -120,6 +130,8 @@ def _setup_at(
         static_share=model.static_share,
         replicas_min=fewest,
         replicas_max=most,
+        context_tokens=context_tokens,
+        kv_tokens=kv_tokens,
         request_s=float(engine.request) if engine.request else 0.0,
     )
 
@@ -184,6 +196,27 @@ def _floor_bytes(
     return -(-blocks // part.quantum_blocks) * part.quantum_bytes
 
 
+def _check_degree(model: str, tp: int, gpus: int) -> None:
+    if tp < 1:
+        raise ConfigError(f"{model}.tp: {tp} must be >= 1")
+    if tp > gpus:
+        raise TooLargeError(f"{model}.tp: needs {tp} GPUs, and the cluster has {gpus}")
+
+
+def _longest_served(asked: NDArray[np.int64], fits: Callable[[int], bool]) -> tuple[int, int]:
+    """Returns the most tokens of a request that `fits`, and those of the longest request that has
+    no more; if none fits, of the shortest. asked: Tokens of the requests."""
+    longest = int(asked.max(initial=0))
+    if fits(longest) or not longest:
+        return UNLIMITED_TOKENS, longest
+    low, high = 0, longest
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    served = asked[asked <= low]
+    return low, int(served.max() if len(served) else asked.min())
+
+
 def kv_quantum(shape: ModelShape, tp: int, context: ModelContext) -> tuple[int, int]:
     """Returns (KV blocks, bytes on one device) of a quantum, the smallest growth of KV memory.
 
@@ -222,6 +255,9 @@ def _shape(model: SimModelYaml, folder: Path) -> ModelShape:
         known = ", ".join((AUTO, *KV_CACHE_DTYPES))
         raise ConfigError(f"{model.name}.kv_cache_dtype: must be one of {known}")
     try:
-        return model_shape(shape_source(model, folder), model.kv_cache_dtype)
+        shape = model_shape(shape_source(model, folder), model.kv_cache_dtype)
     except ConfigError as error:
         raise ConfigError(f"{model.name}.shape: {error}") from error
+    if model.context_length is None:
+        return shape
+    return replace(shape, decoder=replace(shape.decoder, context_tokens=model.context_length))

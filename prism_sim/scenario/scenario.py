@@ -165,11 +165,11 @@ def cluster_setup(
         slo_scale=config.slo_scale,
         cost_files=tuple(folder / name for name in config.cost_files),
     )
-    longest = work.longest_tokens()
+    tokens = work.request_tokens()
     scheduler, engine = config.scheduler, config.engine
     return ClusterSetup(
         devices=devices,
-        models=tuple(model_setup(i, m, longest[i], context) for i, m in enumerate(models)),
+        models=tuple(model_setup(i, m, tokens[i], context) for i, m in enumerate(models)),
         policy=config.policy,
         settings=scheduler.settings(),
         limits=Limits(
@@ -325,6 +325,8 @@ def _check_models(models: list[SimModelYaml]) -> None:
             raise ConfigError(f"{key}.static_share: {share} is not in (0, 1]; write 0.5")
         if reserve is not None and reserve < 0:
             raise ConfigError(f"{key}.kv_reserve_tokens: {reserve} must be >= 0")
+        if model.context_length is not None and model.context_length < 1:
+            raise ConfigError(f"{key}.context_length: {model.context_length} must be >= 1")
 
 
 def _check_trace(config: SimYaml) -> None:

@@ -5,95 +5,74 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from prism_replay.report.page import environment, percent
 from prism_replay.report.theme import HALF, SERIES_MAX, draw, legend_below, new_axes, series_color
 from prism_sim.output.results import heads_of, write_csv, write_json
-from prism_sim.sweeps.intervals import interval
-from prism_sim.sweeps.planning import CapacityPlan
-from prism_sim.sweeps.points import PointOutcome, SeedGroup
+from prism_sim.sweeps.planning import CapacityPlan, tried_groups
+from prism_sim.sweeps.points import SeedGroup
+from prism_sim.sweeps.rows import METRICS, Rows, seed_rows, sweep_rows
 
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "all SLOs"}
-
-Rows = Sequence[dict[str, Any]]
 LinePoint = tuple[Any, float, float]
 """x, per cent, half-width of the interval (0: none)."""
 Lines = Mapping[str, Sequence[LinePoint]]
 """Label -> points."""
 
 
-def write_sweep(out: Path, groups: Sequence[SeedGroup], title: str) -> None:
-    """Writes sweep.json, sweep.csv and report.html to `out`. The last varied key is the x axis."""
-    outcomes = [outcome for group in groups for outcome in group.outcomes]
-    _write(out, "sweep", outcomes, sweep_rows(groups), title=title, plots=figures(groups))
-
-
-def write_plans(out: Path, plans: Sequence[CapacityPlan], title: str) -> None:
-    """Writes plan.json, plan.csv and report.html to `out`."""
-    plots = draw({"plan": partial(_plan_figure, plans)})
-    _write(out, "plan", plans, plan_rows(plans), title=title, plots=plots)
-
-
-def _write(
-    out: Path, name: str, found: Any, rows: Rows, *, title: str, plots: Mapping[str, str]
+def write_sweep(
+    out: Path, groups: Sequence[SeedGroup], differences: Rows, title: str, name: str = "sweep"
 ) -> None:
-    write_json(out / f"{name}.json", found)
-    write_csv(out / f"{name}.csv", rows)
-    heads = heads_of(rows)
-    cells = [[_cell(head, row.get(head)) for head in heads] for row in rows]
+    """Writes NAME.json, NAME.csv, seeds.csv, report.html and, if policies differ over several
+    seeds, differences.csv to `out`. The last varied key is the x axis."""
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    given = Contents(name, outcomes, sweep_rows(groups), seed_rows(groups), differences)
+    _write(out, given, title, figures(groups))
+
+
+def write_plans(out: Path, plans: Sequence[CapacityPlan], differences: Rows, title: str) -> None:
+    """Writes the same files for a plan."""
+    plots = draw({"plan": partial(_plan_figure, plans)})
+    seeds = seed_rows(tried_groups(plans))
+    _write(out, Contents("plan", plans, plan_rows(plans), seeds, differences), title, plots)
+
+
+class Contents(NamedTuple):
+    """Contents of the files of one command."""
+
+    name: str
+    # For the JSON.
+    found: Sequence[msgspec.Struct]
+    rows: Rows
+    seeds: Rows
+    differences: Rows
+
+
+def _write(out: Path, given: Contents, title: str, plots: Mapping[str, str]) -> None:
+    write_json(out / f"{given.name}.json", given.found)
+    write_csv(out / f"{given.name}.csv", given.rows)
+    write_csv(out / "seeds.csv", given.seeds)
+    tables = [_table("", given.rows)]
+    if given.differences:
+        write_csv(out / "differences.csv", given.differences)
+        against = given.differences[0]["against"]
+        heading = f"Differences from {against} over common seeds"
+        tables.append(_table(heading, given.differences))
+    else:
+        (out / "differences.csv").unlink(missing_ok=True)
     template = environment("prism_sim", "prism_replay").get_template("sweep.html")
-    page = template.render(title=title, heads=heads, rows=cells, plots=plots)
+    page = template.render(title=title, tables=tables, plots=plots)
     (out / "report.html").write_text(page, encoding="utf-8")
 
 
-def sweep_rows(groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
-    """Returns a row per group and SLO scale: means over the seeds, and half-widths if there are
-    several seeds."""
-    rows = []
-    for group in groups:
-        summary = group.outcomes[0].summary
-        if summary is None or group.problem:
-            rows.append({**group.changes, "problem": group.problem})
-            continue
-        for scale in summary.total.attainment:
-            found = [_measured(o, scale) for o in group.outcomes]
-            rows.append({**group.changes, "judged_at": scale, **_over_seeds(found), "problem": ""})
-    return rows
+def _table(heading: str, rows: Rows) -> tuple[str, list[str], list[list[str]]]:
+    heads = heads_of(rows)
+    return heading, heads, [[_cell(head, row.get(head)) for head in heads] for row in rows]
 
 
-def _measured(outcome: PointOutcome, scale: str) -> dict[str, float | None]:
-    """Returns the values of one point. REQUIRES: it was simulated."""
-    summary = outcome.summary
-    assert summary is not None
-    found = summary.total.attainment[scale]
-    return {
-        **{f"attainment_{m}": getattr(found, m) for m in METRICS},
-        "ttft_p99_ms": summary.total.ttft_ms.p99,
-        "tpot_p99_ms": summary.total.tpot_ms.p99,
-        "requests_per_s": summary.requests_per_s,
-        "busy": outcome.busy,
-        "activations": outcome.counts.get("active", 0),
-        "migrations": outcome.counts.get("migrated", 0),
-        "retractions": outcome.counts.get("retractions", 0),
-        "unserved": summary.total.errors.get("unserved", 0),
-    }
-
-
-def _over_seeds(found: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Returns means and half-widths, or the values themselves for a single seed."""
-    if len(found) == 1:
-        return dict(found[0])
-    row: dict[str, Any] = {"seeds": len(found)}
-    for name in found[0]:
-        values = [value for one in found if (value := one[name]) is not None]
-        known = interval(values) if values else None
-        row[name] = known and known.mean
-        row[f"{name}_ci95"] = known and known.half_width
-    return row
-
-
-def plan_rows(plans: Sequence[CapacityPlan]) -> list[dict[str, Any]]:
+def plan_rows(plans: Sequence[CapacityPlan]) -> Rows:
     return [
         {
             "policy": plan.policy,

@@ -36,6 +36,8 @@ class CapacityPlan(msgspec.Struct, frozen=True):
     # GPUs -> half-width of the 95 % confidence interval; empty for a single seed.
     half_widths: dict[int, float] = {}
     seeds: int = 1
+    # GPUs -> outcomes, one per seed.
+    outcomes: dict[int, list[PointOutcome]] = {}
 
 
 class Search(msgspec.Struct, frozen=True):
@@ -51,6 +53,8 @@ class Search(msgspec.Struct, frozen=True):
     points: Path | None = None
     # Seeds with which each point is simulated; empty: the seed of the file.
     seeds: tuple[int, ...] = ()
+    # True if the tables of requests are stored in `points` too.
+    tables: bool = False
 
 
 def plans(
@@ -70,7 +74,10 @@ def plan_one(search: Search) -> CapacityPlan:
 
     def simulated(gpus: int) -> list[PointOutcome]:
         changes = {**search.changes, "policy": search.policy, "gpus.count": gpus}
-        points = [Point(search.config, changes | seed) for seed in seeded(search.seeds)]
+        tables = str(search.points) if search.tables else ""
+        points = [
+            Point(search.config, changes | seed, tables=tables) for seed in seeded(search.seeds)
+        ]
         return run_points(points, simulate, jobs=1, store=store, progress=_silent)
 
     return fewest_gpus(
@@ -103,20 +110,19 @@ def fewest_gpus(
     simulate: Returns the outcomes for a number of GPUs, one per seed.
     """
     tried: dict[int, Interval] = {}
-    seeds = 1
+    outcomes: dict[int, list[PointOutcome]] = {}
 
     def meets(gpus: int) -> bool:
-        nonlocal seeds
         if gpus not in tried:
-            outcomes = simulate(gpus)
-            seeds = len(outcomes)
-            tried[gpus] = SeedGroup({}, outcomes).attainment(metric)
+            outcomes[gpus] = list(simulate(gpus))
+            tried[gpus] = SeedGroup({}, outcomes[gpus]).attainment(metric)
         return tried[gpus].mean >= target
 
     def plan(gpus: int | None, at: int) -> CapacityPlan:
         means = {g: found.mean for g, found in tried.items()}
+        seeds = len(outcomes[at])
         halves = {g: found.half_width for g, found in tried.items()} if seeds > 1 else {}
-        return CapacityPlan(policy, gpus, means[at], target, metric, means, halves, seeds)
+        return CapacityPlan(policy, gpus, means[at], target, metric, means, halves, seeds, outcomes)
 
     low, high = 0, 1
     while not meets(high):
@@ -127,3 +133,18 @@ def fewest_gpus(
         middle = (low + high) // 2
         low, high = (low, middle) if meets(middle) else (middle, high)
     return plan(high, high)
+
+
+def tried_groups(plans: Sequence[CapacityPlan]) -> list[SeedGroup]:
+    """Returns a group for each policy and number of GPUs, in the order of the plans."""
+    found = []
+    for plan in plans:
+        for gpus, outcomes in sorted(plan.outcomes.items()):
+            at = {"policy": plan.policy, "gpus": gpus}
+            seeds = [{"seed": o.changes["seed"]} if "seed" in o.changes else {} for o in outcomes]
+            own = [
+                msgspec.structs.replace(outcome, changes=at | seed)
+                for outcome, seed in zip(outcomes, seeds, strict=True)
+            ]
+            found.append(SeedGroup(at, own))
+    return found

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +28,8 @@ from prism.models.files import config_file
 from prism.policies import registry
 from prism_replay.results import Summary
 from prism_sim.cluster.world import World
-from prism_sim.output.results import results_of
+from prism_sim.output.results import SimResults, results_of
+from prism_sim.output.tables import TableSource, write_tables
 from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.models import shape_source
 from prism_sim.scenario.scenario import check, load, read_config, resolve
@@ -47,6 +49,8 @@ class Point(msgspec.Struct, frozen=True):
     # Dotted key -> value.
     changes: dict[str, Any]
     judge: tuple[float, ...] = (1.0,)
+    # Folder for the table of its requests; empty: it is not written.
+    tables: str = ""
 
 
 class PointOutcome(msgspec.Struct, frozen=True):
@@ -58,6 +62,8 @@ class PointOutcome(msgspec.Struct, frozen=True):
     counts: dict[str, int] = {}
     busy: float = 0.0
     problem: str = ""
+    # Path of the table of its requests in `Point.tables`, if that was written.
+    requests: str = ""
     schema: str = SCHEMA
 
     def attainment(self, metric: str, scale: str) -> float:
@@ -98,8 +104,27 @@ def simulate(point: Point) -> PointOutcome:
         return PointOutcome(point.changes, problem=str(error))
     world.run()
     found = results_of(scenario.config, world, point.judge)
+    outcome = outcome_of(found, point.changes)
+    if not point.tables:
+        return outcome
+    table = _write_requests(point, TableSource(found, world.records, scenario.setup))
+    return msgspec.structs.replace(outcome, requests=table)
+
+
+def _write_requests(point: Point, run: TableSource) -> str:
+    """Writes the table of requests to KEY in the folder of the tables. Returns its path there."""
+    folder = Path(point.tables) / _key(point, PointOutcome)
+    partial = folder.with_suffix(f".{os.getpid()}")
+    partial.mkdir(parents=True, exist_ok=True)
+    write_tables(partial, run, ["requests"])
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return f"{folder.name}/requests.csv"
+
+
+def outcome_of(found: SimResults, changes: dict[str, Any]) -> PointOutcome:
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
-    return PointOutcome(point.changes, found.summary, found.counts, busy)
+    return PointOutcome(changes, found.summary, found.counts, busy)
 
 
 def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
@@ -155,10 +180,12 @@ class Store(Generic[Found]):
         if path is None or not path.exists():
             return None
         try:
-            return msgspec.json.decode(path.read_bytes(), type=self._kind)
+            found = msgspec.json.decode(path.read_bytes(), type=self._kind)
         except msgspec.DecodeError:
             # Incomplete, or written by an earlier version.
             return None
+        has_table = found.requests and (Path(point.tables) / found.requests).exists()
+        return None if point.tables and found.summary and not has_table else found
 
     def put(self, point: Point, outcome: Found) -> None:
         path = self._path(point)
@@ -229,7 +256,7 @@ def _key(point: Point, kind: type[PointOutcome]) -> str:
             digest.update(msgspec.json.encode((file.name, file.stat().st_size)))
             digest.update(file.read_bytes())
     changes = dict(sorted(point.changes.items()))
-    elsewhere = msgspec.structs.replace(point, config="", changes=changes)
+    elsewhere = msgspec.structs.replace(point, config="", changes=changes, tables="")
     digest.update(msgspec.json.encode((SCHEMA, elsewhere)))
     return digest.hexdigest()[:32]
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from prism.errors import ConfigError, TraceError
 from prism.policies import static
 from prism.policies.policy import KV_LIMIT, Policy
 from prism_replay.trace import TraceRequest
-from prism_sim import Results, simulate
+from prism_sim import Results, simulate, to_pandas
 from prism_sim.output import tables
 from prism_sim.output.tables import TABLES
 
@@ -47,7 +48,7 @@ def results() -> Results:
 
 def test_the_api_is_what_it_was() -> None:
     """Pins names that notebooks use."""
-    assert prism_sim.__all__ == ["Results", "simulate"]
+    assert prism_sim.__all__ == ["Comparison", "Results", "compare", "simulate", "to_pandas"]
     parameters = ["setup", "trace", "changes", "policy", "judge", "progress"]
     assert list(inspect.signature(simulate).parameters) == parameters
     public = {name for name in vars(Results) if not name.startswith("_")}
@@ -191,6 +192,31 @@ def test_without_polars_there_is_csv(
     assert not [name for name in names if name.endswith(".parquet")]
     with pytest.raises(ConfigError, match=r"pip install 'prism-sim\[frames\]'"):
         tables.frame("models", results._run)
+
+
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        ((), "pandas and pyarrow: are not installed; run pip install 'prism-sim[pandas]'"),
+        (("pandas",), "pyarrow: is not installed; run pip install 'prism-sim[pandas]'"),
+    ],
+)
+def test_without_pandas_the_error_says_what_to_install(
+    results: Results, monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], says: str
+) -> None:
+    """Checks a line that polars does not print: its own is `No module named 'pyarrow'`."""
+    models = results.models
+    monkeypatch.setattr(tables, "find_spec", lambda name: name if name in there else None)
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+        to_pandas(models)
+
+
+def test_frames_become_those_of_pandas(results: Results) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    found = to_pandas(results.requests)
+    assert list(found.columns) == results.requests.columns
+    assert found["met_ttft"].mean() == results.requests["met_ttft"].mean()
 
 
 def test_the_notebook_runs() -> None:

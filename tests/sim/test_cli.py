@@ -232,3 +232,23 @@ def test_traces_and_costs_have_their_commands(
     assert call(monkeypatch, "calibrate", "show", "--gpu", "h100", "--model", "Qwen3-8B") == 0
     assert call(monkeypatch, "calibrate", "show", "--gpu", "odd", "--model", "Qwen3-8B") == 2
     assert "gpu 'odd'" in capsys.readouterr().err
+
+
+LONG = "a-model-whose-name-is-longer-than-a-terminal-with-eighty-columns-in-which-tables-are-cut"
+
+
+def test_tables_in_a_pipe_have_whole_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Checks that names are not cut at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path, trace = tmp_path / "cluster.yaml", tmp_path / "trace.jsonl"
+    path.write_text(f"models: [{{name: {LONG}, shape: Llama-3.2-1B}}]\ntrace: trace.jsonl\n")
+    trace.write_text(line(0, LONG) + "\n" + line(50, LONG))
+    vary = ("--vary", f"trace={trace}", "--out", str(tmp_path / "out"))
+    for arguments in (("run", str(path)), ("sweep", str(path), *vary)):
+        assert call(monkeypatch, *arguments) == 0
+        assert (LONG if arguments[0] == "run" else str(trace)) in capsys.readouterr().out
+    replayed = CliRunner().invoke(replay_cli.app, ["stats", str(trace)], env={"COLUMNS": "80"})
+    assert replayed.exit_code == 0
+    assert LONG in replayed.output

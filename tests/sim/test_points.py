@@ -277,3 +277,50 @@ def test_values_are_yaml() -> None:
     assert parse_vary("engine.mixed_chunk=true,false") == ("engine.mixed_chunk", [True, False])
     with pytest.raises(ConfigError):
         parse_vary("gpus")
+
+
+def test_a_sweep_writes_tables_of_requests(
+    monkeypatch: pytest.MonkeyPatch, config: Path, tmp_path: Path
+) -> None:
+    """Compares each point's table with that of a run; an interrupted sweep writes the rest."""
+    out, run = tmp_path / "out", tmp_path / "run"
+    vary = ("--vary", "policy=prism,static", "--seeds", "2", "--set", "rate_scale=2")
+    command = ("sweep", str(config), *vary, "--out", str(out))
+    assert call(monkeypatch, *command, "--jobs", "2") == 0
+    assert not list(out.rglob("requests.csv"))
+    assert call(monkeypatch, *command, "--requests", "--jobs", "2") == 0
+    both = ("--policies", "prism,static", "--seeds", "2", "--rate-scale", "2")
+    assert call(monkeypatch, "run", str(config), *both, "--out", str(run)) == 0
+    rows = list(csv.DictReader((out / "seeds.csv").read_text().splitlines()))
+    assert len({row["requests"] for row in rows}) == 4
+    for row in rows:
+        whole = run / row["policy"] / f"seed-{row['seed']}" / "requests"
+        for end in (".csv", ".parquet"):
+            table = (out / row["requests"]).with_suffix(end)
+            assert table.read_bytes() == whole.with_suffix(end).read_bytes()
+    lost = out / rows[1]["requests"]
+    lost.unlink()
+    simulated = []
+    real = points.simulate
+    monkeypatch.setattr(sweep_cli, "simulate", lambda p: simulated.append(p) or real(p))
+    assert call(monkeypatch, *command, "--requests", "--jobs", "1") == 0
+    assert lost.exists()
+    assert [point.changes["seed"] for point in simulated] == [1]
+    assert call(monkeypatch, *command, "--jobs", "1") == 0
+    assert len(simulated) == 1
+
+
+def test_a_plan_writes_tables_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    tmp_path: Path,
+) -> None:
+    given = ("plan", str(config), "--policies", "prism", "--max-gpus", "2", "--jobs", "1")
+    assert call(monkeypatch, *given, "--requests") == 2
+    assert "--requests needs --out FOLDER" in capsys.readouterr().err
+    assert call(monkeypatch, *given, "--requests", "--out", str(tmp_path)) == 0
+    (row,) = csv.DictReader((tmp_path / "seeds.csv").read_text().splitlines())
+    table = list(csv.DictReader((tmp_path / row["requests"]).read_text().splitlines()))
+    met = sum(request["met_ttft"] == "true" for request in table) / len(table)
+    assert met == pytest.approx(float(row["attainment_ttft"]))

@@ -172,7 +172,7 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
     large = request(0.0, "a", 60_000, 10)
     setup = cluster([model(0, "a")], 2, policy="aegaeon")
     records = World(setup, work(setup, [large])).run()
-    assert records.errors == {0: "unserved"}
+    assert records.errors == {0: "kv_memory_exceeded"}
     assert [(d.kind, d.model) for d in records.decisions] == [("refuse", "a")]
 
 

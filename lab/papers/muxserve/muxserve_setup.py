@@ -18,6 +18,8 @@ from prism_replay.lengths import LengthSource, requests_at
 from prism_replay.trace import Trace, TraceRequest
 
 SLO_SCALE = 8.0
+CONTEXT = 8192
+"""More than the models' 2048 tokens: the paper does not say how it cut ShareGPT's."""
 DEGREES = {"llama-7b": 1, "llama-13b": 1, "llama-30b": 2, "llama-65b": 4}
 """Model -> smallest number of GPUs with enough memory for it and KV."""
 
@@ -101,7 +103,10 @@ def cluster(models: Sequence[PopularModel], gpus: int) -> dict[str, Any]:
     """Returns a setup with nodes of 8 GPUs. Only the E2E SLO counts; the others are loose."""
     return {
         "gpus": {"type": GPU, "count": gpus, "nodes": max(1, gpus // 8), "engines": 32},
-        "models": [{"name": m.name, "shape": m.shape, "tp": DEGREES[m.shape]} for m in models],
+        "models": [
+            {"name": m.name, "shape": m.shape, "tp": DEGREES[m.shape], "context_length": CONTEXT}
+            for m in models
+        ],
         "slo": {"ttft": "60s", "tpot": "1s"},
         "patience": "60s",
     }

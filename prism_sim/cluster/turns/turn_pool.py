@@ -15,7 +15,7 @@ from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.cluster.turns.turn_prefill import PrefillDevice
 from prism_sim.core.records import ClusterSample, Decision
 from prism_sim.core.request import SimRequest
-from prism_sim.core.setup import ModelSetup
+from prism_sim.core.setup import KV_MEMORY_EXCEEDED, ModelSetup
 from prism_sim.engine.compute import Compute
 
 
@@ -58,12 +58,11 @@ class TurnPool:
         self._largest = memories[0]
 
     def submit(self, model: ModelSetup, request: SimRequest) -> None:
-        """Adds an arriving request to a prefill device, or fails it with `unserved` if its KV
-        cannot fit."""
+        """Adds an arriving request to a prefill device, or fails it if its KV cannot fit."""
         tokens = request.prompt_tokens + request.output_tokens
         if kv_bytes(model, blocks_of(model, tokens)) > self._largest.most_kv_bytes(model):
             self._refuse(model)
-            self._records.finish(request, self._kernel.time_s, "unserved")
+            self._records.finish(request, self._kernel.time_s, KV_MEMORY_EXCEEDED)
             return
         queues = [device.view() for device in self._prefills]
         number, place = self._policy.prefill_on(model.name, queues)
