@@ -175,6 +175,8 @@ class ModelView(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     # Token rate of a copy when one of the model was last saturated; 0: never.
     saturated_rate: float = 0.0
+    # Token rate that is expected before the first request, the same in all views; 0: not known.
+    expected_rate: float = 0.0
 
 
 class GpuView(msgspec.Struct, frozen=True):

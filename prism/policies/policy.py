@@ -87,6 +87,8 @@ class Policy:
     restarts_engine: bool = False
     # True if `plan` reads `ModelView.startup_s`.
     asks_startup: bool = False
+    # True if `plan` reads `ModelView.expected_rate`.
+    asks_expected_rate: bool = False
     # Returns True if device loads alone show that the plan is empty, unless a requested model is
     # absent or a model must leave its device (`policies/planning/evacuation.py`). None: the plan is
     # always made.

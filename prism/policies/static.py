@@ -1,8 +1,8 @@
 """Static partition, a baseline of the paper (Prism §7.2, "S-Partition").
 
 Every model has a fixed device and a fixed share of its KV memory. No model is evicted or moved. The
-partition depends on the models and the devices' capacities only, not on load, rates or live agents,
-so that it is the same at every step.
+partition depends on the models, their expected rates and the devices' capacities only, not on load,
+measured rates or live agents, so that it is the same at every step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from prism.policies import kvpr
-from prism.policies.bins import Bin, asked_for, empty_bins, part, shortfall, size_text
+from prism.policies.bins import Bin, asked_for, empty_bins, part, size_text
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
 from prism.policies.policy import ADMISSION_ORDER, KV_LIMIT, Policy, always_balanced
 
@@ -71,24 +71,24 @@ def partition(
 ) -> Partition:
     """Places all models and divides each device's KV memory among them.
 
-    The largest model is placed first, on the device with the most memory left; pinned models are on
-    their device. KV memory is divided by `static_share`, the rest in equal parts or by tokens.
+    Models are placed by Algorithm 1 on their expected rates. Without these, the largest model is
+    first, on the device with the most memory left. Pinned models are on their device. KV memory is
+    divided by `static_share`, the rest in equal parts or by tokens.
     """
     # A model's current devices and recent failures must not change the partition.
-    fresh = [structs.replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
+    fresh = [
+        structs.replace(m, device=None, peers=(), barred=(), token_rate=m.expected_rate)
+        for m in models
+    ]
     whole = [
         structs.replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus
     ]
-    bins = empty_bins(fresh, whole)
-    division = Partition()
-    for model in sorted(map(part, fresh), key=kvpr.by_size):
-        home = kvpr.choose_devices(model, bins, kvpr.by_rank, 0.0)
-        if home is None:
-            division.refused[model.name] = shortfall(model, bins)
-            continue
-        division.devices[model.name] = tuple(b.name for b in home)
-        for b in home:
-            b.put(model)
+    found = kvpr.place(fresh, whole, 0.0)
+    division = Partition(dict(found.devices), refused=dict(found.refused))
+    bins = empty_bins((), whole)
+    for model in map(part, fresh):
+        for device in found.devices.get(model.name, ()):
+            bins[device].put(model)
     for b in bins.values():
         _share(b, division, chosen)
     for name in division.refused:
@@ -135,4 +135,5 @@ POLICY = Policy(
     frozenset({ADMISSION_ORDER, KV_LIMIT}),
     evicts=False,
     is_balanced=always_balanced,
+    asks_expected_rate=True,
 )

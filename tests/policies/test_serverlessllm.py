@@ -127,5 +127,5 @@ def test_every_plan(view: ClusterView) -> None:
     homes = [d for a in actions_of(Activate, actions) for d in (a.device, *a.peers)]
     assert len(set(homes)) == len(homes)
     assert all(a.reason for a in actions_of(Refuse, actions))
-    mirrored = replace(view, models=view.models[::-1], gpus=view.gpus[::-1])
+    mirrored = replace(view, gpus=view.gpus[::-1])
     assert set(serverlessllm.plan(mirrored, SETTINGS)) == set(actions)

@@ -126,3 +126,21 @@ def test_the_partition_ignores_everything_that_changes(view) -> None:
         limits = sum(division.limits_bytes[m.name] for m in here)
         assert limits + sum(m.weight_bytes for m in here) <= g.capacity_bytes
         assert all(division.limits_bytes[m.name] >= m.kv_floor_bytes for m in here)
+
+
+def test_equal_models_are_spread_by_their_expected_rates() -> None:
+    rates = {"a": 9.0, "b": 8.0, "c": 1.0, "d": 2.0}
+    models = [model(name, expected_rate=rate) for name, rate in rates.items()]
+    homes = partition(models, [gpu("g0"), gpu("g1")]).devices
+    assert homes == {"a": ("g0",), "b": ("g1",), "c": ("g0",), "d": ("g1",)}
+
+
+def test_models_without_rates_are_placed_in_the_order_of_the_configuration() -> None:
+    models = [model(name, wanted=True) for name in ("z", "y", "x", "a")]
+    actions = plan(view(models, [gpu("g0"), gpu("g1")]), Settings())
+    assert [(a.model, a.device) for a in actions] == [
+        ("z", "g0"),
+        ("y", "g1"),
+        ("x", "g0"),
+        ("a", "g1"),
+    ]

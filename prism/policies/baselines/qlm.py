@@ -307,7 +307,7 @@ def _refusals(view: ClusterView) -> list[Action]:
     served = {hosted.model for unit in units for hosted in unit.models}
     served |= {g.model for q in view.queues for g in q.groups}
     absent = (m for m in view.models if m.state == "absent" and m.waiting)
-    lost = sorted((m for m in absent if m.name not in served), key=lambda m: m.name)
+    lost = (m for m in absent if m.name not in served)
     return [Refuse(m.name, "no serving instance can hold it") for m in lost]
 
 
@@ -324,7 +324,7 @@ def search(problem: Problem) -> Placement:
     capacity = min((d.capacity_bytes for d in problem.devices), default=0)
     classes: dict[int, list[ModelSpecView]] = {}
     refused: dict[str, str] = {}
-    for model in sorted(problem.models, key=lambda m: m.name):
+    for model in problem.models:
         degree = dedicated.least_degree(model, capacity)
         if degree is None:
             refused[model.name] = "its weights fit at none of its TP degrees"

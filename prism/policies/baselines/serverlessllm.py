@@ -66,7 +66,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
         for device in devices_of(model):
             held.setdefault(device, []).append(model)
     draft = StartPlan(view, settings, held)
-    for model in sorted(_asked(view), key=lambda m: (-m.waiting, m.name)):
+    for model in sorted(_asked(view), key=lambda m: -m.waiting):
         starts = [s for s in _starts(draft, model) if not s.out or _urgent(model)]
         start = min(starts, key=lambda s: s.rank, default=None)
         if start is None:
@@ -167,8 +167,7 @@ def _scale_out(draft: StartPlan) -> None:
     by_name: dict[str, list[ModelView]] = {}
     for model in draft.view.models:
         by_name.setdefault(model.name, []).append(model)
-    for name in sorted(by_name):
-        views = by_name[name]
+    for views in by_name.values():
         if any(m.state != "active" for m in views):
             continue
         if views[0].waiting > sum(m.running for m in views) > 0:
