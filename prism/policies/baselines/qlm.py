@@ -4,8 +4,9 @@ Requests of one model and one SLO form groups in order of arrival. A group is ad
 queue of a serving instance. Groups in a queue are ordered so that the fewest requests miss their
 SLO, by estimated waiting times: output tokens ahead / throughput, plus a swap at each change of
 model (QLM §5, §6). The first group's model is swapped in when the instance has no running requests.
-A swap restarts the engine (Prism §7.5). As found in Prism §7.5, a group is assigned to the first
-instance with an empty queue, regardless of the instances' models.
+A swap restarts the engine (Prism §7.5). A group is assigned to the instance with the least
+estimated waiting time. `qlm-first-idle` assigns it to the first one with an empty queue, whatever
+model that holds, as Prism §7.5 found.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ REORDERED_MAX = 12
 
 @dataclass(frozen=True, slots=True)
 class QlmSettings:
-    """Parameters of QLM. The defaults are those of Prism's evaluation."""
+    """Parameters of QLM."""
 
     # Largest number of requests in a group, a few batches (QLM §5).
     group_requests_max: int = 64
-    # Choose the instance with the least estimated waiting time, including swaps, instead of the
-    # first idle one. An ablation of the weakness that Prism §7.5 describes.
-    swap_aware: bool = False
+    # Choose the first idle instance instead of the one with the least estimated waiting time,
+    # including swaps. The weakness that Prism §7.5 describes.
+    first_idle: bool = False
     # Order a queue with unavoidably late groups by deadline, as in QLM's published code, instead of
     # by the fewest late requests. An ablation: it swaps far more and serves far fewer in time.
     by_deadline: bool = False
@@ -68,7 +69,7 @@ def assign(view: QueueView, settings: QlmSettings = SHIPPED) -> tuple[VirtualQue
     queued = {id for groups in queues.values() for g in groups for id in g.requests}
     fresh = sorted((r for r in view.waiting if r.id not in queued), key=_by_arrival)
     for group in _grouped(fresh, queues, settings.group_requests_max):
-        device = _instance_for(group, view, queues, settings.swap_aware)
+        device = _instance_for(group, view, queues, settings.first_idle)
         if device is not None:
             inserted = _inserted(group, queues[device.name], device, view)
             queues[device.name] = _ordered(inserted, device, view, settings)
@@ -157,10 +158,10 @@ def _join(request: QueuedRequest, queues: Queues, most: int) -> bool:
 
 
 def _instance_for(
-    group: RequestGroup, view: QueueView, queues: Queues, swap_aware: bool
+    group: RequestGroup, view: QueueView, queues: Queues, first_idle: bool
 ) -> QueueDevice | None:
     able = [d for d in view.devices if group.model in d.serves]
-    if swap_aware:
+    if not first_idle:
         ends = [(waiting_s([*queues[d.name], group], d, view)[-1], d.name, d) for d in able]
         return min(ends, default=(0.0, "", None), key=lambda e: e[:2])[2]
     idle = [d for d in able if not queues[d.name] and not d.running]
@@ -377,7 +378,7 @@ POLICY = Policy(
     assign=assign,
     restarts_engine=True,
 )
-# Instances by QLM's own estimate instead of Prism §7.5's first idle one.
-AWARE = replace(
-    POLICY, name="qlm-aware", assign=partial(assign, settings=QlmSettings(swap_aware=True))
+# The first idle instance, as in Prism §7.5, instead of QLM's own estimate.
+FIRST_IDLE = replace(
+    POLICY, name="qlm-first-idle", assign=partial(assign, settings=QlmSettings(first_idle=True))
 )
