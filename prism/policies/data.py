@@ -212,9 +212,6 @@ class ClusterView:
     target: Placement | None = None
     # Virtual queues of the devices, for policies that assign requests.
     queues: tuple[VirtualQueue, ...] = ()
-    # True if a model may be activated on a second device while it serves on the first. `waiting` is
-    # then the whole model's in each of its views.
-    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class SimController:
         models = self.viewer.models(now_s, self._rates.rates(now_s))
         queues = self._bindings.assign(now_s) if self._bindings is not None else ()
         gpus = self.viewer.gpus()
-        return ClusterView(now_s, models, gpus, target=self.target, queues=queues, replicas=True)
+        return ClusterView(now_s, models, gpus, target=self.target, queues=queues)
 
     def loads(self) -> Iterator[DeviceLoad]:
         """Yields the device loads, computed only if the policy reads them."""

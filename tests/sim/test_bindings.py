@@ -90,7 +90,7 @@ def test_serverlessllm_gets_the_length_of_a_start() -> None:
 
 
 def test_serverlessllm_gives_a_long_backlog_a_second_instance() -> None:
-    setup = cluster([model(0, "a")], 2, policy="serverlessllm")
+    setup = cluster([model(0, "a", replicas_max=2)], 2, policy="serverlessllm")
     many = [(1.0 + 0.01 * i, "a", 100, 100) for i in range(60)]
     _, records = run(setup, *many)
     assert decided(records, "active") == [("a", "gpu:0"), ("a", "gpu:1")]
