@@ -142,6 +142,8 @@ class World:
         """Starts with a placement. Refuses the models that a permanent placement leaves out."""
         if self._bindings is not None:
             self._bindings.begin(target)
+        if self._turns is not None:
+            self._turns.begin(target)
         if self._replacement is None and self.policy.search is not None:
             housed = {hosted.model for unit in target.units for hosted in unit.models}
             for model in self.models:

@@ -311,7 +311,7 @@ def _check_pins(config: SimYaml, policy: Policy) -> None:
 
 def _check_turns(config: SimYaml, policy: Policy) -> None:
     if policy.turns is not None:
-        degrees = {model.name: model.tp for model in config.models}
+        degrees = {model.tp for model in config.models}
         reuse = config.engine.prefix_reuse
         check_turns(config.policy, config.gpus.count, degrees, prefix_reuse=reuse)
 

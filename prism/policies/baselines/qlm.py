@@ -331,11 +331,11 @@ def search(problem: Problem) -> Placement:
             refused[model.name] = "its weights fit at none of its TP degrees"
         else:
             classes.setdefault(degree, []).append(model)
-    instances = _instances(classes, problem)
+    found = instances(classes, problem)
     for models in classes.values():
         models.sort(key=computation, reverse=True)
     units = tuple(
-        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in instances
+        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in found
     )
     served = {u.tp for u in units}
     for degree in classes.keys() - served:
@@ -343,18 +343,19 @@ def search(problem: Problem) -> Placement:
     return Placement(units, refused)
 
 
-def _instances(
-    classes: Mapping[int, Sequence[ModelSpecView]], problem: Problem
+def instances(
+    classes: Mapping[int, Sequence[ModelSpecView]], problem: Problem, least: int = 1
 ) -> list[tuple[str, ...]]:
     """Returns the devices of each instance.
 
-    Each degree gets one instance, widest first. The remaining devices go to the degree with the
-    most computation per device.
+    Each degree gets `least` instances, widest first, or none. The remaining devices go to the
+    degree with the most computation per device.
     """
     sizes: dict[str, int] = {}
     for degree in sorted(classes, reverse=True):
-        if dedicated.pack({**sizes, f"{degree}/0": degree}, problem.devices) is not None:
-            sizes[f"{degree}/0"] = degree
+        first = {f"{degree}/{number}": degree for number in range(least)}
+        if dedicated.pack({**sizes, **first}, problem.devices) is not None:
+            sizes |= first
     open_ = set(sizes.values())
     while open_:
         held = {degree: sum(s for s in sizes.values() if s == degree) for degree in open_}
