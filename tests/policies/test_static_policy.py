@@ -29,8 +29,25 @@ def test_static_share_and_the_rest_in_equal_parts() -> None:
 def test_or_with_room_for_as_many_tokens() -> None:
     wide = model("wide", 10, token_bytes=3, static_share=None)
     models = [wide, model("a", 10, token_bytes=1), model("given", 10, static_share=0.5)]
-    found = partition(models, [gpu("g0", 110)], StaticSettings(by_tokens=True))
+    found = partition(models, [gpu("g0", 110)], StaticSettings("tokens"))
     assert found.limits_bytes == {"given": 40, "wide": 30, "a": 10}
+
+
+def test_or_by_expected_rates_above_the_floors() -> None:
+    models = [
+        model("busy", 10, 5, expected_rate=3.0),
+        model("calm", 10, 5, expected_rate=1.0),
+        model("idle", 10, 10),
+        model("given", 10, static_share=0.25),
+    ]
+    by_rates = StaticSettings("rates")
+    found = partition(models, [gpu("g0", 140)], by_rates)
+    assert found.limits_bytes == {"busy": 46, "calm": 18, "idle": 10, "given": 25}
+    unknown = [structs.replace(m, expected_rate=0.0) for m in models]
+    found = partition(unknown, [gpu("g0", 140)], by_rates)
+    assert found.limits_bytes == {"busy": 23, "calm": 23, "idle": 28, "given": 25}
+    full = [model("a", static_share=0.9), model("b", 10, 20, expected_rate=1.0)]
+    assert set(partition(full, [gpu("g0", 120)], by_rates).refused) == {"b"}
 
 
 def test_pins_are_honoured_and_the_rest_spread_by_size() -> None:
