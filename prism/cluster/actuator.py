@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from prism.cluster.link import AgentLinks, wait_for_result
 from prism.cluster.state.actions import Move
@@ -165,7 +166,17 @@ class Actuator:
         config = self._state.config
         if config.engine.weight_store:
             command = PrefetchModel(0, config.model(action.model), action.reason)
-            self._link.post(action.device, command).add_done_callback(_log_lost_hint)
+            read = partial(self._note_hint, action.device, action.model)
+            self._link.post(action.device, command).add_done_callback(read)
+
+    def _note_hint(self, device: str, model: str, outcome: asyncio.Future[ActionResult]) -> None:
+        """Records a prefetch. A failed one only costs time, and the agent logs the reason."""
+        if outcome.cancelled():
+            return
+        if (error := outcome.exception()) is not None:
+            log.debug("prefetch failed: %s", error)
+        else:
+            self._state.starts.stored(device, model)
 
     async def _evict(self, action: Evict) -> None:
         # The route changes first: no request may arrive at a model that is being evicted.
@@ -229,9 +240,3 @@ class Actuator:
         await self._state.changes.wait_until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
-
-
-def _log_lost_hint(outcome: asyncio.Future[ActionResult]) -> None:
-    """Logs a failed prefetch. It only costs time, and the agent logs the reason."""
-    if not outcome.cancelled() and (error := outcome.exception()) is not None:
-        log.debug("prefetch failed: %s", error)

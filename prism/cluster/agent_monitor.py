@@ -41,6 +41,8 @@ class AgentMonitor:
         totals = {m.model: m.prompt_tokens_total + m.output_tokens_total for m in report.models}
         state.rates.observe(device, report.epoch, totals, now_s)
         state.sizes.observe(report)
+        if state.policy.asks_startup:
+            state.starts.observe(report, state.config)
         if before is None or _planning_state(before) != _planning_state(report):
             self._fail_commands_to_predecessor(before, report)
             state.changes.notify()

@@ -147,7 +147,11 @@ class Operator:
         """Prefetches the model on the machine of `device`, or on all machines."""
         devices = [device] if device else [r.device for r in self._state.book.reports()]
         prefetch = PrefetchModel(0, self._state.config.model(model), "an operator asked for it")
-        return await self._ask_all("prefetch", devices, prefetch, self._state.timing.prefetch_s)
+        timeout_s = self._state.timing.prefetch_s
+        result = await self._ask_all("prefetch", devices, prefetch, timeout_s)
+        for name in devices if result.ok else ():
+            self._state.starts.stored(name, model)
+        return result
 
     async def _evict(self, model: str) -> ActionResult:
         if self._state.config.model(model).never_evict:

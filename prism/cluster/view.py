@@ -125,6 +125,7 @@ def _model(
         replicas_max=spec.replicas_max,
         oldest_wait_s=_oldest_wait_s(state.book, reports, now_s),
         load_s=state.activations.load_s.get(spec.name, 0.0),
+        startup_s=state.starts.of(spec, state.config) if state.policy.asks_startup else {},
     )
 
 

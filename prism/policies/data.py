@@ -211,6 +211,8 @@ class ModelView(msgspec.Struct, frozen=True):
     saturated_rate: float = 0.0
     # Requests of this copy; of an absent model all of them.
     traffic: Traffic = NO_TRAFFIC
+    # Token rate that is expected before the first request, the same in all views; 0: not known.
+    expected_rate: float = 0.0
 
 
 class GpuView(msgspec.Struct, frozen=True):
@@ -246,9 +248,6 @@ class ClusterView:
     target: Placement | None = None
     # Virtual queues of the devices, for policies that assign requests.
     queues: tuple[VirtualQueue, ...] = ()
-    # True if a model may be activated on a second device while it serves on the first. `waiting` is
-    # then the whole model's in each of its views.
-    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ SHIPPED = Knobs()
 TUNED: dict[str, Callable[[Policy, Knobs], Policy]] = {
     "static": lambda p, k: replace(p, plan=partial(static.plan, chosen=k.static)),
     "qlm": lambda p, k: replace(p, assign=partial(qlm.assign, settings=k.qlm)),
-    "qlm-aware": lambda p, k: replace(
-        p, assign=partial(qlm.assign, settings=replace(k.qlm, swap_aware=True))
+    "qlm-first-idle": lambda p, k: replace(
+        p, assign=partial(qlm.assign, settings=replace(k.qlm, first_idle=True))
     ),
     "aegaeon": lambda p, k: replace(p, turns=aegaeon.turns(k.aegaeon)),
     "muxserve": lambda p, k: replace(p, steps=adbs.control(k.adbs)),

@@ -52,13 +52,16 @@ def _mobility(model: ModelView) -> int:
     return 0 if model.device == model.pinned_device else 1
 
 
-def by_pressure(model: ModelView) -> tuple[int, float, int, str]:
-    """Returns Algorithm 1's sort key: pinned models, then largest w, largest size, name."""
-    return (_mobility(model), -weight_of(model), -need_bytes(model), model.name)
+def by_pressure(model: ModelView) -> tuple[int, float, int]:
+    """Returns Algorithm 1's sort key: pinned models, then largest w, largest size.
+
+    Ties stay in the order of the configuration, since names must not affect a placement.
+    """
+    return (_mobility(model), -weight_of(model), -need_bytes(model))
 
 
-def by_size(model: ModelView) -> tuple[int, int, str]:
-    return (_mobility(model), -need_bytes(model), model.name)
+def by_size(model: ModelView) -> tuple[int, int]:
+    return (_mobility(model), -need_bytes(model))
 
 
 def gain(before: float, after: float) -> float:

@@ -76,8 +76,8 @@ class Policy:
     steps: StepControl | None = None
     # Assigns waiting requests to devices. None: a request goes to its model's device.
     assign: Assign | None = None
-    # Switches models on devices between tokens. Models then have no placement, and `plan` is
-    # not called.
+    # Switches models on devices between tokens. The units of `search`, which is required, are then
+    # the instances, at least two of a degree. Models have no placement, and `plan` is not called.
     turns: TurnPolicy | None = None
     # Kind of KV block pool that the models of a device share. None: each has its own blocks.
     kv_blocks: KvBlocks | None = None
@@ -87,6 +87,8 @@ class Policy:
     restarts_engine: bool = False
     # True if `plan` reads `ModelView.startup_s`.
     asks_startup: bool = False
+    # True if `plan` reads `ModelView.expected_rate`.
+    asks_expected_rate: bool = False
     # Returns True if device loads alone show that the plan is empty, unless a requested model is
     # absent or a model must leave its device (`policies/planning/evacuation.py`). None: the plan is
     # always made.

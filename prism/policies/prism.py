@@ -210,12 +210,12 @@ def _idle(builder: PlanBuilder, longer_than_s: float) -> list[ModelView]:
 def _over_threshold(builder: PlanBuilder) -> list[ModelView]:
     """Returns models idle over the threshold in the paper's order: larger SLO first."""
     idle = _idle(builder, builder.settings.idle_threshold_s)
-    return sorted(idle, key=lambda m: (-m.slo_ttft_s, -m.slo_tpot_s, -m.idle_s, m.name))
+    return sorted(idle, key=lambda m: (-m.slo_ttft_s, -m.slo_tpot_s, -m.idle_s))
 
 
 def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
     idle = _idle(builder, builder.settings.min_idle_s)
-    return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s, m.name))
+    return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s))
 
 
 def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
@@ -405,7 +405,7 @@ def _move_for(builder: PlanBuilder, model: ModelView) -> bool:
     for b in builder.bins.values():
         same_node = roomy.get(b.gpu.node, [])
         alone = [m for m in movable(b) if m.name not in several]
-        for mover in sorted(alone, key=lambda m: (m.running > 0, need_bytes(m), m.name)):
+        for mover in sorted(alone, key=lambda m: (m.running > 0, need_bytes(m))):
             enough = len(same_node) + len(devices_of(mover)) >= model.tp
             if not enough or need_bytes(mover) > most_bytes:
                 continue

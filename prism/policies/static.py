@@ -1,8 +1,8 @@
 """Static partition, a baseline of the paper (Prism §7.2, "S-Partition").
 
 Every model has a fixed device and a fixed share of its KV memory. No model is evicted or moved. The
-partition depends on the models and the devices' capacities only, not on load, rates or live agents,
-so that it is the same at every step.
+partition depends on the models, their expected rates and the devices' capacities only, not on load,
+measured rates or live agents, so that it is the same at every step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from prism.policies import kvpr
-from prism.policies.bins import Bin, asked_for, empty_bins, part, shortfall, size_text
+from prism.policies.bins import Bin, asked_for, empty_bins, part, size_text
 from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
 from prism.policies.policy import ADMISSION_ORDER, KV_LIMIT, Policy, always_balanced
+
+KV_PARTS = ("equal", "tokens", "rates")
+"""Divisions of KV memory: equal parts, parts of the same number of tokens, or above the KV floors
+in proportion to the expected rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,8 @@ class Partition:
 class StaticSettings:
     """Parameters of the static policy."""
 
-    # Divide KV memory among models without a `static_share` so that each can hold the same number
-    # of tokens. False: equal parts.
-    by_tokens: bool = False
+    # Division of KV memory among models without a `static_share`: one of KV_PARTS.
+    kv: str = "equal"
 
 
 SHIPPED = StaticSettings()
@@ -71,24 +74,24 @@ def partition(
 ) -> Partition:
     """Places all models and divides each device's KV memory among them.
 
-    The largest model is placed first, on the device with the most memory left; pinned models are on
-    their device. KV memory is divided by `static_share`, the rest in equal parts or by tokens.
+    Models are placed by Algorithm 1 on their expected rates. Without these, the largest model is
+    first, on the device with the most memory left. Pinned models are on their device. KV memory is
+    divided by `static_share`, and the rest as chosen.
     """
     # A model's current devices and recent failures must not change the partition.
-    fresh = [structs.replace(m, device=None, peers=(), barred=(), token_rate=0.0) for m in models]
+    fresh = [
+        structs.replace(m, device=None, peers=(), barred=(), token_rate=m.expected_rate)
+        for m in models
+    ]
     whole = [
         structs.replace(g, engines_free=g.engines_total, alive=True, fixed_bytes=0) for g in gpus
     ]
-    bins = empty_bins(fresh, whole)
-    division = Partition()
-    for model in sorted(map(part, fresh), key=kvpr.by_size):
-        home = kvpr.choose_devices(model, bins, kvpr.by_rank, 0.0)
-        if home is None:
-            division.refused[model.name] = shortfall(model, bins)
-            continue
-        division.devices[model.name] = tuple(b.name for b in home)
-        for b in home:
-            b.put(model)
+    found = kvpr.place(fresh, whole, 0.0)
+    division = Partition(dict(found.devices), refused=dict(found.refused))
+    bins = empty_bins((), whole)
+    for model in map(part, fresh):
+        for device in found.devices.get(model.name, ()):
+            bins[device].put(model)
     for b in bins.values():
         _share(b, division, chosen)
     for name in division.refused:
@@ -97,23 +100,35 @@ def partition(
 
 
 def _share(b: Bin, division: Partition, chosen: StaticSettings) -> None:
-    given = sum(m.static_share for m in b.models.values() if m.static_share is not None)
-    parts = {
-        m.name: m.token_bytes if chosen.by_tokens else 1
-        for m in b.models.values()
-        if m.static_share is None
-    }
+    fixed = {m.name: m.static_share for m in b.models.values() if m.static_share is not None}
+    given = sum(fixed.values())
+    limits = {name: b.shared_kv_bytes * share for name, share in fixed.items()}
+    others = [m for m in b.models.values() if m.static_share is None]
+    limits |= _parts(others, b.shared_kv_bytes * max(0.0, 1.0 - given), chosen.kv)
     for model in b.models.values():
-        share = model.static_share
-        if share is None:
-            share = max(0.0, 1.0 - given) * parts[model.name] / sum(parts.values())
-        limit_bytes = int(b.shared_kv_bytes * share)
+        limit_bytes = int(limits[model.name])
         problem = _problem(model, b, given, limit_bytes)
         if problem:
             division.refused[model.name] = problem
         else:
             least = division.limits_bytes.get(model.name, limit_bytes)
             division.limits_bytes[model.name] = min(limit_bytes, least)
+
+
+def _parts(models: Sequence[ModelView], left_bytes: float, kv: str) -> dict[str, float]:
+    """Returns the division of `left_bytes`. Without rates, "rates" divides what floors leave in
+    equal parts."""
+    rates = [m.token_rate * m.token_bytes for m in models]
+    by_rates = kv == "rates"
+    floors = [m.kv_floor_bytes if by_rates else 0 for m in models]
+    kept = min(1.0, left_bytes / sum(floors)) if sum(floors) else 0.0
+    rest_bytes = left_bytes - kept * sum(floors)
+    parts: Sequence[float] = [m.token_bytes if kv == "tokens" else 1 for m in models]
+    parts = rates if by_rates and any(rates) else parts
+    return {
+        m.name: kept * floor + rest_bytes * part / sum(parts)
+        for m, floor, part in zip(models, floors, parts, strict=True)
+    }
 
 
 def _problem(model: ModelView, b: Bin, given: float, limit_bytes: int) -> str:
@@ -135,4 +150,5 @@ POLICY = Policy(
     frozenset({ADMISSION_ORDER, KV_LIMIT}),
     evicts=False,
     is_balanced=always_balanced,
+    asks_expected_rate=True,
 )

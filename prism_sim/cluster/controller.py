@@ -14,6 +14,7 @@ from prism_sim.cluster.device import Resident, Stage
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.view import Viewer
 from prism_sim.core.records import Decision
+from prism_sim.placement.search import expected_rates
 
 
 class SimController:
@@ -37,7 +38,12 @@ class SimController:
         self._bindings = bindings
         # Placement that views have.
         self.target = target
-        self.viewer = Viewer(parts.models, parts.devices, setup if policy.asks_startup else None)
+        self.viewer = Viewer(
+            parts.models,
+            parts.devices,
+            setup if policy.asks_startup else None,
+            expected_rates(setup, parts.records.work) if policy.asks_expected_rate else {},
+        )
         self._rates = TokenRates(setup.rate_window_s)
         # Index -> model with requests since the last token count.
         self.growing: dict[int, SimModel] = {}
@@ -48,7 +54,7 @@ class SimController:
         models = self.viewer.models(now_s, self._rates.rates(now_s))
         queues = self._bindings.assign(now_s) if self._bindings is not None else ()
         gpus = self.viewer.gpus()
-        return ClusterView(now_s, models, gpus, target=self.target, queues=queues, replicas=True)
+        return ClusterView(now_s, models, gpus, target=self.target, queues=queues)
 
     def loads(self) -> Iterator[DeviceLoad]:
         """Yields the device loads, computed only if the policy reads them."""

@@ -35,13 +35,21 @@ CHUNK_TOKENS, CONTEXT_TOKENS, BATCH = 4096, 1024, 64
 class Viewer:
     """Builder of the views, with a cache of unchanged ones.
 
-    startup: The setup if the policy needs the activation time of models on each device, else None.
+    Args:
+        startup: The setup if the policy needs the activation time of models on each device, else
+            None.
+        expected: Model's name -> its token rate that policies may know beforehand.
     """
 
     def __init__(
-        self, models: Sequence[SimModel], devices: Sequence[SimDevice], startup: ClusterSetup | None
+        self,
+        models: Sequence[SimModel],
+        devices: Sequence[SimDevice],
+        startup: ClusterSetup | None,
+        expected: Mapping[str, float],
     ) -> None:
         self._startup = startup
+        self._expected = expected
         self._models = models
         self._by_name = {model.setup.name: model for model in models}
         self._devices = devices
@@ -217,6 +225,7 @@ class Viewer:
                 startup_s=startup_s(setup, self._startup) if self._startup else {},
                 share_bytes=setup.share_bytes,
                 degrees=self._degrees[setup.index],
+                expected_rate=self._expected.get(setup.name, 0.0),
             )
         return found
 

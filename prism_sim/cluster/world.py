@@ -140,8 +140,8 @@ class World:
 
     def _begin(self, target: Placement) -> None:
         """Starts with a placement. Refuses the models that a permanent placement leaves out."""
-        if self._bindings is not None:
-            self._bindings.begin(target)
+        if holder := self._bindings or self._turns:
+            holder.begin(target)
         if self._replacement is None and self.policy.search is not None:
             housed = {hosted.model for unit in target.units for hosted in unit.models}
             for model in self.models:

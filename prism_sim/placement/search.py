@@ -17,6 +17,7 @@ from prism.policies.placement import (
     Search,
     StepTimes,
 )
+from prism_sim.core import profile
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.records import Records
 from prism_sim.core.setup import ClusterSetup
@@ -68,6 +69,14 @@ def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[Mod
         counts[model][min(PIECES - 1, int(arrival_s / each_s))] += 1
     pairs = zip(loads, counts, strict=True)
     return [replace(load, rate_rps=max(count) / each_s) for load, count in pairs]
+
+
+def expected_rates(setup: ClusterSetup, work: Workload) -> dict[str, float]:
+    """Returns the token rates of `ModelView.expected_rate` by model, from the loads that searches
+    assume."""
+    given = expected(profile.loads(setup, work), work, setup.search_rates)
+    rates = (load.rate_rps * (load.prompt_tokens + load.output_tokens) for load in given)
+    return dict(zip((model.name for model in setup.models), rates, strict=True))
 
 
 def problem(

@@ -187,11 +187,11 @@ class ActivationYaml(Strict, frozen=True):
 class BaselinesYaml(Strict, frozen=True):
     """Parameters of single policies that their papers do not specify."""
 
-    # Rates for placement searches: each model's "mean" over the trace, its "peak" in the busiest
-    # tenth, or "equal" rates.
+    # Rates for placement searches and static: each model's "mean" over the trace, its "peak" in the
+    # busiest tenth, or "equal" rates.
     search_rates: str = "mean"
-    # static: division of a device's KV memory among models without a static_share, in "equal" parts
-    # or for an equal number of "tokens".
+    # static: division of a device's KV memory among models without a static_share, in "equal"
+    # parts, for an equal number of "tokens", or in proportion to the "rates".
     static_kv: str = "equal"
     # qlm: maximum number of requests in a group.
     qlm_group: int = 64

@@ -27,7 +27,7 @@ from prism.policies.baselines.qlm import QlmSettings
 from prism.policies.baselines.seallm import SeallmSettings
 from prism.policies.knobs import Knobs
 from prism.policies.policy import Policy
-from prism.policies.static import StaticSettings
+from prism.policies.static import KV_PARTS, StaticSettings
 from prism.scheduler.local_scheduler import Limits
 from prism_replay.trace import Trace
 from prism_sim.cluster.turns.turn_pool import check_turns
@@ -51,7 +51,6 @@ from prism_sim.scenario.traces import load_trace
 Overrides = Mapping[str, Any]
 KV_LAYOUTS = ("per_layer", "token_interleaved", "auto")
 STEPS = ("runs", "single")
-STATIC_KV = ("equal", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ def _knobs(config: SimYaml) -> Knobs:
     given = config.baselines
     adapt_s = float(given.muxserve_adapt)
     return Knobs(
-        static=StaticSettings(by_tokens=given.static_kv == "tokens"),
+        static=StaticSettings(given.static_kv),
         qlm=QlmSettings(group_requests_max=given.qlm_group),
         adbs=AdbsSettings(prefill_sm_min=given.muxserve_prefill, adapt_every_s=adapt_s),
         seallm=SeallmSettings(services_max=given.seallm_services),
@@ -275,7 +274,7 @@ def _check(config: SimYaml) -> None:
     _check_baselines(config.baselines)
     for key, given, known in (
         ("baselines.search_rates", config.baselines.search_rates, SEARCH_RATES),
-        ("baselines.static_kv", config.baselines.static_kv, STATIC_KV),
+        ("baselines.static_kv", config.baselines.static_kv, KV_PARTS),
         ("engine.kv_layout", engine.kv_layout, KV_LAYOUTS),
         ("scheduler.migrate_running", config.scheduler.migrate_running, MIGRATE_RUNNING),
         ("steps", config.steps, STEPS),
@@ -311,7 +310,7 @@ def _check_pins(config: SimYaml, policy: Policy) -> None:
 
 def _check_turns(config: SimYaml, policy: Policy) -> None:
     if policy.turns is not None:
-        degrees = {m.name: 1 if m.tp == "auto" else m.tp for m in config.models}
+        degrees = {1 if model.tp == "auto" else model.tp for model in config.models}
         reuse = config.engine.prefix_reuse
         check_turns(config.policy, config.gpus.count, degrees, prefix_reuse=reuse)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from prism.cluster.agent_monitor import AgentMonitor
@@ -56,6 +57,7 @@ def seen(state: SchedulerState, *reports: AgentReport, at_s: float = 100.0) -> N
     for r in reports:
         state.book.take(r, at_s)
         state.sizes.observe(r)
+        state.starts.observe(r, state.config)
 
 
 def look(
@@ -390,3 +392,53 @@ def test_a_lost_model_may_come_back_at_once_the_first_time() -> None:
     assert backoff.barred("b", 5.5) == ()
     backoff.clear("a")
     assert (backoff.barred("a", 5.5), backoff.failures("a")) == ((), 0)
+
+
+# --- start-up times ------------------------------------------------------------------------
+
+
+def started(model: str, seconds: float, number: int = 1) -> ModelReport:
+    """Returns the report of a model that waited 50 s, and then loaded in `seconds`."""
+    stages = {"engine": 20.0, "shrink": 30.0, "weights": seconds, "total": 50.0 + seconds}
+    return ModelReport(model, "active", stages_s=stages, activations_total=number)
+
+
+def startups(state: SchedulerState, model: str) -> dict[str, float]:
+    return dict(look(state)[0][model].startup_s)
+
+
+def two_machines(policy: str = "serverlessllm", store: str = "/dev/shm/s") -> SchedulerState:
+    state = make_state(spec("a"), spec("big", weight_bytes=2 * 40960), policy=policy)
+    devices = [DeviceConfig(f"host:{i}@{node}", CAPACITY, 4096, 3) for node in "xy" for i in (0, 1)]
+    engine = EngineConfig(static_bytes=0, weight_store=store)
+    config = msgspec.structs.replace(state.config, devices=devices, engine=engine)
+    return SchedulerState(config, state.policy, state.timing, state.now_s)
+
+
+def test_starts_are_estimated_by_what_each_machine_loads_from() -> None:
+    state = two_machines()
+    assert startups(state, "a") == {}, "nothing was measured"
+    seen(state, report("host:0@x", started("a", 4.0)))
+    places = ("host:0@x", "host:1@x", "host:0@y", "host:1@y")
+    assert startups(state, "a") == dict.fromkeys(places, 4.0), "all from files"
+    assert startups(state, "big") == dict.fromkeys(places, 8.0)
+    seen(state, report("host:0@x", started("a", 4.0)))
+    assert startups(state, "a") == dict.fromkeys(places, 4.0), "the same activation again"
+    seen(state, report("host:0@x", started("a", 1.0, number=2)))
+    assert startups(state, "a") == dict(zip(places, (1.0, 1.0, 4.0, 4.0), strict=True))
+    assert startups(state, "big") == dict.fromkeys(places, 8.0), "big is in no store"
+    state.starts.stored("host:0@y", "big")
+    assert startups(state, "big") == dict(zip(places, (8.0, 8.0, 2.0, 2.0), strict=True))
+
+
+def test_without_a_weight_store_each_start_reads_files() -> None:
+    state = two_machines(store="")
+    seen(state, report("host:0@x", started("a", 4.0)))
+    seen(state, report("host:0@x", started("a", 3.0, number=2)))
+    assert startups(state, "a")["host:1@x"] == startups(state, "a")["host:0@y"] == 3.0
+
+
+def test_start_times_are_for_policies_that_ask() -> None:
+    state = two_machines(policy="prism")
+    seen(state, report("host:0@x", started("a", 4.0)))
+    assert startups(state, "a") == {}

@@ -20,7 +20,7 @@ CHANGED = {
     ("prism", "no-global"): {"plan"},
     ("prism", "in-order"): {"plan"},
     ("prism", "no-local"): {"order"},
-    ("qlm", "by-deadline"): {"assign"},
+    ("qlm-first-idle", "by-deadline"): {"assign"},
     ("muxserve++", "given"): {"search"},
     ("muxserve++", "listed"): {"search"},
     ("muxserve", "greedy"): {"search"},

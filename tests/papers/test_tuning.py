@@ -94,7 +94,8 @@ def test_every_try_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found.of("parts") == {"baselines.static_kv": "tokens"}
     assert found.of("prism") == found.of("not tuned") == {}
     assert found.log == (
-        "Tuned on a load, by a measure. parts: as shipped 1, static_kv tokens 2 (taken); "
+        "Tuned on a load, by a measure. parts: as shipped 1, static_kv tokens 2 (taken), "
+        "static_kv rates 2; "
         "prism: as shipped 1 (taken), idle_threshold 10s 1, rate_window 20s 1, "
         "idle_threshold 10s and rate_window 20s 1",
     )

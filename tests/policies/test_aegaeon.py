@@ -6,8 +6,9 @@ import pytest
 
 from prism.errors import ConfigError
 from prism.policies import registry
-from prism.policies.baselines.aegaeon import decode_on, prefill_on, quotas_s
+from prism.policies.baselines.aegaeon import decode_on, prefill_on, quotas_s, search
 from prism.policies.multiplexing.turns import PrefillGroup, PrefillQueue, TurnBatch
+from tests.policies.loads import problem, spec
 
 
 def batch(model: str, step_s: float, switch_s: float, slo_s: float = 0.1) -> TurnBatch:
@@ -73,3 +74,14 @@ def test_a_model_decodes_where_it_has_a_batch_else_where_fewest_do() -> None:
 def test_the_live_system_says_why_it_cannot() -> None:
     with pytest.raises(ConfigError, match=r"'aegaeon' needs token-level switching, which the eng"):
         registry.live("aegaeon")
+
+
+def test_devices_are_divided_among_degrees_by_computation() -> None:
+    models = [spec("large", "65b", tp=4, rate=4.0), spec("a", rate=3.0), spec("b", rate=3.0)]
+    placement = search(problem(models, 16))
+    sizes = [unit.tp for unit in placement.units]
+    assert (sizes.count(4), sizes.count(1)) == (3, 4)
+    assert {h.model for unit in placement.units if unit.tp == 1 for h in unit.models} == {"a", "b"}
+    assert placement.refused == {}
+    few = search(problem(models, 6))
+    assert (few.refused.keys(), {unit.tp for unit in few.units}) == ({"large"}, {1})

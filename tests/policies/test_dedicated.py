@@ -36,7 +36,7 @@ def test_pins_bars_and_sizes() -> None:
         model("barred", wanted=True, barred=("g1",)),
         model("huge", 500, wanted=True),
     ]
-    assert planned(models, 3) == {"huge": None, "barred": "g0", "pinned": None}
+    assert planned(models, 3) == {"huge": None, "pinned": "g0", "barred": "g2"}
 
 
 def test_a_searched_placement_is_followed() -> None:

@@ -53,8 +53,8 @@ def test_models_move_one_by_one_to_each_device() -> None:
     ]
     gpus = [drained("g0"), gpu("g1"), gpu("g2", 50)]
     assert planned(models, gpus) == [
-        ("migrate", "busy", "g0", "g1"),
-        ("migrate", "kept", "g0", "g2"),
+        ("migrate", "kept", "g0", "g1"),
+        ("migrate", "busy", "g0", "g2"),
     ]
     assert planned(models[:1], gpus) == [("migrate", "idle", "g0", "g1")]
     coming = model("new", device="g1", state="activating")

@@ -19,9 +19,9 @@ from prism.policies.static import StaticSettings
 
 CHANGED = {
     "aegaeon": ({"turns"}, Knobs(aegaeon=AegaeonSettings(prefill_part=0.5))),
-    "static": ({"plan"}, Knobs(static=StaticSettings(by_tokens=True))),
+    "static": ({"plan"}, Knobs(static=StaticSettings("tokens"))),
     "qlm": ({"assign"}, Knobs(qlm=QlmSettings(group_requests_max=2))),
-    "qlm-aware": ({"assign"}, Knobs(qlm=QlmSettings(group_requests_max=2))),
+    "qlm-first-idle": ({"assign"}, Knobs(qlm=QlmSettings(group_requests_max=2))),
     "muxserve": ({"steps"}, Knobs(adbs=AdbsSettings(prefill_sm_min=0.8))),
     "seallm": (
         {"search", "steps"},

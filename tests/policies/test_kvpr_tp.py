@@ -99,7 +99,7 @@ def test_properties_with_tensor_parallelism(view, tau) -> None:
             for d in devices:
                 load[d] += need_bytes(part(m))
     assert all(load[g.name] <= g.capacity_bytes - g.fixed_bytes for g in view.gpus)
-    assert kvpr.place(view.models[::-1], view.gpus[::-1], tau) == placement
+    assert kvpr.place(view.models, view.gpus[::-1], tau) == placement
 
 
 # --- the heap --------------------------------------------------------------------------------

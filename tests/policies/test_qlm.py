@@ -27,6 +27,7 @@ from tests.policies.clusters import active, gpu, model, view
 from tests.policies.loads import problem, spec
 
 MODELS = frozenset("abc")
+first_idle = partial(qlm.assign, settings=QlmSettings(first_idle=True))
 
 
 def request(id: str, model: str = "a", at: float = 0.0, slo: float = 10.0) -> QueuedRequest:
@@ -73,14 +74,13 @@ def test_groups_are_bounded_and_newcomers_join_them() -> None:
 def test_the_first_idle_instance_is_taken_whatever_it_holds() -> None:
     """Reproduces the cause of unnecessary swaps (Prism §7.5)."""
     devices = [device("g0", "b"), device("g1", "a")]
-    assert ids(qlm.assign(queue_view([request("1", "a")], devices))) == {"g0": [("1",)], "g1": []}
-    aware = partial(qlm.assign, settings=QlmSettings(swap_aware=True))
-    assert ids(aware(queue_view([request("1", "a")], devices))) == {"g0": [], "g1": [("1",)]}
+    assert ids(first_idle(queue_view([request("1", "a")], devices))) == {"g0": [("1",)], "g1": []}
+    assert ids(qlm.assign(queue_view([request("1", "a")], devices))) == {"g0": [], "g1": [("1",)]}
 
 
 def test_a_busy_instance_is_not_idle() -> None:
     devices = [device("g0", "b", running=1), device("g1", "b")]
-    assert ids(qlm.assign(queue_view([request("1", "a")], devices)))["g1"] == [("1",)]
+    assert ids(first_idle(queue_view([request("1", "a")], devices)))["g1"] == [("1",)]
 
 
 def test_without_an_idle_one_the_least_work_is_taken() -> None:
@@ -89,7 +89,7 @@ def test_without_an_idle_one_the_least_work_is_taken() -> None:
         VirtualQueue("g1", (RequestGroup("z", "b", 9.0, 9.0, ("z",), 100.0),)),
     ]
     waiting = [request("x"), request("y"), request("z", "b"), request("new", "c")]
-    found = qlm.assign(queue_view(waiting, [device("g0"), device("g1")], queues))
+    found = first_idle(queue_view(waiting, [device("g0"), device("g1")], queues))
     assert ("new",) in ids(found)["g1"]
 
 

@@ -93,14 +93,27 @@ def test_longest_queue_first() -> None:
     assert planned(models, [gpu("g0")]) == [("activate", "b", "g0"), ("refuse", "a")]
 
 
-def test_a_backlog_gets_another_instance_if_engines_can() -> None:
-    busy = active("a", "g0", running=2, waiting=3)
+def test_a_backlog_gets_another_instance() -> None:
+    busy = active("a", "g0", running=2, waiting=3, replicas_max=3)
     gpus = [gpu("g0"), gpu("g1")]
-    assert planned([busy], gpus, replicas=True) == [("activate", "a", "g1")]
-    assert planned([busy], gpus) == []
-    assert planned([structs.replace(busy, waiting=2)], gpus, replicas=True) == []
-    second = active("a", "g1", running=2, waiting=3)
-    assert planned([busy, second], [*gpus, gpu("g2")], replicas=True) == []
+    (added,) = serverlessllm.plan(view([busy], gpus), SETTINGS)
+    assert isinstance(added, Activate)
+    assert (added.model, added.device, added.joins) == ("a", "g1", True)
+    assert planned([structs.replace(busy, waiting=2)], gpus) == []
+    assert planned([structs.replace(busy, replicas_max=1)], gpus) == []
+    second = structs.replace(busy, device="g1", waiting=1)
+    assert planned([busy, second], [*gpus, gpu("g2")]) == []
+    more = [structs.replace(m, waiting=3) for m in (busy, second)]
+    assert planned(more, [*gpus, gpu("g2")]) == [("activate", "a", "g2")]
+
+
+def test_a_copy_is_not_added_while_another_one_leaves() -> None:
+    far = {"g2": 9.0}
+    busy = active("a", "g0", running=1, waiting=3, replicas_max=3, startup_s=far)
+    idle = active("a", "g1", idle_s=99.0, replicas_max=3, startup_s=far)
+    asked = model("b", waiting=1, startup_s={"g1": 1.0, "g2": 9.0})
+    gpus = [gpu("g0"), gpu("g1"), gpu("g2")]
+    assert planned([busy, idle, asked], gpus) == [("evict", "a", "g1"), ("activate", "b", "g1")]
 
 
 def test_tensor_parallel_models_take_a_row_of_one_node() -> None:
@@ -127,5 +140,5 @@ def test_every_plan(view: ClusterView) -> None:
     homes = [d for a in actions_of(Activate, actions) for d in (a.device, *a.peers)]
     assert len(set(homes)) == len(homes)
     assert all(a.reason for a in actions_of(Refuse, actions))
-    mirrored = replace(view, models=view.models[::-1], gpus=view.gpus[::-1])
+    mirrored = replace(view, gpus=view.gpus[::-1])
     assert set(serverlessllm.plan(mirrored, SETTINGS)) == set(actions)

@@ -29,8 +29,25 @@ def test_static_share_and_the_rest_in_equal_parts() -> None:
 def test_or_with_room_for_as_many_tokens() -> None:
     wide = model("wide", 10, token_bytes=3, static_share=None)
     models = [wide, model("a", 10, token_bytes=1), model("given", 10, static_share=0.5)]
-    found = partition(models, [gpu("g0", 110)], StaticSettings(by_tokens=True))
+    found = partition(models, [gpu("g0", 110)], StaticSettings("tokens"))
     assert found.limits_bytes == {"given": 40, "wide": 30, "a": 10}
+
+
+def test_or_by_expected_rates_above_the_floors() -> None:
+    models = [
+        model("busy", 10, 5, expected_rate=3.0),
+        model("calm", 10, 5, expected_rate=1.0),
+        model("idle", 10, 10),
+        model("given", 10, static_share=0.25),
+    ]
+    by_rates = StaticSettings("rates")
+    found = partition(models, [gpu("g0", 140)], by_rates)
+    assert found.limits_bytes == {"busy": 46, "calm": 18, "idle": 10, "given": 25}
+    unknown = [structs.replace(m, expected_rate=0.0) for m in models]
+    found = partition(unknown, [gpu("g0", 140)], by_rates)
+    assert found.limits_bytes == {"busy": 23, "calm": 23, "idle": 28, "given": 25}
+    full = [model("a", static_share=0.9), model("b", 10, 20, expected_rate=1.0)]
+    assert set(partition(full, [gpu("g0", 120)], by_rates).refused) == {"b"}
 
 
 def test_pins_are_honoured_and_the_rest_spread_by_size() -> None:
@@ -126,3 +143,21 @@ def test_the_partition_ignores_everything_that_changes(view) -> None:
         limits = sum(division.limits_bytes[m.name] for m in here)
         assert limits + sum(m.weight_bytes for m in here) <= g.capacity_bytes
         assert all(division.limits_bytes[m.name] >= m.kv_floor_bytes for m in here)
+
+
+def test_equal_models_are_spread_by_their_expected_rates() -> None:
+    rates = {"a": 9.0, "b": 8.0, "c": 1.0, "d": 2.0}
+    models = [model(name, expected_rate=rate) for name, rate in rates.items()]
+    homes = partition(models, [gpu("g0"), gpu("g1")]).devices
+    assert homes == {"a": ("g0",), "b": ("g1",), "c": ("g0",), "d": ("g1",)}
+
+
+def test_models_without_rates_are_placed_in_the_order_of_the_configuration() -> None:
+    models = [model(name, wanted=True) for name in ("z", "y", "x", "a")]
+    actions = plan(view(models, [gpu("g0"), gpu("g1")]), Settings())
+    assert [(a.model, a.device) for a in actions] == [
+        ("z", "g0"),
+        ("y", "g1"),
+        ("x", "g0"),
+        ("a", "g1"),
+    ]

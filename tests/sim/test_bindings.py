@@ -37,20 +37,20 @@ def test_qlm_starts_with_the_models_that_ask_for_most_and_swaps_for_the_rest() -
     assert records.started_s[2] == records.started_s[1]  # one group
 
 
-def test_qlm_takes_the_first_idle_gpu_whatever_it_holds() -> None:
+def test_qlm_may_take_the_first_idle_gpu_whatever_it_holds() -> None:
     """Reproduces what Prism §7.5 criticises: "b" is up on the second GPU, but the first one is
     idle."""
     models = [model(0, "a"), model(1, "b")]
     requests = ((1.0, "a", 100, 50), (30.0, "b", 100, 5))
-    _, blind = run(cluster(models, 2, policy="qlm"), *requests)
-    _, aware = run(cluster(models, 2, policy="qlm-aware"), *requests)
+    _, blind = run(cluster(models, 2, policy="qlm-first-idle"), *requests)
+    _, aware = run(cluster(models, 2, policy="qlm"), *requests)
     assert decided(blind, "active")[:2] == [("a", "gpu:0"), ("b", "gpu:1")]
     assert len(decided(blind, "active")) == 3
     assert decided(aware, "active") == [("a", "gpu:0"), ("b", "gpu:1")]
     assert aware.end_s[1] < blind.end_s[1] - 10
 
 
-@pytest.mark.parametrize("policy", ["qlm", "qlm-aware"])
+@pytest.mark.parametrize("policy", ["qlm", "qlm-first-idle"])
 def test_every_bound_request_ends(policy: str) -> None:
     setup = cluster([model(i, name) for i, name in enumerate("abc")], 2, policy=policy)
     many = [(0.3 * i, "abc"[i * i % 3], 50 + i, 5 + i) for i in range(60)]
@@ -90,7 +90,7 @@ def test_serverlessllm_gets_the_length_of_a_start() -> None:
 
 
 def test_serverlessllm_gives_a_long_backlog_a_second_instance() -> None:
-    setup = cluster([model(0, "a")], 2, policy="serverlessllm")
+    setup = cluster([model(0, "a", replicas_max=2)], 2, policy="serverlessllm")
     many = [(1.0 + 0.01 * i, "a", 100, 100) for i in range(60)]
     _, records = run(setup, *many)
     assert decided(records, "active") == [("a", "gpu:0"), ("a", "gpu:1")]

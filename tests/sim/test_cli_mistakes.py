@@ -21,7 +21,10 @@ MISTAKES = (
         "baselines: {search_rates: odd}",
         "baselines.search_rates: 'odd' is not one of mean, peak, equal",
     ),
-    ("baselines: {static_kv: odd}", "baselines.static_kv: 'odd' is not one of equal, tokens"),
+    (
+        "baselines: {static_kv: odd}",
+        "baselines.static_kv: 'odd' is not one of equal, tokens, rates",
+    ),
     ("baselines: {qlm_group: 0}", "baselines.qlm_group and seallm_services: must be >= 1"),
     ("baselines: {muxserve_prefill: 0}", "baselines.muxserve_prefill must be in (0, 1]"),
     ("baselines: {muxserve_adapt: 0s}", "baselines.muxserve_adapt"),

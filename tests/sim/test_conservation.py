@@ -22,7 +22,15 @@ from prism_sim.core.records import Records
 from prism_sim.core.setup import UNBOUNDED_STEPS, ClusterSetup, EngineSettings
 from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 
-POLICIES = ("prism", "static", "serverlessllm", "dedicated", "muxserve++", "qlm", "qlm-aware")
+POLICIES = (
+    "prism",
+    "static",
+    "serverlessllm",
+    "dedicated",
+    "muxserve++",
+    "qlm",
+    "qlm-first-idle",
+)
 CONTROLLED = ("muxserve", "alpaserve", "seallm")
 NAMES = ("a", "b", "c", "d")
 
@@ -154,7 +162,7 @@ def overloaded() -> ClusterSetup:
     ]
     models.append(model(3, "d", kv_floor_bytes=0))
     engine = EngineSettings(max_running=2, prefill_chunk_tokens=64)
-    return cluster(models, engine=engine, policy="qlm-aware", warm=False)
+    return cluster(models, engine=engine, policy="qlm", warm=False)
 
 
 IN_VAIN = [

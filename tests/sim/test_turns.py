@@ -44,13 +44,20 @@ policy: POLICY
 def setups(draw: st.DrawFn) -> ClusterSetup:
     """Models of which two, or only one, fit on a device; memory for few requests."""
     weights = st.sampled_from([8, 24, 40])
+    gpus = draw(st.integers(2, 8))
+    wide = st.sampled_from([1, 1, 2] if gpus >= 6 else [1])
     models = [
-        model(i, name, weight_bytes=draw(weights) * MIB, parts=parts(odd_cost(i, 1e-6), kv))
+        model(
+            i,
+            name,
+            tp=draw(wide),
+            weight_bytes=draw(weights) * MIB,
+            parts=parts(odd_cost(i, 1e-6), kv),
+        )
         for i, name in enumerate(NAMES)
         for kv in [draw(st.sampled_from([1, 8]))]
     ]
     engine = EngineSettings(max_running=draw(st.sampled_from([2, 16])), prefill_chunk_tokens=64)
-    gpus = draw(st.integers(2, 4))
     return cluster(models, gpus, engine=engine, policy="aegaeon", activation=ACTIVATION)
 
 
@@ -128,11 +135,12 @@ def test_the_load_of_a_device_is_the_time_until_all_is_done(trace: list[TraceReq
     models = [model(i, name, weight_bytes=40 * MIB) for i, name in enumerate(NAMES)]
     setup = cluster(models, 2, policy="aegaeon", activation=ACTIVATION)
     world = World(setup, work(setup, trace))
-    assert world._turns is not None
-    (device,) = world._turns._prefills
+    turns = world._turns
+    assert turns is not None
     due_s: list[float] = []
 
     def look() -> None:
+        (device,) = turns._prefills[1]
         due_s.append(world.kernel.time_s + device.view().load_s)
 
     looks_s = [max(world.work.arrival_s) + after_s for after_s in (0.01, 0.05, 0.2, 0.5)]
@@ -181,14 +189,47 @@ def test_clusters_that_it_does_not_know_are_named() -> None:
     one = cluster([model(0, "a")], 1, policy="aegaeon")
     with pytest.raises(ConfigError, match=r"gpus\.count: must be >= 2.*policy 'aegaeon'"):
         World(one, work(one, trace))
-    wide = cluster([model(0, "a", tp=2)], 2, policy="aegaeon")
-    with pytest.raises(ConfigError, match="a has tp 2; remove that model"):
+    wide = cluster([model(0, "a", tp=2), model(1, "b")], 5, policy="aegaeon")
+    with pytest.raises(ConfigError, match=r"gpus\.count: must be >= 6.*policy 'aegaeon'"):
         World(wide, work(wide, trace))
     reuse = dataclasses.replace(
         cluster([model(0, "a")], 2, policy="aegaeon"), engine=EngineSettings(prefix_reuse=True)
     )
     with pytest.raises(ConfigError, match=r"engine\.prefix_reuse: .* policy 'aegaeon'"):
         World(reuse, work(reuse, trace))
+
+
+def test_a_wide_model_takes_turns_on_as_many_gpus() -> None:
+    """Loads half of 16 MiB, and copies half of the KV, over each of two links."""
+    cost = LinearCost(context_s=0.0)
+    models = [model(0, "wide", tp=2, parts=parts(cost)), model(1, "b", parts=parts(cost))]
+    whole = dataclasses.replace(ACTIVATION, node_load_bytes_s=1000 * MIB)
+    setup = cluster(models, 6, policy="aegaeon", activation=whole)
+    world = World(setup, work(setup, [request(0.0, "wide"), request(0.0, "b")]))
+    records = world.run()
+    assert not records.errors
+    copy_s, switch_s = 50 * 1024 / (160 * MIB), 0.03 + 0.05
+    assert records.first_s[0] == pytest.approx(switch_s + 0.01)
+    assert records.end_s[0] == pytest.approx(2 * (switch_s + copy_s) + 0.01 + 19 * 0.01)
+    assert records.first_s[1] == pytest.approx(0.14)
+    target = world.controller.target
+    assert target is not None
+    assert sorted(len(unit.devices) for unit in target.units) == [1, 1, 2, 2]
+    used = {device.name for device in world.devices if device.ledger.peak_bytes > 8 * MIB}
+    assert used == {device for unit in target.units for device in unit.devices}
+    assert_memory_is_given_back(world)
+
+
+def test_a_degree_without_two_groups_of_a_node_is_refused_by_name() -> None:
+    models = [model(0, "wide", tp=2), model(1, "b")]
+    setup = cluster(models, 6, policy="aegaeon")
+    devices = [dataclasses.replace(d, node=f"n{i}") for i, d in enumerate(setup.devices)]
+    setup = dataclasses.replace(setup, devices=tuple(devices))
+    records = World(setup, work(setup, [request(0.0, "wide"), request(0.0, "b")])).run()
+    assert list(records.errors.values()) == ["unserved"]
+    (refusal,) = [d for d in records.decisions if d.kind == "refuse"]
+    assert refusal.model == "wide"
+    assert "no two groups of 2 devices of one node" in refusal.reason
 
 
 def test_a_run_from_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

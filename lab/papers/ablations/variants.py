@@ -118,7 +118,7 @@ VARIANTS: dict[tuple[str, str], Change] = {
 
 
 KNOBS: dict[tuple[str, str], KnobsChange] = {
-    ("qlm", "by-deadline"): lambda k: replace(k, qlm=replace(k.qlm, by_deadline=True)),
+    ("qlm-first-idle", "by-deadline"): lambda k: replace(k, qlm=replace(k.qlm, by_deadline=True)),
     # SeaLLM §6.2: "a fixed percentage of computational resources for each LLM service"
     ("muxserve", "fixed-sm"): lambda k: replace(k, adbs=replace(k.adbs, wider=False)),
 }

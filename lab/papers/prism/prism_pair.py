@@ -94,8 +94,8 @@ BY_DEADLINE = "qlm, late queues by deadline"
 FIG3 = {
     "muxserve++": ("muxserve++", ""),
     "static": ("static", ""),
-    "qlm": ("qlm", ""),
-    BY_DEADLINE: ("qlm", "by-deadline"),
+    "qlm": ("qlm-first-idle", ""),
+    BY_DEADLINE: ("qlm-first-idle", "by-deadline"),
     "prism": ("prism", ""),
 }
 """Name -> (policy, variant). If not all requests of a queue can meet their deadlines, QLM's

@@ -25,14 +25,15 @@ SYSTEMS = {
     "muxserve++": ("muxserve++", ""),
     GIVEN: ("muxserve++", "given"),
     "static": ("static", ""),
-    "qlm": ("qlm", ""),
+    "qlm": ("qlm-first-idle", ""),
     "serverlessllm": ("serverlessllm", ""),
 }
 """Name -> (policy, variant) of the systems in the paper's Figures 7 and 12, and of ServerlessLLM
 from its published version. MuxServe++ is included twice: with its own search, which may spread a
 model over several GPUs, and at the TP degrees of the paper's setup (one GPU if the model fits,
-§7.3; "following common TP practices" for larger ones, §7.5)."""
-EIGHT_SYSTEMS = {**SYSTEMS, LISTED: ("muxserve++", "listed"), AWARE: ("qlm-aware", "")}
+§7.3; "following common TP practices" for larger ones, §7.5). QLM takes the first idle instance, as
+§7.5 found it to."""
+EIGHT_SYSTEMS = {**SYSTEMS, LISTED: ("muxserve++", "listed"), AWARE: ("qlm", "")}
 """Systems for eight models, with two more that are not tuned. MuxServe++ as in its listing uses the
 given TP, mean rates, and the first of equal meshes. QLM by its own rule uses estimated waits: in
 Prism §7.5 it assigns requests to the first idle instance, with which more GPUs do not help, while

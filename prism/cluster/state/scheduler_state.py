@@ -12,6 +12,7 @@ from prism.cluster.state.demands import OperatorDemands, Startup
 from prism.cluster.state.routes import Routes
 from prism.cluster.state.served_config import ServedConfig
 from prism.cluster.state.sizes import Sizes
+from prism.cluster.state.start_times import StartTimes
 from prism.cluster.state.timing import SchedulerTiming
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.policies.policy import Policy
@@ -48,6 +49,8 @@ class SchedulerState:
         self.book = AgentBook(devices, started_s, timing.start_grace_s, timing.activation_s)
         self.rates = TokenRates(config.scheduler.rate_window_s)
         self.sizes = Sizes(self.config, learn=policy.evicts)
+        # agent_monitor; prefetches: actuator, operator_commands
+        self.starts = StartTimes()
         # actuator; refusals and plans: controller; totals: agent_monitor
         self.actions = Actions(now_s, journal)
         # actuator, agent_monitor; refusals: controller; refusals and pauses: operator_commands

@@ -10,7 +10,8 @@ from prism.errors import ConfigError
 
 
 class ReplicasYaml(Strict, frozen=True):
-    """Number of copies of a model, each on separate devices. The policy prism makes them."""
+    """Number of copies of a model, each on separate devices. The policies prism and
+    serverlessllm make them."""
 
     # The number of copies that stay without requests. 1: the last one may be evicted, too.
     min: int = 1

@@ -114,8 +114,10 @@ def _ready(view: DeviceStepView) -> int:
 
 
 def _round_robin(engines: Sequence[EngineStepView], last: str) -> list[EngineStepView]:
-    """Returns the engines by name, starting after `last`."""
-    return sorted(engines, key=lambda e: (e.model <= last, e.model))
+    """Returns the engines in the view's order, starting after `last`."""
+    models = [engine.model for engine in engines]
+    start = models.index(last) + 1 if last in models else 0
+    return [*engines[start:], *engines[:start]]
 
 
 # --- jobs ----------------------------------------------------------------------------------

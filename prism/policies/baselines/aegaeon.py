@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from prism.policies.baselines import qlm
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.multiplexing.turns import PrefillQueue, TurnBatch, TurnPolicy
+from prism.policies.placement import Hosted, ModelSpecView, Placement, Problem, Unit
 from prism.policies.policy import TOKEN_TURNS, Policy, always_balanced
 
 ALPHA_MIN = 0.5
@@ -37,6 +39,28 @@ SHIPPED = AegaeonSettings()
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Returns an empty plan, since models have no placement."""
     return ()
+
+
+def search(problem: Problem) -> Placement:
+    """Divides the devices into instances of the TP degrees that the models have, by computation.
+
+    A model takes turns on the instances of its degree, of which at least two are needed.
+    """
+    classes: dict[int, list[ModelSpecView]] = {}
+    for model in problem.models:
+        classes.setdefault(model.tp, []).append(model)
+    number = {device.name: i for i, device in enumerate(problem.devices)}
+    found = sorted(qlm.instances(classes, problem, least=2), key=lambda names: number[names[0]])
+    units = tuple(
+        Unit(names, tuple(Hosted(m.name) for m in classes[len(names)])) for names in found
+    )
+    lost = classes.keys() - {unit.tp for unit in units}
+    refused = {
+        m.name: f"no two groups of {tp} devices of one node are left"
+        for tp in lost
+        for m in classes[tp]
+    }
+    return Placement(units, refused)
 
 
 def turns(settings: AegaeonSettings = SHIPPED) -> TurnPolicy:
@@ -97,5 +121,6 @@ POLICY = Policy(
     plan,
     frozenset({TOKEN_TURNS}),
     is_balanced=always_balanced,
+    search=search,
     turns=turns(),
 )

@@ -128,7 +128,7 @@ def bucketings(models: Sequence[ModelSpecView]) -> list[list[list[ModelSpecView]
 
     They are a single bucket, and one bucket per run of sizes within SIZE_RATIO_MAX.
     """
-    ordered = sorted(models, key=lambda m: (m.weight_bytes, m.name))
+    ordered = sorted(models, key=lambda m: m.weight_bytes)
     runs: list[list[ModelSpecView]] = []
     for model in ordered:
         if runs and model.weight_bytes <= SIZE_RATIO_MAX * runs[-1][0].weight_bytes:

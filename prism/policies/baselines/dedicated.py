@@ -33,7 +33,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
         return target.plan(view, settings)
     taken = {device for m in view.models for device in devices_of(m)}
     free = [g for g in view.gpus if g.name not in taken and g.alive and g.engines_free > 0]
-    first = sorted(asked_for(view), key=lambda m: (m.waiting == 0, -need_bytes(m), m.name))
+    first = sorted(asked_for(view), key=lambda m: (m.waiting == 0, -need_bytes(m)))
     return tuple(_place(model, free) for model in first)
 
 
@@ -67,7 +67,7 @@ def search(problem: Problem) -> Placement:
     capacity = min((d.capacity_bytes for d in problem.devices), default=0)
     sizes: dict[str, int] = {}
     refused: dict[str, str] = {}
-    popular = sorted(problem.models, key=lambda m: (-computation(m), m.name))
+    popular = sorted(problem.models, key=computation, reverse=True)
     for model in popular:
         least = least_degree(model, capacity)
         if least is None:
@@ -95,7 +95,7 @@ def _grow(
 ) -> None:
     open_ = {m.name: m for m in models if m.name in sizes}
     while open_:
-        name = max(open_, key=lambda n: (computation(open_[n]) / sizes[n], n))
+        name = max(open_, key=lambda n: computation(open_[n]) / sizes[n])
         wider = 2 * sizes[name]
         allowed = wider in open_[name].tp_degrees
         if allowed and pack({**sizes, name: wider}, devices) is not None:
@@ -110,7 +110,7 @@ def pack(
     """Assigns devices of one node to each model, widest first; None if they do not all fit."""
     free = [[device.name for device in node] for node in by_node(devices)]
     packed: dict[str, tuple[str, ...]] = {}
-    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         node = next((names for names in free if len(names) >= size), None)
         if node is None:
             return None

@@ -127,7 +127,7 @@ def allocate(
         placement, outcome = simulate()
         yield placement, outcome
         scores: Mapping[str, float] = {m.name: index(outcome, m.name) for m in models}
-        ranked = sorted(models, key=lambda m: (-scores[m.name], m.name))
+        ranked = sorted(models, key=lambda m: -scores[m.name])
         found = _next(by_rate(groups), ranked, models_max, kv_bytes or {})
         if found is None:
             return
@@ -167,7 +167,7 @@ def _next(
 
 def first_unplaced(trial: Sequence[Group], models: Sequence[ModelSpecView]) -> ModelSpecView | None:
     """Fills `trial` by first fit, decreasing size. Returns the first model that does not fit."""
-    for model in sorted(models, key=lambda m: (-m.weight_bytes, m.name)):
+    for model in sorted(models, key=lambda m: -m.weight_bytes):
         group = next((g for g in trial if g.can_allocate(model, sys.maxsize)), None)
         if group is None:
             return model

@@ -100,7 +100,7 @@ class Planner:
         times: StepTimes,
     ) -> None:
         self._times = times
-        self._models = sorted(models, key=lambda m: m.name)
+        self._models = models
         smallest = min((d.capacity_bytes for d in devices), default=0)
         self.candidates = {m.name: self._candidates_of(m, smallest) for m in models}
         self._known: dict[tuple[int, int, frozenset[str]], Estimate] = {}

@@ -4,8 +4,9 @@ Requests of one model and one SLO form groups in order of arrival. A group is ad
 queue of a serving instance. Groups in a queue are ordered so that the fewest requests miss their
 SLO, by estimated waiting times: output tokens ahead / throughput, plus a swap at each change of
 model (QLM §5, §6). The first group's model is swapped in when the instance has no running requests.
-A swap restarts the engine (Prism §7.5). As found in Prism §7.5, a group is assigned to the first
-instance with an empty queue, regardless of the instances' models.
+A swap restarts the engine (Prism §7.5). A group is assigned to the instance with the least
+estimated waiting time. `qlm-first-idle` assigns it to the first one with an empty queue, whatever
+model that holds, as Prism §7.5 found.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ REORDERED_MAX = 12
 
 @dataclass(frozen=True, slots=True)
 class QlmSettings:
-    """Parameters of QLM. The defaults are those of Prism's evaluation."""
+    """Parameters of QLM."""
 
     # Largest number of requests in a group, a few batches (QLM §5).
     group_requests_max: int = 64
-    # Choose the instance with the least estimated waiting time, including swaps, instead of the
-    # first idle one. An ablation of the weakness that Prism §7.5 describes.
-    swap_aware: bool = False
+    # Choose the first idle instance instead of the one with the least estimated waiting time,
+    # including swaps. The weakness that Prism §7.5 describes.
+    first_idle: bool = False
     # Order a queue with unavoidably late groups by deadline, as in QLM's published code, instead of
     # by the fewest late requests. An ablation: it swaps far more and serves far fewer in time.
     by_deadline: bool = False
@@ -68,7 +69,7 @@ def assign(view: QueueView, settings: QlmSettings = SHIPPED) -> tuple[VirtualQue
     queued = {id for groups in queues.values() for g in groups for id in g.requests}
     fresh = sorted((r for r in view.waiting if r.id not in queued), key=_by_arrival)
     for group in _grouped(fresh, queues, settings.group_requests_max):
-        device = _instance_for(group, view, queues, settings.swap_aware)
+        device = _instance_for(group, view, queues, settings.first_idle)
         if device is not None:
             inserted = _inserted(group, queues[device.name], device, view)
             queues[device.name] = _ordered(inserted, device, view, settings)
@@ -157,10 +158,10 @@ def _join(request: QueuedRequest, queues: Queues, most: int) -> bool:
 
 
 def _instance_for(
-    group: RequestGroup, view: QueueView, queues: Queues, swap_aware: bool
+    group: RequestGroup, view: QueueView, queues: Queues, first_idle: bool
 ) -> QueueDevice | None:
     able = [d for d in view.devices if group.model in d.serves]
-    if swap_aware:
+    if not first_idle:
         ends = [(waiting_s([*queues[d.name], group], d, view)[-1], d.name, d) for d in able]
         return min(ends, default=(0.0, "", None), key=lambda e: e[:2])[2]
     idle = [d for d in able if not queues[d.name] and not d.running]
@@ -307,7 +308,7 @@ def _refusals(view: ClusterView) -> list[Action]:
     served = {hosted.model for unit in units for hosted in unit.models}
     served |= {g.model for q in view.queues for g in q.groups}
     absent = (m for m in view.models if m.state == "absent" and m.waiting)
-    lost = sorted((m for m in absent if m.name not in served), key=lambda m: m.name)
+    lost = (m for m in absent if m.name not in served)
     return [Refuse(m.name, "no serving instance can hold it") for m in lost]
 
 
@@ -324,17 +325,17 @@ def search(problem: Problem) -> Placement:
     capacity = min((d.capacity_bytes for d in problem.devices), default=0)
     classes: dict[int, list[ModelSpecView]] = {}
     refused: dict[str, str] = {}
-    for model in sorted(problem.models, key=lambda m: m.name):
+    for model in problem.models:
         degree = dedicated.least_degree(model, capacity)
         if degree is None:
             refused[model.name] = "its weights fit at none of its TP degrees"
         else:
             classes.setdefault(degree, []).append(model)
-    instances = _instances(classes, problem)
+    found = instances(classes, problem)
     for models in classes.values():
         models.sort(key=computation, reverse=True)
     units = tuple(
-        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in instances
+        Unit(devices, tuple(Hosted(m.name) for m in classes[len(devices)])) for devices in found
     )
     served = {u.tp for u in units}
     for degree in classes.keys() - served:
@@ -342,18 +343,19 @@ def search(problem: Problem) -> Placement:
     return Placement(units, refused)
 
 
-def _instances(
-    classes: Mapping[int, Sequence[ModelSpecView]], problem: Problem
+def instances(
+    classes: Mapping[int, Sequence[ModelSpecView]], problem: Problem, least: int = 1
 ) -> list[tuple[str, ...]]:
     """Returns the devices of each instance.
 
-    Each degree gets one instance, widest first. The remaining devices go to the degree with the
-    most computation per device.
+    Each degree gets `least` instances, widest first, or none. The remaining devices go to the
+    degree with the most computation per device.
     """
     sizes: dict[str, int] = {}
     for degree in sorted(classes, reverse=True):
-        if dedicated.pack({**sizes, f"{degree}/0": degree}, problem.devices) is not None:
-            sizes[f"{degree}/0"] = degree
+        first = {f"{degree}/{number}": degree for number in range(least)}
+        if dedicated.pack({**sizes, **first}, problem.devices) is not None:
+            sizes |= first
     open_ = set(sizes.values())
     while open_:
         held = {degree: sum(s for s in sizes.values() if s == degree) for degree in open_}
@@ -377,7 +379,7 @@ POLICY = Policy(
     assign=assign,
     restarts_engine=True,
 )
-# Instances by QLM's own estimate instead of Prism §7.5's first idle one.
-AWARE = replace(
-    POLICY, name="qlm-aware", assign=partial(assign, settings=QlmSettings(swap_aware=True))
+# The first idle instance, as in Prism §7.5, instead of QLM's own estimate.
+FIRST_IDLE = replace(
+    POLICY, name="qlm-first-idle", assign=partial(assign, settings=QlmSettings(first_idle=True))
 )

@@ -57,24 +57,23 @@ class StartPlan:
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Starts absent models with waiting requests, most waiting first.
 
-    Models that are only wanted are started on free devices only. If the engines can serve replicas,
-    models with more waiting than running requests get another device. Idle models stay until
-    another model needs their device.
+    Models that are only wanted are started on free devices only. Models with more waiting than
+    running requests get another device, up to `replicas_max`. Idle models stay until another model
+    needs their device.
     """
     held: dict[str, list[ModelView]] = {}
     for model in view.models:
         for device in devices_of(model):
             held.setdefault(device, []).append(model)
     draft = StartPlan(view, settings, held)
-    for model in sorted(_asked(view), key=lambda m: (-m.waiting, m.name)):
+    for model in sorted(_asked(view), key=lambda m: -m.waiting):
         starts = [s for s in _starts(draft, model) if not s.out or _urgent(model)]
         start = min(starts, key=lambda s: s.rank, default=None)
         if start is None:
             draft.actions.append(Refuse(model.name, _why_not(draft, model)))
         else:
             _begin(draft, model, start)
-    if view.replicas:
-        _scale_out(draft)
+    _scale_out(draft)
     return tuple(draft.actions)
 
 
@@ -145,7 +144,7 @@ def _migrations(
             yield Start(total_s, devices, (other,), gpu.name)
 
 
-def _begin(draft: StartPlan, model: ModelView, start: Start) -> None:
+def _begin(draft: StartPlan, model: ModelView, start: Start, *, joins: bool = False) -> None:
     if start.migrate_to is not None:
         (other,) = start.out
         why = f"{model.name} starts sooner on its device: {start.startup_s:.2f} s"
@@ -158,7 +157,8 @@ def _begin(draft: StartPlan, model: ModelView, start: Start) -> None:
     why = "requests wait" if model.waiting else "never_evict" if model.never_evict else "wanted"
     reason = f"{why}; starts soonest here: {start.startup_s:.2f} s"
     first, *peers = start.devices
-    draft.actions.append(Activate(model.name, first, reason, peers=tuple(peers)))
+    activate = Activate(model.name, first, reason, peers=tuple(peers), joins=joins)
+    draft.actions.append(activate)
     draft.held.update({device: [model] for device in start.devices})
 
 
@@ -167,14 +167,15 @@ def _scale_out(draft: StartPlan) -> None:
     by_name: dict[str, list[ModelView]] = {}
     for model in draft.view.models:
         by_name.setdefault(model.name, []).append(model)
-    for name in sorted(by_name):
-        views = by_name[name]
-        if any(m.state != "active" for m in views):
+    acting = {action.model for action in draft.actions}
+    for name, views in by_name.items():
+        if name in acting or any(m.state != "active" for m in views):
             continue
-        if views[0].waiting > sum(m.running for m in views) > 0:
+        backlog = sum(m.waiting for m in views) > sum(m.running for m in views) > 0
+        if backlog and len(views) < views[0].replicas_max:
             free = [s for s in _starts(draft, views[0]) if not s.out]
             if free:
-                _begin(draft, views[0], min(free, key=lambda s: s.rank))
+                _begin(draft, views[0], min(free, key=lambda s: s.rank), joins=True)
 
 
 def _why_not(draft: StartPlan, model: ModelView) -> str:

@@ -74,7 +74,7 @@ def fcfs(view: DeviceStepView, state: None) -> tuple[StepChoice, None]:
     if not idle(view):
         return WAIT, None
     free = kv_free_bytes(view)
-    for engine in sorted(view.engines, key=lambda e: (oldest_s(e), e.model)):
+    for engine in sorted(view.engines, key=oldest_s):
         job = next_job(engine, free)
         if job is not None:
             holds_s = math.inf if job.phase is Phase.DECODE else 0.0

@@ -178,16 +178,16 @@ def changes(view: ClusterView) -> list[tuple[ModelView, list[int]]]:
     """
     copies = Counter(model.name for model in view.models)
     busy = shares(view.models)
-    found: list[tuple[float, str, ModelView, list[int]]] = []
+    found: list[tuple[float, ModelView, list[int]]] = []
     for model in view.models:
         if not _is_known(model) or model.state != "active" or copies[model.name] > 1:
             continue
         others = share_of_others(model, busy)
         if better := higher(model, others):
-            found.append((-lateness(model, model.tp, others), model.name, model, better))
+            found.append((-lateness(model, model.tp, others), model, better))
         elif (enough := lower(model, others)) is not None:
-            found.append((0.0, model.name, model, [enough]))
-    return [(model, chosen) for _, _, model, chosen in sorted(found, key=lambda each: each[:2])]
+            found.append((0.0, model, [enough]))
+    return [(model, chosen) for _, model, chosen in sorted(found, key=lambda each: each[0])]
 
 
 def adjust(

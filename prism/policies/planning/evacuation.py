@@ -40,8 +40,8 @@ def _is_pinned_elsewhere(model: ModelView) -> bool:
     return model.pinned_device is not None and model.tp == 1 and model.device != model.pinned_device
 
 
-def _urgency(model: ModelView) -> tuple[bool, str, str]:
-    return (not (_is_busy(model) or model.never_evict), model.name, model.device or "")
+def _urgency(model: ModelView) -> bool:
+    return not (_is_busy(model) or model.never_evict)
 
 
 def _is_busy(model: ModelView) -> bool:

@@ -90,7 +90,7 @@ def adjust(builder: PlanBuilder, make_room: MakeRoom) -> None:
     # An early filter, since most models need no copy.
     asking = {m.name for m in queued(builder.view)}
     models = (m for m in builder.view.models if m.name in asking or m.replicas_min > 1)
-    for model in sorted(models, key=lambda m: (-m.waiting, m.name)):
+    for model in sorted(models, key=lambda m: -m.waiting):
         copies = several.get(model.name, [model])
         if model is copies[0] and _needs_copy(builder, copies):
             _add(builder, copies, make_room)
@@ -108,7 +108,7 @@ def surplus_copies(builder: PlanBuilder) -> list[ModelView]:
             continue
         ready = sorted((m for m in copies if m.owes_s <= 0), key=lambda m: (m.running, m.device))
         found += ready[: len(copies) - max(1, copies[0].replicas_min)]
-    return sorted(found, key=lambda m: (m.waiting + m.running, m.name, m.device))
+    return sorted(found, key=lambda m: m.waiting + m.running)
 
 
 def _is_scarce(builder: PlanBuilder) -> bool:

@@ -77,7 +77,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     in the target are refused with its reason. `settings` is not used.
     """
     if view.target is None:
-        return tuple(Refuse(m.name, "no placement was searched") for m in _asked(view))
+        return tuple(Refuse(m.name, "no placement was searched") for m in asked_for(view))
     draft = _draft(view, view.target)
     by_name = {m.name: m for m in view.models}
     _drop_surplus(draft)
@@ -90,10 +90,6 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     return tuple(draft.actions)
 
 
-def _asked(view: ClusterView) -> list[ModelView]:
-    return sorted(asked_for(view), key=lambda m: m.name)
-
-
 def _draft(view: ClusterView, target: Placement) -> TargetDiff:
     held = Counter[str]()
     for model in view.models:
@@ -102,8 +98,7 @@ def _draft(view: ClusterView, target: Placement) -> TargetDiff:
     free = {g.name: g.capacity_bytes - g.fixed_bytes - held[g.name] for g in view.gpus}
     engines = Counter({g.name: g.engines_free if g.alive else 0 for g in view.gpus})
     draft = TargetDiff(free, {g.name: g.free_bytes for g in view.gpus}, engines)
-    names = sorted({m.name for m in view.models})
-    for name in names:
+    for name in dict.fromkeys(m.name for m in view.models):
         _compare(draft, name, [m for m in view.models if m.name == name], target)
     return draft
 
@@ -205,9 +200,9 @@ def _break_cycle(draft: TargetDiff) -> None:
     waiting = (extra for name, extra in draft.surplus.items() if draft.missing[name])
     stuck = [m for extra in waiting for m in extra if m.state == "active"]
 
-    def cost(model: ModelView) -> tuple[bool, int, str]:
+    def cost(model: ModelView) -> tuple[bool, int]:
         coming = any(m.state == "activating" for m in draft.staying[model.name])
-        return coming, model.running + model.waiting, model.name
+        return coming, model.running + model.waiting
 
     if stuck:
         reason = "the placement moves it, and its new devices do not have room yet"
@@ -216,6 +211,6 @@ def _break_cycle(draft: TargetDiff) -> None:
 
 def _refusals(view: ClusterView, target: Placement) -> list[Action]:
     placed = {host.model for unit in target.units for host in unit.models}
-    lost = [m for m in _asked(view) if m.name not in placed]
+    lost = [m for m in asked_for(view) if m.name not in placed]
     why = "it is not in the placement"
     return [Refuse(m.name, target.refused.get(m.name, why)) for m in lost]

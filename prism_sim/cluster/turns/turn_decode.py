@@ -47,7 +47,7 @@ class Run:
 
 
 class DecodeDevice:
-    """Device that decodes for one model at a time.
+    """Instance that decodes for one model at a time.
 
     Args:
         ended: Called with each request at its last token.
@@ -117,7 +117,7 @@ class DecodeDevice:
         """Returns the view of a group: its step with all its requests, and a switch without a
         prefetch."""
         model, tokens = group.model, self._tokens(group)
-        step_s = model.parts[1].cost.decode_s(len(group), tokens)
+        step_s = model.parts[model.tp].cost.decode_s(len(group), tokens)
         requests = (*group.batch.members.values(), *group.outside.values())
         beside = sum([side_kv_tokens(model.need, r.kv_tokens) for r in requests])
         switch_s = self._memory.switch_s(model) + self._memory.copy_s(model, tokens + beside)
@@ -192,7 +192,7 @@ class DecodeDevice:
         return coming
 
     def _room_blocks(self, group: DecodeGroup) -> int:
-        part = group.model.parts[1]
+        part = group.model.parts[group.model.tp]
         return self._memory.kv_room_bytes() // part.quantum_bytes * part.quantum_blocks
 
     def _hold(self, group: DecodeGroup, blocks: int) -> None:
@@ -210,17 +210,17 @@ class DecodeDevice:
             return
         steps = min(steps, batch.steps_to_end(), self._settings.run_steps)
         steps = batch.steps_within(self._room_blocks(group) - group.blocks, steps)
-        cost, context = group.model.parts[1].cost, batch.context_tokens
+        cost, context = group.model.parts[group.model.tp].cost, batch.context_tokens
         self._hold(group, group.blocks + batch.new_blocks(steps))
         work_s = cost.decode_run_s(len(batch), context, steps)
         usage = partial(cost.usage, (), len(batch), context)
-        job = Job([self._memory.device.gpu], work_s, usage, self._stepped)
+        job = Job([device.gpu for device in self._memory.devices], work_s, usage, self._stepped)
         self._run = Run(job, self._kernel.time_s, context, steps)
         self._compute.start(job)
 
     def _steps_in(self, group: DecodeGroup, seconds: float) -> int:
         """Returns the number of steps that end within `seconds`."""
-        batch, cost = group.batch, group.model.parts[1].cost
+        batch, cost = group.batch, group.model.parts[group.model.tp].cost
         if seconds <= 0 or not batch.members:
             return 0
         most = batch.steps_to_end()
@@ -243,7 +243,7 @@ class DecodeDevice:
         run = self._run
         if run is None or self._current is not group or run.steps == 1:
             return
-        cost, size = group.model.parts[1].cost, len(group.batch)
+        cost, size = group.model.parts[group.model.tp].cost, len(group.batch)
         passed_s = self._kernel.time_s - run.since_s
         done = cost.decode_steps(size, run.context_tokens, passed_s, run.steps)
         if done + 1 < run.steps:

@@ -1,14 +1,16 @@
 """Cluster with token-level switching: models take turns on its devices, as `TurnPolicy` decides.
 
-No model is bound to a device. A request prefills on one device, its KV waits in host memory, and it
-decodes on another device in its model's turns. There is neither admission nor eviction.
+No model is bound to a device. A request prefills on one instance, its KV waits in host memory, and
+it decodes on another instance in its model's turns. There is neither admission nor eviction. An
+instance is a device, or as many as the TP degree of its models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from prism.errors import ConfigError, TooLargeError
+from prism.policies.placement import Placement, Unit
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.turns.turn_decode import DecodeDevice
 from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
@@ -24,62 +26,81 @@ class TurnPool:
     not support."""
 
     def __init__(self, parts: ClusterParts) -> None:
-        kernel, setup, policy, devices = parts.kernel, parts.setup, parts.policy, parts.devices
+        setup, policy = parts.setup, parts.policy
         assert policy.turns is not None
-        degrees = {model.name: model.tp for model in setup.models}
+        assert policy.search is not None, "a policy with turns needs a search"
+        degrees = {model.tp for model in setup.models}
         reuse = setup.engine.prefix_reuse
-        check_turns(policy.name, len(devices), degrees, prefix_reuse=reuse)
-        self._kernel = kernel
+        check_turns(policy.name, len(parts.devices), degrees, prefix_reuse=reuse)
+        self._kernel = parts.kernel
         self._policy = policy.turns
         self._records = parts.records
         self._refused: set[int] = set()
         # Requests whose KV is copied to host memory.
         self._copying: dict[int, SimRequest] = {}
-        compute = Compute(kernel)
-        count, part = len(devices), policy.turns.prefill_part
-        prefills = min(count - 1, max(1, round(part * count)))
-        memories = [TurnMemory(kernel, setup, device) for device in devices]
+        self._parts = parts
+        # TP degree -> its instances.
+        self._prefills: dict[int, list[PrefillDevice]] = {}
+        self._decodes: dict[int, list[DecodeDevice]] = {}
+        self._memory: dict[int, TurnMemory] = {}
+
+    def begin(self, target: Placement) -> None:
+        """Makes the units of `target` the instances. REQUIRES: called first, at least two units of
+        each degree."""
+        degrees: dict[int, list[Unit]] = {}
+        for unit in target.units:
+            degrees.setdefault(unit.tp, []).append(unit)
+        for tp, units in degrees.items():
+            self._begin(tp, units)
+
+    def _begin(self, tp: int, units: Sequence[Unit]) -> None:
+        setup, compute = self._parts.setup, Compute(self._kernel)
+        by_name = {device.name: device for device in self._parts.devices}
+        memories = [
+            TurnMemory(self._kernel, setup, [by_name[name] for name in unit.devices])
+            for unit in units
+        ]
+        count = len(memories)
+        prefills = min(count - 1, max(1, round(self._policy.prefill_part * count)))
         chunk_tokens = setup.engine.prefill_chunk_tokens
-        self._prefills = [
+        self._memory[tp] = memories[0]
+        self._prefills[tp] = [
             PrefillDevice(compute, memory, chunk_tokens, self._prefilled)
             for memory in memories[:prefills]
         ]
-        self._decodes = [
+        self._decodes[tp] = [
             DecodeDevice(
                 compute,
                 memory,
                 settings=setup.engine,
-                policy=policy.turns,
+                policy=self._policy,
                 ended=self._end,
                 switched=self._switched,
             )
             for memory in memories[prefills:]
         ]
-        self._largest = memories[0]
 
     def submit(self, model: ModelSetup, request: SimRequest) -> None:
         """Adds an arriving request to a prefill device, or fails it if its KV cannot fit."""
         tokens = request.prompt_tokens + request.output_tokens
-        if kv_bytes(model, blocks_of(model, tokens)) > self._largest.most_kv_bytes(model):
+        if kv_bytes(model, blocks_of(model, tokens)) > self._memory[model.tp].most_kv_bytes(model):
             self._refuse(model)
             self._records.finish(request, self._kernel.time_s, KV_MEMORY_EXCEEDED)
             return
-        queues = [device.view() for device in self._prefills]
-        number, place = self._policy.prefill_on(model.name, queues)
-        self._prefills[number].add(model, request, place)
+        prefills = self._prefills[model.tp]
+        number, place = self._policy.prefill_on(model.name, [p.view() for p in prefills])
+        prefills[number].add(model, request, place)
 
     def requests(self) -> list[SimRequest]:
         """Returns all open requests."""
-        prefilling = [request for device in self._prefills for request in device.requests()]
-        decoding = [request for device in self._decodes for request in device.requests()]
+        prefilling, decoding = _requests(self._prefills), _requests(self._decodes)
         return [*prefilling, *self._copying.values(), *decoding]
 
     def with_counts(self, sample: ClusterSample) -> ClusterSample:
         """Returns the sample with the open requests: as waiting up to their prefill's end, then as
         running."""
-        waiting = sum(len(device.requests()) for device in self._prefills)
-        running = sum(len(device.requests()) for device in self._decodes)
-        return sample._replace(waiting=waiting, running=running + len(self._copying))
+        running = len(_requests(self._decodes)) + len(self._copying)
+        return sample._replace(waiting=len(_requests(self._prefills)), running=running)
 
     def _prefilled(self, model: ModelSetup, request: SimRequest, memory: TurnMemory) -> None:
         if request.generated >= request.output_tokens:
@@ -90,10 +111,11 @@ class TurnPool:
         self._kernel.after(copy_s, self._decode, model, request)
 
     def _decode(self, model: ModelSetup, request: SimRequest) -> None:
-        """Adds a request whose KV is in host memory to a decode device."""
+        """Adds a request whose KV is in host memory to a decode instance."""
         del self._copying[request.index]
-        number = self._policy.decode_on(model.name, [d.models() for d in self._decodes])
-        self._decodes[number].add(model, request)
+        decodes = self._decodes[model.tp]
+        number = self._policy.decode_on(model.name, [d.models() for d in decodes])
+        decodes[number].add(model, request)
 
     def _end(self, request: SimRequest) -> None:
         self._records.finish(request, self._kernel.time_s)
@@ -111,21 +133,20 @@ class TurnPool:
             self._records.decide(Decision(now_s, "refuse", model.name, "", reason=why))
 
 
-def check_turns(policy: str, gpus: int, degrees: Mapping[str, int], *, prefix_reuse: bool) -> None:
+def _requests(instances: Mapping[int, Sequence[PrefillDevice | DecodeDevice]]) -> list[SimRequest]:
+    return [r for found in instances.values() for device in found for r in device.requests()]
+
+
+def check_turns(policy: str, gpus: int, degrees: Collection[int], *, prefix_reuse: bool) -> None:
     """Raises ConfigError for a setup that token-level switching does not support, TooLargeError if
-    there are too few GPUs. degrees: model -> tensor-parallel degree."""
-    wide = next((name for name, tp in degrees.items() if tp > 1), None)
-    if wide is not None:
-        raise ConfigError(
-            f"policy: {policy!r} requires tp 1, and {wide} has tp {degrees[wide]}; remove that "
-            "model or use another policy"
-        )
+    there are too few GPUs. degrees: tensor-parallel degrees of the models."""
     if prefix_reuse:
         raise ConfigError(
             f"engine.prefix_reuse: cannot be combined with policy {policy!r}; set it to false"
         )
-    if gpus < 2:
+    least = 2 * sum(set(degrees))
+    if gpus < least:
         raise TooLargeError(
-            f"gpus.count: must be >= 2, since policy {policy!r} prefills and decodes on "
-            "different GPUs"
+            f"gpus.count: must be >= {least}, since policy {policy!r} prefills and decodes on "
+            "different GPUs, and separates the models by tp"
         )

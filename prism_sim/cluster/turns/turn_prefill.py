@@ -30,7 +30,7 @@ class PromptGroup:
 
 
 class PrefillDevice:
-    """Device that prefills one prompt at a time, since a batch of prompts takes as long (§4.2).
+    """Instance that prefills one prompt at a time, since a batch of prompts takes as long (§4.2).
 
     done: Called with each request at its first token, when the copy of its KV to the host starts.
     """
@@ -102,12 +102,14 @@ class PrefillDevice:
         if following is not None:
             most = max([blocks, *(blocks_of(group.model, r.prompt_tokens) for r in group.waiting)])
             self._memory.prefetch(following, kv_bytes(group.model, most))
-        cost = group.model.parts[1].cost
+        cost = group.model.parts[group.model.tp].cost
         usage = partial(cost.usage, [PromptChunk(request.prompt_tokens)], 0, 0)
         work_s = self._prompt_s(group.model, request)
         group.prompts_s -= work_s
         self._until_s = now_s + work_s
-        self._compute.start(Job([self._memory.device.gpu], work_s, usage, self._ended))
+        self._compute.start(
+            Job([device.gpu for device in self._memory.devices], work_s, usage, self._ended)
+        )
 
     def _ended(self) -> None:
         request, self._running = self._running, None
@@ -120,4 +122,4 @@ class PrefillDevice:
         self._next()
 
     def _prompt_s(self, model: ModelSetup, request: SimRequest) -> float:
-        return prompt_s(model.parts[1].cost, request.prompt_tokens, self._chunk_tokens)
+        return prompt_s(model.parts[model.tp].cost, request.prompt_tokens, self._chunk_tokens)
