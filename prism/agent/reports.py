@@ -103,6 +103,9 @@ def _model_report(
         activations_total=totals.activations,
         stages_total_s=dict(totals.stages_s),
         link_bytes=activated.link_bytes if activated else {},
+        prefill_tokens_per_s=totals.prefill_tokens_per_s,
+        prompt_lengths=list(totals.prompt_lengths.items()),
+        output_lengths=list(totals.output_lengths.items()),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import structs
+
 from prism.cluster.state.actions import Move
 from prism.cluster.state.agents import ABSENT_STATES, AgentBook
 from prism.cluster.state.scheduler_state import SchedulerState
@@ -15,7 +17,8 @@ from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.model_spec import ModelSpec
 from prism.policies.bins import devices_of
-from prism.policies.data import ClusterView, GpuView, ModelView
+from prism.policies.data import ClusterView, Degree, GpuView, ModelView
+from prism.scheduler.traffic import share_of
 
 _MOVING = {"activate": "activating", "evict": "draining"}
 
@@ -77,7 +80,9 @@ def _views(state: SchedulerState, spec: ModelSpec, rate: float, now_s: float) ->
         copies = [Copy(*found[0], reports) if found else Copy((), "absent", reports)]
     else:
         copies = [Copy(d, stage, [r for r in reports if r[0] == d[0]]) for d, stage in found]
-    return [_model(state, spec, now_s, rate / len(copies), copy) for copy in copies]
+    traffic = share_of(state.traffic.of(spec.name, now_s), len(copies))
+    views = (_model(state, spec, now_s, rate / len(copies), copy) for copy in copies)
+    return [structs.replace(view, traffic=traffic) for view in views]
 
 
 class Copy(NamedTuple):
@@ -125,6 +130,14 @@ def _model(
         replicas_max=spec.replicas_max,
         oldest_wait_s=_oldest_wait_s(state.book, reports, now_s),
         load_s=state.activations.load_s.get(spec.name, 0.0),
+        degrees={
+            spec.tp: Degree(
+                size.weight_bytes,
+                spec.token_bytes,
+                size.kv_floor_bytes,
+                prefill_tokens_per_s=max((m.prefill_tokens_per_s for _, m in reports), default=0.0),
+            )
+        },
         startup_s=state.starts.of(spec, state.config) if state.policy.asks_startup else {},
     )
 

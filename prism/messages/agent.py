@@ -43,6 +43,11 @@ class ModelReport(Wire, frozen=True):
     peers: tuple[str, ...] = ()  # devices of the ranks above 0
     link_bytes: dict[str, int] = {}  # loaded over each link by the last activation, all ranks
     oldest_wait_s: float = 0.0  # wait of its oldest waiting request
+    prefill_tokens_per_s: float = 0.0  # measured; 0: not yet
+    # (bucket of a length (prism/scheduler/traffic.py), requests that began, or ended, since the
+    # agent started). Not a mapping, since keys of JSON are text.
+    prompt_lengths: list[tuple[int, int]] = []
+    output_lengths: list[tuple[int, int]] = []
     broken: bool = False  # a live engine failed to load it, and not for lack of memory
 
 

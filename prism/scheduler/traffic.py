@@ -22,6 +22,9 @@ RATE_SLOTS = 6
 """Number of the latest slots of which the present rate is computed."""
 PER_OCTAVE, BUCKETS = 4, 96
 
+Counters = tuple[Mapping[int, int], Mapping[int, int]]
+"""Requests by bucket of their length: prompts that began, outputs that ended."""
+
 
 @lru_cache(maxsize=1 << 16)
 def bucket(tokens: int) -> int:
@@ -153,6 +156,44 @@ class ModelTraffic:
             output_tokens=output_tokens,
             output_std_tokens=output_std,
         )
+
+
+class TrafficBook:
+    """Traffic of all models, from the counters of agents' reports.
+
+    The first counters of a device are the baseline. Counters that fell have restarted at zero.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelTraffic] = {}
+        # Device -> model -> its last counters.
+        self._last: dict[str, dict[str, Counters]] = {}
+
+    def observe(self, device: str, counters: Mapping[str, Counters], now_s: float) -> None:
+        """Adds a report.
+
+        Args:
+            counters: model -> its counters since the agent started.
+        """
+        known = device in self._last
+        last = self._last.setdefault(device, {})
+        for model, (prompts, outputs) in counters.items() if known else ():
+            before = last.get(model, ({}, {}))
+            grown = _grown(prompts, before[0]), _grown(outputs, before[1])
+            if any(grown):
+                self._models.setdefault(model, ModelTraffic()).grew(*grown, now_s)
+        last.update(counters)
+
+    def of(self, model: str, now_s: float) -> Traffic:
+        known = self._models.get(model)
+        return known.seen(now_s) if known else NO_TRAFFIC
+
+
+def _grown(now: Mapping[int, int], before: Mapping[int, int]) -> dict[int, int]:
+    if sum(now.values()) < sum(before.values()):
+        before = {}
+    grown = {number: count - before.get(number, 0) for number, count in now.items()}
+    return {number: count for number, count in grown.items() if count > 0}
 
 
 def share_of(traffic: Traffic, copies: int) -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ from prism.cluster.status import build_status, degraded
 from prism.cluster.view import build_view
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
 from prism.messages.agent import AgentReport, ModelReport
+from prism.messages.cluster import ClusterStatus
 from prism.policies import registry
-from prism.policies.data import GpuView, ModelView
+from prism.policies.data import NO_TRAFFIC, GpuView, ModelView
+from prism.scheduler.traffic import bucket
 from tests.cluster.conftest import MODEL_BYTES, spec
 
 CAPACITY = 4 * MODEL_BYTES
@@ -58,6 +61,8 @@ def seen(state: SchedulerState, *reports: AgentReport, at_s: float = 100.0) -> N
         state.book.take(r, at_s)
         state.sizes.observe(r)
         state.starts.observe(r, state.config)
+        lengths = {m.model: (dict(m.prompt_lengths), dict(m.output_lengths)) for m in r.models}
+        state.traffic.observe(r.device, lengths, at_s)
 
 
 def look(
@@ -65,6 +70,26 @@ def look(
 ) -> tuple[dict[str, ModelView], dict[str, GpuView]]:
     view = build_view(state, now_s)
     return {m.name: m for m in view.models}, {g.name: g for g in view.gpus}
+
+
+def test_a_policy_sees_rates_lengths_and_prefill_speed() -> None:
+    state = make_state()
+    begun = {"prompt_lengths": [(bucket(100), 4)], "output_lengths": [(bucket(50), 4)]}
+    more = {"prompt_lengths": [(bucket(100), 24)], "output_lengths": [(bucket(50), 14)]}
+    for lengths in (begun, more):
+        model = ModelReport("a", "active", prefill_tokens_per_s=900.0, **lengths)
+        seen(state, report("host:0", model))
+    state.routes.placement["a"] = ("host:0",)
+    a = look(state, 110.0)[0]["a"]
+    assert (a.traffic.requests, a.traffic.peak_rps) == (20, pytest.approx(2.0))
+    assert a.traffic.prompt_tokens == pytest.approx(100, rel=0.1)
+    assert a.traffic.output_tokens == pytest.approx(50, rel=0.1)
+    assert a.degrees[1].prefill_tokens_per_s == 900.0
+    assert a.degrees[1].weight_bytes == a.weight_bytes
+    assert look(state, 110.0)[0]["b"].traffic == NO_TRAFFIC
+    status = build_status(state, build_view(state, 110.0))
+    values = json.loads(msgspec.json.encode(status))  # as the console reads it over HTTP
+    assert msgspec.convert(values, ClusterStatus).agents[0].models[0].prompt_lengths
 
 
 def test_a_device_without_report_is_not_alive() -> None:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prism.policies.data import NO_TRAFFIC
-from prism.scheduler.traffic import SLOT_S, SLOTS, ModelTraffic, bucket, length, share_of
+from prism.scheduler.traffic import (
+    SLOT_S,
+    SLOTS,
+    ModelTraffic,
+    TrafficBook,
+    bucket,
+    length,
+    share_of,
+)
 
 
 @given(st.integers(1, 10**6))
@@ -73,3 +81,20 @@ def test_copies_share_the_rates_evenly() -> None:
     assert share_of(seen, 1) is seen
     assert share_of(seen, 2).peak_rps == seen.peak_rps / 2
     assert share_of(seen, 2).prompt_p99_tokens == seen.prompt_p99_tokens
+
+
+def test_reports_are_counters_that_may_restart() -> None:
+    """Has two devices, the second of which restarts after three requests."""
+    book, tokens = TrafficBook(), bucket(100)
+    for device, seen in (("g0", (5, 7)), ("g1", (1, 4, 2))):
+        for number in seen:
+            book.observe(device, {"a": ({tokens: number}, {})}, 1.0)
+    assert book.of("a", SLOT_S).requests == (7 - 5) + (4 - 1) + 2
+    assert book.of("b", SLOT_S) == NO_TRAFFIC
+
+
+def test_a_model_that_a_report_leaves_out_keeps_its_counters() -> None:
+    book, tokens = TrafficBook(), bucket(100)
+    for counters in ({"a": ({tokens: 5}, {})}, {}, {"a": ({tokens: 6}, {})}):
+        book.observe("g0", counters, 1.0)
+    assert book.of("a", SLOT_S).requests == 1

@@ -16,6 +16,7 @@ from prism.messages.engine import Export, Submit
 from prism.messages.image_tensors import Tensors
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Started
 from prism.policies.data import request_kv_tokens
+from prism.scheduler.traffic import bucket
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class RunningRequests:
         self._requests.start(tracked, engine_id, need_tokens)
         totals = self._state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)
+        if request.known_tokens == len(request.prompt_ids):  # it does not resume
+            totals.prompt_lengths[bucket(len(request.prompt_ids))] += 1
         totals.last_request_unix_s = tracked.started_unix_s = self._now_unix_s()
 
     def preempt(self, model: str) -> None:
@@ -234,6 +237,7 @@ class RunningRequests:
                 totals.cancelled += 1
             else:
                 totals.finished += 1
+                totals.output_lengths[bucket(run.produced)] += 1
             self._ended(run)
 
     def _take_failure(self, run: TrackedRequest, failure: Failure, batch: OutputBatch) -> None:

@@ -152,6 +152,9 @@ class ModelTotals:
     stages_s: Counter[str] = field(default_factory=Counter)  # of all activations
     last_request_unix_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    # Bucket of a length -> requests, as in ModelReport.
+    prompt_lengths: Counter[int] = field(default_factory=Counter)
+    output_lengths: Counter[int] = field(default_factory=Counter)
     _seen: dict[str, Counters] = field(default_factory=dict)
 
     def begin(self, engine_id: str, counters: Counters) -> None:

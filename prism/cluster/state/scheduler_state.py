@@ -18,6 +18,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.policies.policy import Policy
 from prism.scheduler.decision_journal import Sink
 from prism.scheduler.rates import TokenRates
+from prism.scheduler.traffic import TrafficBook
 
 
 class SchedulerState:
@@ -48,6 +49,7 @@ class SchedulerState:
         # agent_monitor; the deadline of first reports: controller
         self.book = AgentBook(devices, started_s, timing.start_grace_s, timing.activation_s)
         self.rates = TokenRates(config.scheduler.rate_window_s)
+        self.traffic = TrafficBook()
         self.sizes = Sizes(self.config, learn=policy.evicts)
         # agent_monitor; prefetches: actuator, operator_commands
         self.starts = StartTimes()
