@@ -274,9 +274,12 @@ def _make_room_to_move(builder: PlanBuilder, model: ModelView) -> bool:
 
 
 def _make_room_for_degree(builder: PlanBuilder, model: ModelView, bins: Collection[Bin]) -> bool:
-    """Evicts models idle over the threshold so that all parts of `model` fit into `bins`."""
+    """Evicts models idle over the threshold so that all parts of `model` fit into `bins`.
+
+    Returns False if that is impossible, or if only KV memory of running requests is in the way.
+    """
     option = _cheapest(bins, model, _over_threshold(builder))
-    if option is None:
+    if option is None or not option[2]:
         return False
     _evict_all(builder, model, option[2], f"tp {model.tp} is needed")
     return True

@@ -111,6 +111,16 @@ def test_idle_models_leave_for_a_higher_degree() -> None:
     assert planned([low, idle], [*gpus[:2], gpu("g2", free_bytes=10)]) == []
 
 
+def test_a_model_that_finds_no_free_memory_keeps_no_other_from_its_degree() -> None:
+    """Has free engines and room by weights on each device, but KV memory is in use on n0."""
+    full = [gpu(f"g{i}", node="n0", free_bytes=5) for i in range(4)]
+    free = [gpu(f"f{i}", node="n1") for i in range(4)]
+    later = structs.replace(LONG, prompt_p99_tokens=3000.0)
+    latest = auto(traffic=later, barred=("f0", "f1", "f2", "f3"))
+    other = structs.replace(auto(traffic=LONG), name="b", device="f0")
+    assert planned([latest, other], [*full, *free]) == [("migrate", "b", "f0", "f1")]
+
+
 def test_a_busy_neighbour_is_a_reason_for_a_higher_degree() -> None:
     gpus = [gpu(f"g{i}") for i in range(4)]
     near = traffic(prompt_p99_tokens=900.0)

@@ -147,8 +147,8 @@ def _batch(traffic: Traffic, rate: float, slo_tpot_s: float) -> float:
 # --- changes of degree ---------------------------------------------------------------------
 
 MakeRoom = Callable[[PlanBuilder, ModelView, Collection[Bin]], bool]
-"""Evicts idle models so that all parts of a model fit into some of the bins. Returns False if that
-is impossible."""
+"""Evicts idle models so that all parts of a model fit into some of the bins. Returns False if it
+evicts none."""
 
 
 def shares(models: Iterable[ModelView]) -> dict[str, float]:
