@@ -49,7 +49,7 @@ class _Lengths:
         self.tokens = self.square = 0.0
 
     def add(self, number: int, tokens: float, count: int = 1) -> None:
-        """Adds or removes (count below 0) requests of one length, whose bucket is `number`."""
+        """Adds requests of one length, whose bucket is `number`."""
         self.buckets[number] += count
         self.count += count
         self.tokens += count * tokens
@@ -97,26 +97,17 @@ class ModelTraffic:
         self._seen: tuple[int, Traffic] = (-1, NO_TRAFFIC)
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
-        number = int(now_s / SLOT_S)
-        if self._open.number != number:
-            self._begin(number)
-        self._open.prompts.add(bucket(prompt_tokens), prompt_tokens)
+        self._slot(now_s).prompts.add(bucket(prompt_tokens), prompt_tokens)
 
     def ended(self, output_tokens: int, now_s: float) -> None:
-        number = int(now_s / SLOT_S)
-        if self._open.number != number:
-            self._begin(number)
-        self._open.outputs.add(bucket(output_tokens), output_tokens)
+        self._slot(now_s).outputs.add(bucket(output_tokens), output_tokens)
 
     def grew(self, prompts: Mapping[int, int], outputs: Mapping[int, int], now_s: float) -> None:
         """Adds requests by bucket."""
-        number = int(now_s / SLOT_S)
-        if self._open.number != number:
-            self._begin(number)
-        for bucket_, count in prompts.items():
-            self._open.prompts.add(bucket_, length(bucket_), count)
-        for bucket_, count in outputs.items():
-            self._open.outputs.add(bucket_, length(bucket_), count)
+        slot = self._slot(now_s)
+        for lengths, grown in ((slot.prompts, prompts), (slot.outputs, outputs)):
+            for number, count in grown.items():
+                lengths.add(number, length(number), count)
 
     def seen(self, now_s: float) -> Traffic:
         """Returns the traffic of the complete slots. It changes once in `SLOT_S`."""
@@ -125,6 +116,13 @@ class ModelTraffic:
             self._begin(number)
             self._seen = (number, self._summed(number))
         return self._seen[1]
+
+    def _slot(self, now_s: float) -> _Slot:
+        """Returns the open slot of this time."""
+        number = int(now_s / SLOT_S)
+        if self._open.number != number:
+            self._begin(number)
+        return self._open
 
     def _begin(self, number: int) -> None:
         """Begins a slot, unless it is open. Completes the one before it and drops old ones."""
