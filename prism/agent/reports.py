@@ -104,6 +104,8 @@ def _model_report(
         stages_total_s=dict(totals.stages_s),
         link_bytes=activated.link_bytes if activated else {},
         prefill_tokens_per_s=totals.prefill_tokens_per_s,
+        step_s=totals.step_s,
+        request_s=totals.request_s,
         prompt_lengths=list(totals.prompt_lengths.items()),
         output_lengths=list(totals.output_lengths.items()),
     )

@@ -23,7 +23,7 @@ from prism.errors import ActivationError, RankLostError, RequestError, SelfCheck
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.gpu_memory import OutsideMemory
 from prism.messages.requests import Request
-from prism.models.prefill_speed import Speed
+from prism.models.prefill_speed import Speeds
 
 log = logging.getLogger("prism.engine")
 
@@ -94,7 +94,7 @@ class ModelCore(ABC, Generic[M, A, R]):
         self._rids = itertools.count()
         self._ended = StepOutput()  # ends of requests to report with the next step
         self._totals = RequestTotals()
-        self._speeds: dict[str, Speed] = {}
+        self._speeds: dict[str, Speeds] = {}
 
     # --- of the engine ---------------------------------------------------------------------
 
@@ -282,9 +282,8 @@ class ModelCore(ABC, Generic[M, A, R]):
 
     # --- status ----------------------------------------------------------------------------
 
-    def _prefilled(self, active: A, tokens: int, seconds: float) -> None:
-        """Records a step that computed prompt tokens."""
-        self._speeds.setdefault(active.order.model.name, Speed()).add(tokens, seconds)
+    def _speeds_of(self, active: A) -> Speeds:
+        return self._speeds.setdefault(active.order.model.name, Speeds())
 
     def status(self) -> EngineStatus:
         active, totals, usage = self._active, self._totals, self._client.usage()
@@ -296,8 +295,7 @@ class ModelCore(ABC, Generic[M, A, R]):
             figures = active.figures()
             figures["running"] = len(self._by_rid) - figures["waiting"]
             figures["kv_mapped_bytes"] = usage.committed_bytes
-            speed = self._speeds.get(figures["model"])
-            figures["prefill_tokens_per_s"] = speed.tokens_per_s if speed else 0.0
+            figures |= self._speeds_of(active).figures()
         return EngineStatus(
             engine_id=self._context.engine_id,
             prompt_tokens_total=totals.prompt_tokens,

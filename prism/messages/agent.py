@@ -43,7 +43,10 @@ class ModelReport(Wire, frozen=True):
     peers: tuple[str, ...] = ()  # devices of the ranks above 0
     link_bytes: dict[str, int] = {}  # loaded over each link by the last activation, all ranks
     oldest_wait_s: float = 0.0  # wait of its oldest waiting request
-    prefill_tokens_per_s: float = 0.0  # measured; 0: not yet
+    # Measured; 0: not yet. A decode step of n requests takes step_s + n x request_s.
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    request_s: float = 0.0
     # (bucket of a length (prism/scheduler/traffic.py), requests that began, or ended, since the
     # agent started). Not a mapping, since keys of JSON are text.
     prompt_lengths: list[tuple[int, int]] = []

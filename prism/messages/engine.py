@@ -111,6 +111,9 @@ class EngineStatus(Wire, frozen=True):
     evictable_tokens: int = 0  # unused tokens of the prefix cache
     pending_prefill_tokens: int = 0  # prompt tokens that are not computed yet
     prefill_tokens_per_s: float = 0.0
+    # A decode step of n requests takes step_s + n x request_s; 0: not measured yet.
+    step_s: float = 0.0
+    request_s: float = 0.0
     kv_mapped_bytes: int = 0
     static_bytes: int = 0
     prompt_tokens_total: int = 0

@@ -12,7 +12,9 @@ import pytest
 from prism.agent.engines import trace_file
 from prism.agent.engines.activations import Fingerprints
 from prism.agent.engines.trace_file import TraceFile
+from prism.agent.state.device_state import HostedModel
 from prism.messages.engine import Activated
+from tests.cluster.conftest import spec
 
 STAGES_S = {"reserve": 0.25, "weights": 0.5, "total": 0.75}
 ACTIVATED = Activated("m", 4096, 16, 0, 0, 0, 16, 4, stages_s=STAGES_S)
@@ -67,14 +69,24 @@ def test_a_trace_that_cannot_be_written_fails_nothing(
 
 
 def test_a_fresh_engine_is_the_reference() -> None:
+    known, m = Fingerprints(), HostedModel(spec("m"), 0.0)
+    known.learn(m, (1,), is_fresh=True)
+    assert known.expected(m, is_fresh=False) == (1,)
+    assert known.expected(m, is_fresh=True) == ()
+    known.learn(m, (2,), is_fresh=False)
+    assert known.expected(m, is_fresh=False) == (1,)
+    known.learn(m, (3,), is_fresh=True)
+    assert known.expected(m, is_fresh=False) == (3,)
+
+
+def test_each_number_of_ranks_has_a_reference() -> None:
+    """Sums of several ranks are rounded in another way, so that their tokens may differ."""
     known = Fingerprints()
-    known.learn("m", (1,), is_fresh=True)
-    assert known.expected("m", is_fresh=False) == (1,)
-    assert known.expected("m", is_fresh=True) == ()
-    known.learn("m", (2,), is_fresh=False)
-    assert known.expected("m", is_fresh=False) == (1,)
-    known.learn("m", (3,), is_fresh=True)
-    assert known.expected("m", is_fresh=False) == (3,)
+    one, two = HostedModel(spec("m"), 0.0), HostedModel(spec("m"), 0.0, peers=("host:1",))
+    known.learn(one, (1,), is_fresh=True)
+    assert known.expected(two, is_fresh=False) == ()
+    known.learn(two, (2,), is_fresh=True)
+    assert known.expected(one, is_fresh=False) == (1,)
 
 
 def test_graphs_that_were_captured_late_are_in_the_trace(tmp_path: Path) -> None:

@@ -237,12 +237,24 @@ def test_an_engine_that_comes_after_it_was_given_up_is_killed(bench: Bench) -> N
 
 def test_counts_of_an_engine_go_to_the_model_it_served() -> None:
     totals = ModelTotals()
-    totals.begin("e0", (100, 90, 1))
+    totals.begin("e0", (100, 90, 1), 1)
     totals.observe(EngineStatus("e0", "a", maps_total=103, unmaps_total=90, retractions_total=2))
     totals.observe(EngineStatus("e0", "a", maps_total=105, unmaps_total=95, retractions_total=2))
-    totals.begin("e1", (0, 0, 0))
+    totals.begin("e1", (0, 0, 0), 1)
     totals.observe(EngineStatus("e1", "a", maps_total=4))
     assert (totals.maps, totals.unmaps, totals.retractions) == (9, 5, 1)
+
+
+def test_speeds_of_another_number_of_ranks_are_forgotten() -> None:
+    totals = ModelTotals()
+    totals.begin("e0", (0, 0, 0), 1)
+    totals.observe(
+        EngineStatus("e0", "a", prefill_tokens_per_s=900.0, step_s=0.01, request_s=0.001)
+    )
+    totals.begin("e1", (0, 0, 0), 1)
+    assert (totals.prefill_tokens_per_s, totals.step_s, totals.request_s) == (900.0, 0.01, 0.001)
+    totals.begin("e2", (0, 0, 0), 2)
+    assert (totals.prefill_tokens_per_s, totals.step_s, totals.request_s) == (0.0, 0.0, 0.0)
 
 
 def test_wall_clock_deadlines_become_monotonic() -> None:

@@ -34,18 +34,20 @@ def stages_of(hosted: HostedModel, activated: Activated, now_s: float) -> dict[s
 
 
 class Fingerprints:
-    """Warm-up output of each model on a fresh engine, one that had served no model before."""
+    """Warm-up output of each model and number of ranks on a fresh engine, one that had served no
+    model before. Ranks sum in another order, so that outputs may differ."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known: dict[tuple[str, int], tuple[int, ...]] = {}
 
-    def expected(self, model: str, is_fresh: bool) -> tuple[int, ...]:
+    def expected(self, model: HostedModel, is_fresh: bool) -> tuple[int, ...]:
         """Returns the output that an engine must reproduce; () for a fresh one, the reference."""
-        return () if is_fresh else self._known.get(model, ())
+        return () if is_fresh else self._known.get((model.name, model.ranks), ())
 
-    def learn(self, model: str, fingerprint: tuple[int, ...], is_fresh: bool) -> None:
-        if fingerprint and (is_fresh or model not in self._known):
-            self._known[model] = fingerprint
+    def learn(self, model: HostedModel, fingerprint: tuple[int, ...], is_fresh: bool) -> None:
+        key = model.name, model.ranks
+        if fingerprint and (is_fresh or key not in self._known):
+            self._known[key] = fingerprint
 
 
 class Activations:
@@ -86,9 +88,9 @@ class Activations:
         hosted.sent_s = self._now_s()
         hosted.asked_s = hosted.asked_s or hosted.sent_s
         engine.become(EngineState.ACTIVATING, hosted.sent_s, hosted.name)
-        self._state.models.totals(hosted.name).begin(engine.id, engine.counters)
+        self._state.models.totals(hosted.name).begin(engine.id, engine.counters, ranks=hosted.ranks)
         log.info("%s activates %s", engine.id, hosted.name)
-        expected = self._fingerprints.expected(hosted.name, engine.is_fresh)
+        expected = self._fingerprints.expected(hosted, engine.is_fresh)
         self._effects.send(
             engine.id,
             ActivateEngine(hosted.spec, hosted.kv_limit_bytes, self._max_running, expected),
@@ -132,7 +134,7 @@ class Activations:
         totals = self._state.models.totals(hosted.name)
         totals.activations += 1
         totals.stages_s.update(hosted.stages_s)
-        self._fingerprints.learn(hosted.name, message.fingerprint, engine.is_fresh)
+        self._fingerprints.learn(hosted, message.fingerprint, engine.is_fresh)
         engine.is_fresh = hosted.needs_fresh = False
         self._effects.record(engine.id, structs.replace(message, stages_s=hosted.stages_s))
 

@@ -104,6 +104,11 @@ class HostedModel:
         return self.spec.name
 
     @property
+    def ranks(self) -> int:
+        """Number of its devices."""
+        return 1 + len(self.peers)
+
+    @property
     def takes_requests(self) -> bool:
         return self.state in (ModelState.ACTIVATING, ModelState.ACTIVE)
 
@@ -151,15 +156,23 @@ class ModelTotals:
     activations: int = 0
     stages_s: Counter[str] = field(default_factory=Counter)  # of all activations
     last_request_unix_s: float = 0.0
+    # As in ModelReport, at the present number of ranks.
     prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    request_s: float = 0.0
     # Bucket of a length -> requests, as in ModelReport.
     prompt_lengths: Counter[int] = field(default_factory=Counter)
     output_lengths: Counter[int] = field(default_factory=Counter)
     _seen: dict[str, Counters] = field(default_factory=dict)
+    _ranks: int = 0
 
-    def begin(self, engine_id: str, counters: Counters) -> None:
-        """Sets the baseline of an engine that starts to serve the model: its present counters."""
+    def begin(self, engine_id: str, counters: Counters, ranks: int) -> None:
+        """Sets the baseline of an engine that starts to serve the model: its present counters.
+        Speeds of another number of ranks are forgotten."""
         self._seen = {engine_id: counters}
+        if ranks != self._ranks:
+            self.prefill_tokens_per_s = self.step_s = self.request_s = 0.0
+        self._ranks = ranks
 
     def observe(self, status: EngineStatus) -> None:
         """Adds the growth of the counters since this engine's last status about this model."""
@@ -172,6 +185,8 @@ class ModelTotals:
         self.retractions += grown[2]
         if status.prefill_tokens_per_s > 0:
             self.prefill_tokens_per_s = status.prefill_tokens_per_s
+        if status.step_s > 0:
+            self.step_s, self.request_s = status.step_s, status.request_s
 
 
 class Models:

@@ -27,7 +27,7 @@ from prism.engines.request_checks import check_images, failure
 from prism.errors import BadRequestError, EngineError
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Chunk, Failure, Request, Resume
-from prism.models.prefill_speed import Speed
+from prism.models.prefill_speed import Speeds
 
 
 class InjectedFault(EngineError):
@@ -81,12 +81,14 @@ class FakeBatch:
         options: FakeOptions,
         *,
         totals: RequestTotals,
-        speed: Speed,
+        speeds: Speeds,
+        ranks: int = 1,
     ) -> None:
         self.memory = memory
         self._options = options
         self._totals = totals
-        self._speed = speed
+        self._speeds = speeds
+        self._speedup = 1 + options.rank_speedup * (ranks - 1)
         self._model = order.model
         self._chunk_tokens = engine.prefill_chunk_tokens
         self.max_running = min(order.max_running, engine.max_running)
@@ -158,7 +160,7 @@ class FakeBatch:
             "running": len(self._running),
             "waiting": len(self._waiting),
             "pending_prefill_tokens": sum(s.prefill_left for s in (*self._waiting, *self._running)),
-            "prefill_tokens_per_s": self._speed.tokens_per_s,
+            **self._speeds.figures(),
         }
 
     # --- one step --------------------------------------------------------------------------
@@ -233,7 +235,9 @@ class FakeBatch:
         self._pass_time(tokens)
         seconds = time.monotonic() - started_s
         if prefilled and seconds > 0:
-            self._speed.add(prefilled, seconds)
+            self._speeds.prefill.add(prefilled, seconds)
+        elif self._running and not prefilled:
+            self._speeds.steps.add(len(self._running), seconds)
 
     def _pass_time(self, tokens: int) -> None:
         """Waits for the duration of a step, which grows with its tokens of prefill and decode. As
@@ -242,6 +246,7 @@ class FakeBatch:
         seconds = self._options.decode_step_ms / 1000 if self._running else 0.0
         if self._options.prefill_tokens_per_s:
             seconds += tokens / self._options.prefill_tokens_per_s
+        seconds /= self._speedup
         now_s = time.monotonic()
         if now_s - self._due_s > seconds:
             self._due_s = now_s

@@ -21,7 +21,7 @@ from prism.engines.timeline import Timeline
 from prism.errors import ActivationError, SelfCheckError
 from prism.messages.engine import Activated, ActivateEngine, EngineStatus
 from prism.messages.requests import Request
-from prism.models.prefill_speed import Speed
+from prism.models.prefill_speed import Speeds
 
 
 class FakeCore:
@@ -37,7 +37,7 @@ class FakeCore:
         self._batch: FakeBatch | None = None
         self._served = False
         self._totals = RequestTotals()
-        self._speeds: dict[str, Speed] = {}
+        self._speeds: dict[str, Speeds] = {}
 
     # --- activation and deactivation -------------------------------------------------------
 
@@ -78,7 +78,8 @@ class FakeCore:
             self._context.config.engine,
             self._options,
             totals=self._totals,
-            speed=self._speeds.setdefault(name, Speed()),
+            speeds=self._speeds.setdefault(name, Speeds()),
+            ranks=self._context.ranks.size,
         )
         activated = memory.describe(order, self._batch.max_running)
         activated.stages_s.update(timeline.finish())

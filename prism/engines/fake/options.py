@@ -21,6 +21,8 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_per_s: float = 0.0
     # Time of a step in addition to its tokens.
     decode_step_ms: float = 0.0
+    # Each rank above 0 makes steps faster by this part of the speed of one rank.
+    rank_speedup: float = 0.0
     # Time of an activation's "weights" stage.
     activation_s: float = 0.0
     # Output tokens are in [first, second).

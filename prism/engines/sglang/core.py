@@ -148,9 +148,10 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
             return
         if batch.forward_mode.is_decode():
             active.graphs.decoded()
+            self._speeds_of(active).steps.add(batch.batch_size(), time.monotonic() - started_s)
         elif batch.forward_mode.is_extend():
             tokens = int(batch.extend_num_tokens or 0)
-            self._prefilled(active, tokens, time.monotonic() - started_s)
+            self._speeds_of(active).prefill.add(tokens, time.monotonic() - started_s)
 
     def _deliver(self, emission: Emission, output: StepOutput) -> None:
         running = self._by_rid.get(emission.rid)

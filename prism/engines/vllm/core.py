@@ -140,7 +140,9 @@ class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
         left, started_s = active.scheduler.prefill_left(), time.monotonic()
         outputs = self._computed(active)
         if (prefilled := left - active.scheduler.prefill_left()) > 0:
-            self._prefilled(active, prefilled, time.monotonic() - started_s)
+            self._speeds_of(active).prefill.add(prefilled, time.monotonic() - started_s)
+        elif outputs:
+            self._speeds_of(active).steps.add(len(outputs), time.monotonic() - started_s)
         return outputs
 
     def _computed(self, active: _Active) -> list[Any]:
