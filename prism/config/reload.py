@@ -45,6 +45,7 @@ FIXED = {
     "kv_dtype": "kv_cache_dtype",
     "context_length": "context_length",
     "tp": "tp",
+    "chooses_degree": "tp",
     "adapter": "adapter",
     "static_share": "static_share",
     "images": "images",
@@ -72,7 +73,7 @@ FIXED = {
     "kv_head_weight_bytes": "path",
 }
 # Fields that follow from these and from the number of models.
-DERIVED = ("name", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
+DERIVED = ("name", "degrees", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
 _DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
 _JOURNAL = {"max_bytes": "max"}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,6 +17,7 @@ from prism.config.api_keys import read_keys, variable_keys
 from prism.config.checks.adapters import (
     adapter_named,
     adapter_names,
+    check_degree,
     check_loadable,
     check_parsers,
     with_engine_needs,
@@ -23,7 +26,14 @@ from prism.config.checks.adapters import (
 from prism.config.checks.embedding_models import embedding_of
 from prism.config.checks.image_models import image_spec, takes_images
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES, check_attention, kv_cache_dtype
-from prism.config.checks.memory_needs import KV_LAYOUTS, EngineTraits, check_memory, undivided
+from prism.config.checks.memory_needs import (
+    KV_LAYOUTS,
+    TP_DEGREES,
+    EngineTraits,
+    check_memory,
+    spread_over,
+    undivided,
+)
 from prism.config.checks.model_paths import (
     OfHub,
     absolute,
@@ -106,10 +116,9 @@ def _resolve(
     engine = _engine(data.engine, base_dir)
     for i, m in enumerate(data.models):  # all of them, before a model is downloaded
         _check_model_values(m, f"models[{i}]", base_dir)
-    models = [
-        _model(m, f"models[{i}]", base_dir, engine, of_hub, on_gpus=on_gpus)
-        for i, m in enumerate(data.models)
-    ]
+    read = partial(_model, base_dir=base_dir, engine=engine, of_hub=of_hub, on_gpus=on_gpus)
+    rows = [m if m.tp else msgspec.structs.replace(m, tp=_default_tp(on_gpus)) for m in data.models]
+    models = [read(m, f"models[{i}]", _first(m)) for i, m in enumerate(rows)]
     config = ClusterConfig(
         namespace="",
         run_dir="",
@@ -146,13 +155,66 @@ def _resolve(
     config = with_engine_needs(config)
     check_loadable(config)
     check_parsers(config)
-    rows = zip(models, data.models, strict=True)
-    models = [_replicated(m, row, f"models[{i}]", config) for i, (m, row) in enumerate(rows)]
+    given = zip(models, rows, strict=True)
+    models = [_replicated(m, row, f"models[{i}]", config) for i, (m, row) in enumerate(given)]
     models = [with_layout(model, config, data.engine.kv_layout) for model in models]
-    config = msgspec.structs.replace(config, models=models)
+    config = _with_degrees(msgspec.structs.replace(config, models=models), rows, read)
     check_memory(config)
     _check_shares(config)
     return config
+
+
+# --- tensor-parallel degrees ---------------------------------------------------------------
+
+_Read = Callable[[ModelYaml, str, int], ModelSpec]
+
+
+def _default_tp(on_gpus: bool) -> int | Literal["auto"]:
+    """Returns 1 for host devices: they share the CPU, so several are not faster than one."""
+    return "auto" if on_gpus else 1
+
+
+def _first(data: ModelYaml) -> int:
+    """Returns the number of devices that a model is checked for first."""
+    return data.tp if isinstance(data.tp, int) else 1
+
+
+def _with_degrees(config: ClusterConfig, rows: Sequence[ModelYaml], read: _Read) -> ClusterConfig:
+    """Returns `config` with models of `tp: auto` at the least degree at which they fit. One that
+    fits at none is unchanged."""
+    most = max(Counter(device.node for device in config.devices).values())
+    for index, data in enumerate(rows):
+        if data.tp != "auto":
+            continue
+        tried = (_at_degree(config, index, data, tp, read) for tp in TP_DEGREES if tp <= most)
+        if fitting := [model for model in tried if model is not None]:
+            degrees = tuple(model.tp for model in fitting)
+            chosen = msgspec.structs.replace(fitting[0], degrees=degrees)
+            config = _replaced(config, index, chosen)
+    return config
+
+
+def _at_degree(
+    config: ClusterConfig, index: int, data: ModelYaml, tp: int, read: _Read
+) -> ModelSpec | None:
+    """Returns the model at a degree, None if it cannot have it."""
+    model, key = config.models[index], f"models[{index}]"
+    images = model.images is not None
+    given = msgspec.structs.replace(data, path=model.path, images=images, lora=[])
+    try:
+        if tp > 1:
+            read(given, key, tp)
+        _check_spread(msgspec.structs.replace(model, tp=tp), key)
+        found = _replicated(spread_over(model, tp), data, key, config)
+        check_degree(_replaced(config, index, found), index)
+    except ConfigError:
+        return None
+    return found
+
+
+def _replaced(config: ClusterConfig, index: int, model: ModelSpec) -> ClusterConfig:
+    models = [*config.models[:index], model, *config.models[index + 1 :]]
+    return msgspec.structs.replace(config, models=models)
 
 
 def _with_tls(data: FrontendConfig, base_dir: Path) -> FrontendConfig:
@@ -345,27 +407,28 @@ def _weight_store(wanted: str, base_dir: Path) -> str:
 def _model(
     data: ModelYaml,
     key: str,
+    tp: int,
+    *,
     base_dir: Path,
     engine: EngineConfig,
     of_hub: OfHub,
-    *,
     on_gpus: bool,
 ) -> ModelSpec:
     path, hub_name = folder_of(base_dir, data.path, f"{key}.path", of_hub)
     adapter = data.adapter or engine.adapter
     traits = adapter_named(adapter).traits()
-    images = takes_images(data, path, key, traits)
+    images = takes_images(data, path, key, traits, tp)
     files = _files(data, path, key, traits, images=images)
     # CPU kernels of half precision are slow and less exact: host devices serve in float32.
     auto = files.stored_dtype if on_gpus else "float32"
     dtype = auto if data.dtype == "auto" else data.dtype
-    if data.tp > 1:
-        _check_divides(files, data.tp, adapter, traits, f"{key}.tp")
+    if tp > 1:
+        _check_divides(files, tp, adapter, traits, f"{key}.tp")
     if data.lora and not traits.lora:
         raise ConfigError(f"{key}.lora: {adapter} engines do not support LoRA; remove the key")
     if method := files.quantization:
         check_quantization(method, path, f"{key}.path", traits, on_gpus=on_gpus)
-        check_options(method, key, dtype, tp=data.tp, adapters=bool(data.lora))
+        check_options(method, key, dtype, tp=tp, adapters=bool(data.lora))
     kv_dtype = kv_cache_dtype(data.kv_cache_dtype, dtype, files, key, traits)
     if on_gpus and kv_dtype != dtype:
         is_latent = files.pools.latent_rope_dim is not None
@@ -381,7 +444,7 @@ def _model(
         never_evict=data.never_evict,
         pinned_device=data.device,
         static_share=data.static_share,
-        tp=data.tp,
+        tp=tp,
         tool_parser=data.tool_parser,
         reasoning_parser=data.reasoning_parser,
         adapter=adapter,
@@ -426,7 +489,8 @@ def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:
     _one_of(data.kv_cache_dtype, (AUTO, *KV_CACHE_DTYPES), f"{key}.kv_cache_dtype")
     if data.context_length is not None:
         _at_least(data.context_length, 1, f"{key}.context_length")
-    _at_least(data.tp, 1, f"{key}.tp")
+    if isinstance(data.tp, int):
+        _at_least(data.tp, 1, f"{key}.tp")
     if data.adapter is not None:
         _one_of(data.adapter, adapter_names(), f"{key}.adapter")
     if data.static_share is not None and not 0 < data.static_share <= 1:

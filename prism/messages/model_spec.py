@@ -103,6 +103,8 @@ class ModelSpec(Wire, frozen=True):
     whole_weight_bytes: int = 0
     kv_head_weight_bytes: int = 0
     tp: int = 1  # number of devices (tensor parallel)
+    # Numbers that a policy may choose, ascending; `tp` is the least. Empty: `tp` is fixed.
+    degrees: tuple[int, ...] = ()
     # Parsers of answers: a name of the engine, "auto" or "none".
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -125,6 +127,16 @@ class ModelSpec(Wire, frozen=True):
     def other_kv_dtype(self) -> str:
         """Dtype of the KV cache, "" if it is the model's."""
         return "" if self.kv_dtype == self.dtype else self.kv_dtype
+
+    @property
+    def possible_degrees(self) -> tuple[int, ...]:
+        """Numbers of devices that a copy may be spread over."""
+        return self.degrees or (self.tp,)
+
+    @property
+    def chooses_degree(self) -> bool:
+        """True if policies may choose the number of devices."""
+        return bool(self.degrees)
 
     @property
     def is_plain(self) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcached.layouts import state_layout
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES
-from prism.config.checks.memory_needs import PoolNeed, side_need, window_kept
+from prism.config.checks.memory_needs import TP_DEGREES, PoolNeed, side_need, window_kept
 from prism.config.schema.slo import SloYaml
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError, TooLargeError
@@ -24,8 +24,6 @@ from prism_sim.costs.catalog import HOST_S, cost_model, model_shape
 from prism_sim.costs.gpus import GpuSpec
 from prism_sim.costs.shapes import ModelShape, known_shape
 from prism_sim.scenario.config import SimEngineYaml, SimModelYaml
-
-TP_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)

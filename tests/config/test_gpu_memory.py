@@ -126,3 +126,15 @@ def test_host_devices_plan_nothing(folder: Path) -> None:
     [device] = config.devices
     assert (device.idle_bytes, device.models_bytes) == (0, device.capacity_bytes)
     assert memory_need(config.models[0], device, config.engine).static_bytes == 16 * MIB
+
+
+def test_a_model_on_gpus_has_each_degree_for_which_its_engine_has_memory(folder: Path) -> None:
+    assert [model.degrees for model in loaded(folder).models] == [(1, 2), ()]
+    path = folder / "prism.yaml"
+    data = yaml.safe_load(path.read_text())
+    data["models"] = [{"name": "a", "path": "a"}]
+    least_mib = NEEDS.static_min_bytes(1) // MIB
+    for static_mib, degrees in ((least_mib + 59, (1,)), (least_mib + 60, (1, 2))):
+        data["engine"]["static"] = f"{static_mib}MiB"
+        path.write_text(yaml.safe_dump(data))
+        assert load(path).models[0].degrees == degrees

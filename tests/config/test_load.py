@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec import structs
 
 from prism.config.resolve import load
 from prism.config.resolved import read_resolved, write_resolved
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.replicas import ReplicasYaml
 from prism.errors import ConfigError
 from prism.policies.registry import names
@@ -408,3 +410,41 @@ def test_a_model_over_two_devices_needs_two_of_a_kind(folder: Path) -> None:
         ConfigError, match=r"models\[0\]\.tp: a needs .* on each of 2 .*, and only 1 have"
     ):
         load(written(folder, data))
+
+
+def test_auto_has_each_degree_that_devices_and_heads_allow(folder: Path) -> None:
+    """Is not the default on host devices."""
+    data = copy.deepcopy(GOOD)
+    data["devices"].append({**data["devices"][1], "name": "host:2"})
+    assert [model.degrees for model in load(written(folder, data)).models] == [(), ()]
+    for row in data["models"]:
+        row["tp"] = "auto"
+    a, pinned = load(written(folder, data)).models
+    assert (a.tp, a.degrees) == (1, (1, 2))  # 2 KV heads, 3 devices
+    assert (pinned.tp, pinned.degrees) == (1, (1,))
+    data["models"][0]["replicas"] = {"min": 3}
+    assert load(written(folder, data)).models[0].degrees == (1,)
+    data["models"][0]["tp"] = "most"
+    with pytest.raises(ConfigError, match=r"models\[0\]\.tp: "):
+        load(written(folder, data))
+
+
+def test_auto_starts_at_the_least_degree_that_fits(folder: Path) -> None:
+    data = copy.deepcopy(GOOD)
+    del data["models"][1]
+    data["engine"]["static"] = "64KiB"
+    data["devices"] = [{"name": f"host:{n}", "page": "4KiB", "capacity": "160KiB"} for n in (0, 1)]
+    with pytest.raises(ConfigError, match=r"a needs .* raise capacity"):
+        load(written(folder, data))
+    data["models"][0]["tp"] = "auto"
+    config = load(written(folder, data))
+    assert [(m.tp, m.degrees) for m in config.models] == [(2, (2,))]
+    assert config == read_back(config, folder)
+    data["models"][0]["tp"] = 2
+    [two] = load(written(folder, data)).models
+    assert config.models == [structs.replace(two, degrees=(2,))]
+
+
+def read_back(config: ClusterConfig, folder: Path) -> ClusterConfig:
+    write_resolved(config, folder / "cluster.json")
+    return read_resolved(folder / "cluster.json")

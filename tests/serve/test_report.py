@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
 from prism.serve.console import report
+from tests.cluster.conftest import spec
 
 
 def seen(status: ClusterStatus) -> list[list[str]]:
     """Returns the cells of each line."""
+    return cells(report.cluster(status))
+
+
+def cells(table: RenderableType) -> list[list[str]]:
     out = io.StringIO()
-    Console(file=out, width=200).print(report.cluster(status))
+    Console(file=out, width=200).print(table)
     return [
         [c.strip() for c in line.strip("│┃ ").split("│")] for line in out.getvalue().splitlines()
     ]
@@ -44,3 +50,17 @@ def test_one_machine_has_no_table_of_nodes() -> None:
         for line in seen(ClusterStatus(0.0, "prism", {}, [agent("host:0")]))
         if line[0].startswith("node")
     ]
+
+
+def test_a_check_shows_the_degrees_of_a_model() -> None:
+    config = ClusterConfig(
+        namespace="n",
+        run_dir="/run",
+        redis_url="",
+        policy="prism",
+        devices=[DeviceConfig("host:0", 1 << 24, 4096, 2)],
+        models=[spec("a", degrees=(1, 2, 4), num_kv_heads=4), spec("b", degrees=(1,)), spec("c")],
+    )
+    names = [line[0] for line in cells(report.configuration(config))]
+    assert "a, tp 1 at first, 2, 4 possible" in names
+    assert {"b", "c"} <= {*names}

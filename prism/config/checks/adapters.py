@@ -18,9 +18,11 @@ import prism
 from prism.config.checks.memory_needs import (
     KV_LAYOUTS,
     arranged,
+    check_model_fits,
     check_static,
     grouped,
-    shard_of,
+    one_of_each_kind,
+    spread_over,
 )
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.machines import is_gpu
@@ -128,6 +130,17 @@ def check_loadable(config: ClusterConfig) -> None:
     forget_headers()
 
 
+def check_degree(config: ClusterConfig, index: int) -> None:
+    """Raises ConfigError if the devices or their engines are too small for a model at its `tp`."""
+    check_model_fits(config, index)
+    model = config.models[index]
+    alone = msgspec.structs.replace(config, models=[model])
+    for device in one_of_each_kind(config):
+        if is_gpu(device.name):
+            needs = adapter_named(config.adapter_of(model)).needs(device.name)
+            check_static(alone, device.name, needs)
+
+
 def check_parsers(config: ClusterConfig) -> None:
     """Raises ConfigError for a parser of answers that its model's adapter does not have."""
     for index, model in enumerate(config.models):
@@ -151,7 +164,4 @@ def with_layout(model: ModelSpec, config: ClusterConfig, kv_layout: str) -> Mode
         model = grouped(model, traits.block_layers)
     asked = KV_LAYOUTS["per_layer" if is_plain else kv_layout]
     model = arranged(model, config, traits.arrangements or asked)
-    if model.tp == 1:
-        return model
-    token_bytes = shard_of(model, model.tp).token_bytes * model.tp  # some KV is on every device
-    return msgspec.structs.replace(model, token_bytes=token_bytes)
+    return spread_over(model, model.tp)

@@ -23,7 +23,7 @@ _PROMPT_TOKENS = {"llama4": "<|image|>"}
 _TILES_MAX = {"internvl": 12, "llama4": 16}
 
 
-def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits) -> bool:
+def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits, tp: int) -> bool:
     """Returns whether the model in directory `path`, with the entry `data` of the YAML, takes
     images.
 
@@ -42,7 +42,7 @@ def takes_images(data: ModelYaml, path: Path, key: str, traits: EngineTraits) ->
         lacks = f"does not have {_PROCESSORS[0]}; save the model's processor there"
     if lacks and data.images:
         raise ConfigError(f"{key}.images: {path} {lacks}, or remove the key")
-    spread = data.tp > 1 and kind not in traits.image_ranks
+    spread = tp > 1 and kind not in traits.image_ranks
     adapted = bool(data.lora) and kind not in traits.image_adapters
     others = {"lora": adapted, "tp": spread, "embeddings": bool(data.embeddings)}
     combined = [name for name, is_set in others.items() if is_set]

@@ -282,6 +282,17 @@ def shard_of(model: ModelSpec, ranks: int) -> ModelSpec:
     return msgspec.structs.replace(shard, token_bytes=layout_of(shard).token_bytes)
 
 
+def spread_over(model: ModelSpec, tp: int) -> ModelSpec:
+    """Returns `model` on `tp` devices, which keep their part of the heads per layer. With `tp` 1 it
+    must be on one device already. Raises ActivationError if they cannot share it."""
+    if tp == 1:
+        return model
+    token_bytes = shard_of(model, tp).token_bytes * tp  # some KV is on every device
+    return msgspec.structs.replace(
+        model, tp=tp, kv_arrangement="per_layer", token_bytes=token_bytes
+    )
+
+
 def arranged(model: ModelSpec, config: ClusterConfig, accepted: Sequence[Arrangement]) -> ModelSpec:
     """Returns `model` in the accepted arrangement that suits the device where its quantum, shared
     by all models that may be there, weighs most."""
@@ -334,6 +345,10 @@ def _slab(layout: KVLayout, page_bytes: int) -> tuple[int, int]:
     return layout.slab_tokens(page_bytes), layout.quantum_bytes(page_bytes)
 
 
+TP_DEGREES = (1, 2, 4, 8)
+"""Numbers of devices that are chosen for a model that names none."""
+
+
 def kind_of(device: DeviceConfig, engine: EngineConfig) -> Hashable:
     """Returns a key that is equal for devices of the same capacity on which every model needs the
     same memory."""
@@ -374,7 +389,7 @@ def check_memory(config: ClusterConfig) -> None:
     for index in range(len(config.devices)):
         _check_device_serves(config, index)
     for index in range(len(config.models)):
-        _check_model_fits(config, index)
+        check_model_fits(config, index)
 
 
 def _check_device_serves(config: ClusterConfig, index: int) -> None:
@@ -396,7 +411,8 @@ def _check_device_serves(config: ClusterConfig, index: int) -> None:
     )
 
 
-def _check_model_fits(config: ClusterConfig, index: int) -> None:
+def check_model_fits(config: ClusterConfig, index: int) -> None:
+    """Raises ConfigError, with a sufficient value, if one of the models does not fit."""
     spec = config.models[index]
     allowed = [(i, d) for i, d in enumerate(config.devices) if spec.pinned_device in (None, d.name)]
     best, device = max(allowed, key=lambda pair: pair[1].models_bytes)

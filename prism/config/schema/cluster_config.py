@@ -7,7 +7,7 @@ JSON (mode 0600) into the run directory; child processes read that file (`resolv
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,9 +58,10 @@ class ModelYaml(Strict, frozen=True):
     # This model's fraction of its device's KV memory under the static policy. Default: an equal
     # part of what is left.
     static_share: float | None = None
-    # The number of devices that the model is spread over (tensor parallel). The scheduler chooses
-    # them.
-    tp: int = 1
+    # The number of devices that the model is spread over (tensor parallel), which the scheduler
+    # chooses. "auto": the least number at which it fits; the policy "prism" raises and lowers it by
+    # the model's traffic and SLOs. Default: auto if all devices are GPUs, otherwise 1.
+    tp: int | Literal["auto"] | None = None
     # The parser of its tool calls, by SGLang's name. "auto" detects it by the chat template. "none"
     # disables it.
     tool_parser: str = "auto"

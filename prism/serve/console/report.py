@@ -69,7 +69,7 @@ def _models_table(config: ClusterConfig) -> Table:
     for model in config.models:
         need = _need(config, model)
         table.add_row(
-            f"{model.name}, tp {model.tp}" if model.tp > 1 else model.name,
+            _name(model),
             f"{model.architecture} {model.dtype}",
             str(model.context_length),
             format_size(model.weight_bytes),
@@ -78,6 +78,14 @@ def _models_table(config: ClusterConfig) -> Table:
             f"{model.slo_ttft_s * 1000:g} / {model.slo_tpot_s * 1000:g} ms",
         )
     return table
+
+
+def _name(model: ModelSpec) -> str:
+    """Returns a model's name with its number of devices at the start, and others that the policy
+    may choose."""
+    if others := ", ".join(map(str, model.degrees[1:])):
+        return f"{model.name}, tp {model.tp} at first, {others} possible"
+    return f"{model.name}, tp {model.tp}" if model.tp > 1 else model.name
 
 
 def _devices_table(config: ClusterConfig) -> Table:
