@@ -15,9 +15,11 @@ from functools import partial
 from prism.cluster.link import AgentLinks, wait_for_result
 from prism.cluster.state.actions import Move
 from prism.cluster.state.scheduler_state import SchedulerState
+from prism.config.checks.memory_needs import spread_over
 from prism.config.schema.endpoints import nearest
 from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
+from prism.messages.model_spec import ModelSpec
 from prism.policies.data import Action, Activate, Evict, Migrate
 from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
@@ -165,7 +167,8 @@ class Actuator:
         """
         config = self._state.config
         if config.engine.weight_store:
-            command = PrefetchModel(0, config.model(action.model), action.reason)
+            spec = self._spec(action.model, 1 + len(action.peers))
+            command = PrefetchModel(0, spec, action.reason)
             read = partial(self._note_hint, action.device, action.model)
             self._link.post(action.device, command).add_done_callback(read)
 
@@ -215,7 +218,7 @@ class Actuator:
         self, name: str, device: str, action: Activate | Migrate, route_at_once: bool
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
-        spec = self._state.config.model(name)
+        spec = self._spec(name, 1 + len(action.peers))
         command = ActivateModel(0, spec, limit_bytes, action.reason, action.peers)
         since_s = self._state.now_s()
         result = self._link.post(device, command)
@@ -228,6 +231,15 @@ class Actuator:
         await self._wait_for_report(device, name, "active")
         now_s = self._state.now_s()
         self._state.activations.loaded(name, now_s - since_s, now_s)
+
+    def _spec(self, name: str, tp: int) -> ModelSpec:
+        """Returns the model on `tp` devices. Raises ActionError if it cannot be spread over as
+        many."""
+        model = self._state.config.model(name)
+        if tp not in model.possible_degrees:
+            known = ", ".join(map(str, model.possible_degrees))
+            raise ActionError(f"{name} cannot be on {tp} devices; its degrees are {known}")
+        return spread_over(model, tp)
 
     async def _take_down(self, command: EvictModel, device: str) -> None:
         timing = self._state.timing

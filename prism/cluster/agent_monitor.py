@@ -43,6 +43,7 @@ class AgentMonitor:
         lengths = {m.model: (dict(m.prompt_lengths), dict(m.output_lengths)) for m in report.models}
         state.traffic.observe(device, lengths, now_s)
         state.sizes.observe(report)
+        state.speeds.observe(report)
         if state.policy.asks_startup:
             state.starts.observe(report, state.config)
         if before is None or _planning_state(before) != _planning_state(report):

@@ -174,12 +174,13 @@ class Operator:
     async def _activate(self, model: str, device: str | None) -> ActionResult:
         spec = self._state.config.model(model)
         pinned = spec.pinned_device
-        if device and spec.tp > 1:
-            why = f"the scheduler chooses the {spec.tp} devices of {model}"
+        active = self._state.book.where(model, "active")
+        tp = 1 + len(self._state.book.peers(active[0], model)) if active else spec.tp
+        if device and tp > 1:
+            why = f"the scheduler chooses the {tp} devices of {model}"
             return _result(False, f"{why}; omit the device")
         if device and pinned and device != pinned:
             return _result(False, f"{model} is pinned to {pinned}; it cannot be on {device}")
-        active = self._state.book.where(model, "active")
         if active and device in (None, *active):
             return self._active(model, device or active[0], "is active on")
         if active and device:

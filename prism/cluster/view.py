@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,14 +98,15 @@ def _model(
 ) -> ModelView:
     devices, stage, reports = copy
     move = state.actions.moves.get(spec.name)
-    size = state.sizes.of(spec.name)
+    tp, sizes = _tp(state.book, spec, devices), state.sizes.of(spec.name)
+    size = sizes[tp]
     waiting = state.routes.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
     demands = state.demands.activations
     moving = move is not None and stage == "migrating"
     return ModelView(
         name=spec.name,
         weight_bytes=size.weight_bytes,
-        token_bytes=spec.token_bytes,
+        token_bytes=size.token_bytes,
         kv_floor_bytes=size.kv_floor_bytes,
         slo_ttft_s=spec.slo_ttft_s,
         slo_tpot_s=spec.slo_tpot_s,
@@ -123,7 +124,7 @@ def _model(
         wanted=spec.name in state.startup.wanted,
         deferred=spec.name in state.startup.deferred,
         barred=state.activations.barred(spec.name, now_s),
-        tp=spec.tp,
+        tp=tp,
         peers=devices[1:],
         moving_to=move.devices if move is not None and moving else (),
         replicas_min=spec.replicas_min,
@@ -131,15 +132,25 @@ def _model(
         oldest_wait_s=_oldest_wait_s(state.book, reports, now_s),
         load_s=state.activations.load_s.get(spec.name, 0.0),
         degrees={
-            spec.tp: Degree(
-                size.weight_bytes,
-                spec.token_bytes,
-                size.kv_floor_bytes,
-                prefill_tokens_per_s=max((m.prefill_tokens_per_s for _, m in reports), default=0.0),
+            n: Degree(
+                each.weight_bytes,
+                each.token_bytes,
+                each.kv_floor_bytes,
+                *state.speeds.of(spec, n),
             )
+            for n, each in sizes.items()
         },
+        share_bytes=size.share_bytes if len(sizes) > 1 else 0,
         startup_s=state.starts.of(spec, state.config) if state.policy.asks_startup else {},
     )
+
+
+def _tp(book: AgentBook, spec: ModelSpec, devices: tuple[str, ...]) -> int:
+    """Returns the degree of a copy by its report, or else by its devices; the least one of an
+    absent model, and if there are several copies on the devices (`Actuator.evict_all`)."""
+    is_reported = devices and book.state(devices[0], spec.name) != "absent"
+    tp = 1 + len(book.peers(devices[0], spec.name)) if is_reported else len(devices)
+    return tp if tp in spec.possible_degrees else spec.tp
 
 
 def _idle_s(
@@ -174,7 +185,8 @@ class _Device:
     """Models of a device, by name."""
 
     shown: set[str] = field(default_factory=set)  # those whose ModelView is on the device
-    reported: set[str] = field(default_factory=set)  # those with a rank here, from reports
+    # Degree of those with a rank here, from reports.
+    reported: dict[str, int] = field(default_factory=dict)
     peers: set[str] = field(default_factory=set)  # those with a rank above 0 here, or activating
     coming: list[Move] = field(default_factory=list)  # actions that activate a model here
 
@@ -190,9 +202,10 @@ def _by_device(
     for report in book.reports():
         for model in report.models:
             if model.state not in ABSENT_STATES:
-                found[report.device].reported.add(model.model)
+                tp = 1 + len(model.peers)
+                found[report.device].reported[model.model] = tp
                 for device in model.peers:
-                    found[device].reported.add(model.model)
+                    found[device].reported[model.model] = tp
                     found[device].peers.add(model.model)
     for move in moves:
         if move.brings_up:
@@ -215,8 +228,10 @@ def _gpu(state: SchedulerState, device: DeviceConfig, here: _Device) -> GpuView:
             node=device.node,
         )
     coming = here.coming
-    unseen = {m.model for m in coming if state.book.state(m.device, m.model) == "absent"}
-    taking_engine = {m.model for m in coming if m.device == device.name} & unseen
+    unseen = {
+        m.model: len(m.devices) for m in coming if state.book.state(m.device, m.model) == "absent"
+    }
+    taking_engine = {m.model for m in coming if m.device == device.name} & unseen.keys()
     pending_bytes = sum(_pending_bytes(state.book, state.sizes, m) for m in coming)
     pending_bytes += report.engines_starting * device.idle_bytes
     return GpuView(
@@ -246,13 +261,17 @@ def _pending_bytes(book: AgentBook, sizes: Sizes, move: Move) -> int:
     """Returns the bytes that an activating model will still reserve on each of its devices."""
     model = book.model(move.device, move.model)
     held = model.static_bytes + model.kv_reserve_bytes if model else 0
-    return max(0, sizes.part_bytes(move.model) - held)
+    return max(0, sizes.part_bytes(move.model, len(move.devices)) - held)
 
 
-def _elsewhere_bytes(sizes: Sizes, here: _Device, unseen: Collection[str]) -> int:
+def _elsewhere_bytes(sizes: Sizes, here: _Device, unseen: Mapping[str, int]) -> int:
     """Returns the bytes here of models whose ModelView is on other devices.
 
     These are copies that are being activated or evicted.
+
+    Args:
+        unseen: Degrees of models that will be here and are not in reports.
     """
-    away = here.reported.union(unseen) - here.shown
-    return sum(sizes.part_bytes(name) for name in away)
+    degrees = {**unseen, **here.reported}
+    away = degrees.keys() - here.shown
+    return sum(sizes.part_bytes(name, degrees[name]) for name in away)

@@ -28,6 +28,7 @@ from prism.messages.agent import (
     TrimModel,
 )
 from prism.queueing.request_queue import RequestQueue
+from prism.scheduler.traffic import bucket
 
 LEASE_S = 0.6
 TICK_S = 0.02
@@ -63,6 +64,9 @@ class ScriptedAgent:
     broken_rules: list[str] = field(default_factory=list)
     residents: dict[str, Resident] = field(default_factory=dict)
     finished: Counter[str] = field(default_factory=Counter)
+    # Reported of each model: the length of its prompts, and tokens per second of each rank.
+    prompt_tokens: int = 10
+    prefill_tokens_per_s: float = 0.0
     serving: bool = True
     silent: bool = False
 
@@ -130,7 +134,10 @@ class ScriptedAgent:
             state=resident.state,
             waiting=self._waiting[name],
             last_request_unix_s=self._last_request[name],
-            prompt_tokens_total=10 * self.finished[name],
+            prompt_tokens_total=self.prompt_tokens * self.finished[name],
+            prefill_tokens_per_s=self.prefill_tokens_per_s * (1 + len(resident.peers)),
+            prompt_lengths=[(bucket(self.prompt_tokens), self.finished[name])],
+            output_lengths=[(bucket(1), self.finished[name])],
             finished_total=self.finished[name],
             error=resident.error,
             peers=resident.peers,

@@ -13,6 +13,7 @@ from prism.cluster.repairs import DropCopy, Reroute, Route, repairs
 from prism.cluster.state.actions import Move
 from prism.cluster.state.activation_history import Activations
 from prism.cluster.state.scheduler_state import SchedulerState
+from prism.cluster.state.speeds import GAIN
 from prism.cluster.state.timing import SchedulerTiming
 from prism.cluster.status import build_status, degraded
 from prism.cluster.view import build_view
@@ -60,6 +61,7 @@ def seen(state: SchedulerState, *reports: AgentReport, at_s: float = 100.0) -> N
     for r in reports:
         state.book.take(r, at_s)
         state.sizes.observe(r)
+        state.speeds.observe(r)
         state.starts.observe(r, state.config)
         lengths = {m.model: (dict(m.prompt_lengths), dict(m.output_lengths)) for m in r.models}
         state.traffic.observe(r.device, lengths, at_s)
@@ -90,6 +92,70 @@ def test_a_policy_sees_rates_lengths_and_prefill_speed() -> None:
     status = build_status(state, build_view(state, 110.0))
     values = json.loads(msgspec.json.encode(status))  # as the console reads it over HTTP
     assert msgspec.convert(values, ClusterStatus).agents[0].models[0].prompt_lengths
+
+
+AUTO = spec("a", degrees=(1, 2), num_kv_heads=2, token_bytes=256)
+
+
+def wide(state: str = "active", **more: Any) -> ModelReport:
+    return ModelReport("a", state, peers=("host:1",), **more)
+
+
+def test_a_policy_sees_each_degree() -> None:
+    """Sees its size, and the speed that was measured there, or else an estimate."""
+    state = make_state(AUTO)
+    seen(state, report("host:0"))
+    a = look(state)[0]["a"]
+    assert (a.tp, list(a.degrees), a.degrees[1].prefill_tokens_per_s) == (1, [1, 2], 0.0)
+    assert a.degrees[2].weight_bytes == a.degrees[1].weight_bytes == a.weight_bytes
+    narrow = {"prefill_tokens_per_s": 900.0, "step_s": 0.03, "request_s": 0.003}
+    seen(state, report("host:0", ModelReport("a", "active", **narrow)))
+    state.routes.placement["a"] = ("host:0",)
+    estimate = look(state)[0]["a"].degrees[2]
+    assert estimate.prefill_tokens_per_s == pytest.approx(900.0 * GAIN)
+    assert estimate.step_s == pytest.approx(0.03 / GAIN)
+    assert estimate.request_s == pytest.approx(0.003 / GAIN)
+    held = wide(prefill_tokens_per_s=1600.0, static_bytes=30000, kv_reserve_bytes=9000)
+    seen(state, report("host:0", held))
+    a = look(state)[0]["a"]
+    assert (a.tp, a.peers) == (2, ("host:1",))
+    assert (
+        (a.weight_bytes, a.kv_floor_bytes)
+        == (60000, 18000)
+        == (
+            a.degrees[2].weight_bytes,
+            a.degrees[2].kv_floor_bytes,
+        )
+    )
+    assert a.degrees[1].weight_bytes != 60000
+    speeds = [degree.prefill_tokens_per_s for degree in a.degrees.values()]
+    assert speeds == [900.0, 1600.0]
+
+
+def test_a_copy_on_its_way_counts_at_its_own_degree() -> None:
+    state = make_state(AUTO)
+    seen(state, report("host:0"), report("host:1"))
+    whole = state.sizes.part_bytes("a", 1)
+    half = state.sizes.part_bytes("a", 2)
+    assert half < whole
+    state.actions.begin(Move("activate", "a", "host:0", peers=("host:1",)), "")
+    models, gpus = look(state)
+    assert models["a"].tp == 2
+    assert gpus["host:0"].free_bytes == CAPACITY - half
+    failed = ModelReport("a", "failed", peers=("host:1",))
+    seen(state, report("host:0", failed), report("host:1"))
+    state.actions.moves.clear()
+    state.actions.begin(Move("activate", "a", "host:0"), "")
+    models, gpus = look(state)
+    assert models["a"].tp == 1
+    assert gpus["host:0"].free_bytes == CAPACITY - whole
+
+
+def test_two_copies_that_leave_together_are_not_a_degree() -> None:
+    state = make_state(spec("a"))
+    seen(state, report("host:0"), report("host:1"))
+    state.actions.begin(Move("evict", "a", "host:0", peers=("host:1",)), "")
+    assert look(state)[0]["a"].tp == 1
 
 
 def test_a_device_without_report_is_not_alive() -> None:

@@ -47,7 +47,7 @@ def test_a_model_s_size_is_computed_once_for_devices_that_are_alike(asked: list[
         memory_need(spec("m0"), d, EngineConfig(static_bytes=0)).total_bytes
         for d in cluster(other).devices
     )
-    assert found.of("m0").total_bytes == largest
+    assert found.of("m0")[1].total_bytes == largest
 
 
 @pytest.mark.parametrize("tp", [1, 2])

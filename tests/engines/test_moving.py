@@ -182,6 +182,20 @@ def test_several_ranks_use_no_file() -> None:
     unused: Any = None
     moves = KVMoves(kv, RankGroup(0, 2, []), unused, unused, unused)
     assert moves.export([7], 5, [0], ("cuda:0", "cuda:1")) == Resume([7])
+    assert moves.importer(Resume([7], "/x/0.npy", 5)) is None
+
+
+@pytest.mark.parametrize(("ranks", "targets"), [(1, 2), (2, 1), (2, 4)])
+def test_another_number_of_ranks_gets_no_kv(ranks: int, targets: int) -> None:
+    """Ranks divide KV in other ways: requests resume with their output and compute it again."""
+    unused: Any = None
+    kv: Any = SimpleNamespace(
+        layout=kvcached.Layout(num_layers=1, num_kv_heads=1, head_dim=4),
+        can_offer_to=lambda device: True,
+    )
+    moves = KVMoves(kv, RankGroup(0, ranks, []), unused, unused, unused)
+    names = tuple(f"host:{number}" for number in range(targets))
+    assert moves.export([7], 5, [0], names) == Resume([7])
 
 
 def test_abandoned_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

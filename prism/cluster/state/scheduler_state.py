@@ -12,6 +12,7 @@ from prism.cluster.state.demands import OperatorDemands, Startup
 from prism.cluster.state.routes import Routes
 from prism.cluster.state.served_config import ServedConfig
 from prism.cluster.state.sizes import Sizes
+from prism.cluster.state.speeds import DegreeSpeeds
 from prism.cluster.state.start_times import StartTimes
 from prism.cluster.state.timing import SchedulerTiming
 from prism.config.schema.cluster_config import ClusterConfig
@@ -51,6 +52,7 @@ class SchedulerState:
         self.rates = TokenRates(config.scheduler.rate_window_s)
         self.traffic = TrafficBook()
         self.sizes = Sizes(self.config, learn=policy.evicts)
+        self.speeds = DegreeSpeeds()
         # agent_monitor; prefetches: actuator, operator_commands
         self.starts = StartTimes()
         # actuator; refusals and plans: controller; totals: agent_monitor

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from prism.config.checks.memory_needs import memory_need, one_of_each_kind
+from prism.config.checks.memory_needs import memory_need, one_of_each_kind, spread_over
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
 from prism.messages.agent import AgentReport
 from prism.messages.model_spec import ModelSpec
@@ -17,6 +17,8 @@ class Size:
 
     weight_bytes: int  # includes the non-elastic shares of its engines
     kv_floor_bytes: int
+    token_bytes: int
+    share_bytes: int  # non-elastic share of the engine on each device
 
     @property
     def total_bytes(self) -> int:
@@ -24,13 +26,14 @@ class Size:
 
 
 class Sizes:
-    """Sizes of all models. With `learn`, measurements replace estimates.
+    """Sizes of all models at their tensor-parallel degrees. With `learn`, measurements replace
+    estimates.
 
     A policy with a fixed placement needs `learn=False`: its sizes must never change.
     """
 
     def __init__(self, config: ClusterConfig, learn: bool) -> None:
-        self._sizes: dict[str, Size] = {}
+        self._sizes: dict[str, dict[int, Size]] = {}
         self._specs: dict[str, ModelSpec] = {}
         self._learn = learn
         self.add(config)
@@ -44,31 +47,40 @@ class Sizes:
         for model in config.models:
             known = self._specs.get(model.name)
             if known is None or _fixed(known) != _fixed(model):
-                self._sizes[model.name] = _computed(model, config, kinds)
+                self._sizes[model.name] = {
+                    tp: _computed(spread_over(model, tp), config, kinds)
+                    for tp in model.possible_degrees
+                }
             self._specs[model.name] = model
 
-    def of(self, model: str) -> Size:
+    def of(self, model: str) -> Mapping[int, Size]:
+        """Returns degree -> size, the least degree first."""
         return self._sizes[model]
 
-    def part_bytes(self, model: str) -> int:
-        """Returns the model's need on each of its devices; 0 if it was never configured."""
+    def part_bytes(self, model: str, tp: int) -> int:
+        """Returns the model's need on each of its devices; 0 if it was never configured. A degree
+        that it cannot have counts as its least one."""
         if model not in self._sizes:
             return 0
-        return -(-self._sizes[model].total_bytes // self._specs[model].tp)
+        sizes = self._sizes[model]
+        tp = tp if tp in sizes else self._specs[model].tp
+        return -(-sizes[tp].total_bytes // tp)
 
     def observe(self, report: AgentReport) -> None:
         """Replaces the sizes of active models by what they hold, if `learn`."""
         for model in report.models:
-            if self._learn and model.state == "active" and model.model in self._sizes:
-                computed, parts = self._sizes[model.model], self._specs[model.model].tp
-                self._sizes[model.model] = Size(
-                    model.static_bytes * parts or computed.weight_bytes,
-                    model.kv_reserve_bytes * parts or computed.kv_floor_bytes,
+            sizes, parts = self._sizes.get(model.model, {}), 1 + len(model.peers)
+            if self._learn and model.state == "active" and parts in sizes:
+                computed = sizes[parts]
+                sizes[parts] = replace(
+                    computed,
+                    weight_bytes=model.static_bytes * parts or computed.weight_bytes,
+                    kv_floor_bytes=model.kv_reserve_bytes * parts or computed.kv_floor_bytes,
                 )
 
 
 def _fixed(model: ModelSpec) -> tuple[object, ...]:
-    return (model.path, model.dtype, model.context_length, model.tp)
+    return (model.path, model.dtype, model.context_length, model.possible_degrees)
 
 
 def _computed(model: ModelSpec, config: ClusterConfig, kinds: Sequence[DeviceConfig]) -> Size:
@@ -78,4 +90,5 @@ def _computed(model: ModelSpec, config: ClusterConfig, kinds: Sequence[DeviceCon
     needs = [(memory_need(model, device, config.engine), device) for device in devices]
     fitting = [need for need, device in needs if need.total_bytes <= device.capacity_bytes]
     need = max(fitting or [need for need, _ in needs], key=lambda need: need.total_bytes)
-    return Size((need.weight_bytes + need.static_bytes) * model.tp, need.kv_bytes * model.tp)
+    tp, part_bytes = model.tp, need.weight_bytes + need.static_bytes
+    return Size(part_bytes * tp, need.kv_bytes * tp, model.token_bytes, need.static_bytes)

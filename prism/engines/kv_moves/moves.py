@@ -74,8 +74,8 @@ class KVMoves:
             blocks: blocks of the request, in order.
             targets: devices of the ranks of the next engine. None: KV is lost.
         """
-        if not tokens or targets is None:
-            return Resume(output_ids)
+        if not tokens or targets is None or (targets and len(targets) != self._ranks.size):
+            return Resume(output_ids)  # other numbers of ranks divide KV in other ways
         rank = self._ranks.rank
         if len(targets) > rank and self._kv.can_offer_to(targets[rank]):
             offers = self._offer(blocks[: -(-tokens // self._block_tokens)])
@@ -90,10 +90,12 @@ class KVMoves:
     def importer(self, resume: Resume) -> Fill | None:
         """Returns the function that fetches the KV that came with `resume`, None if there is none.
 
-        A file is mapped and removed now.
+        A file is mapped and removed now. It has the KV of an engine with one rank.
         """
         if not resume.kv_path:
             return partial(self._fetch_ranks, resume) if resume.kv_offers else None
+        if self._ranks.size > 1:
+            return None
         count = len(self._parts)
         token_bytes = self._kv.layout.token_bytes // count
         rows = kv_file.take(resume.kv_path, count, resume.kv_tokens, token_bytes)

@@ -87,7 +87,7 @@ def lower(model: ModelView, others: float) -> int | None:
 
 def to_activate(model: ModelView) -> ModelView:
     """Returns an absent model at the degree that its traffic needs, or else at the least one."""
-    better = higher(model, 0.0)
+    better = higher(model, 0.0) if model.pinned_device is None else []
     return at_degree(model, better[0]) if better else model
 
 
