@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -49,3 +50,35 @@ def test_it_leaves_both_devices_and_comes_back(two_devices: Cluster) -> None:
     [prompt] = prompts(WIDE, 1)
     jobs = [(WIDE, prompt, TOKENS)]
     assert not judge(jobs, complete_all(two_devices, jobs))
+
+
+def test_a_late_model_goes_to_two_devices(
+    tiny_models: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Chooses them by its traffic, and answers the same on one and on two."""
+    late = {"ttft": "100us", "tpot": "100us"}
+    config = cluster_yaml(
+        [model_yaml(WIDE, tp="auto", slo=late, replicas={"max": 1})],
+        [
+            {"name": f"host:{i}", "capacity": "128MiB", "page": "64KiB", "engines": 1}
+            for i in range(3)
+        ],
+        scheduler={"interval": "1s", "migrate_running": "move"},
+    )
+    jobs = [(WIDE, p, TOKENS) for p in prompts(WIDE, 4)]
+    with serving(config, tmp_path_factory.mktemp("auto")) as cluster:
+        assert degree(cluster) == 1
+        end_s = time.monotonic() + 120
+        while degree(cluster) == 1 and time.monotonic() < end_s:
+            assert not judge(jobs, complete_all(cluster, jobs))
+            time.sleep(0.5)
+        cluster.wait_until(lambda: degree(cluster) == 2, "two devices")
+        assert not judge(jobs, complete_all(cluster, jobs))
+        report = cluster.model_report(WIDE)
+        assert report is not None
+        assert report["step_s"] > 0
+
+
+def degree(cluster: Cluster) -> int:
+    report = cluster.model_report(WIDE)
+    return 1 + len(report["peers"]) if report else 0
