@@ -202,10 +202,9 @@ def _by_device(
     for report in book.reports():
         for model in report.models:
             if model.state not in ABSENT_STATES:
-                tp = 1 + len(model.peers)
-                found[report.device].reported[model.model] = tp
+                found[report.device].reported[model.model] = model.tp
                 for device in model.peers:
-                    found[device].reported[model.model] = tp
+                    found[device].reported[model.model] = model.tp
                     found[device].peers.add(model.model)
     for move in moves:
         if move.brings_up:

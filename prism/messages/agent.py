@@ -53,6 +53,11 @@ class ModelReport(Wire, frozen=True):
     output_lengths: list[tuple[int, int]] = []
     broken: bool = False  # a live engine failed to load it, and not for lack of memory
 
+    @property
+    def tp(self) -> int:
+        """Number of its devices."""
+        return 1 + len(self.peers)
+
 
 class AgentReport(Wire, frozen=True):
     """State of a device. Sent every `report_interval_s` and on each change."""

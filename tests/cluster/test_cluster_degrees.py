@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
+from prism.cluster.actuator import Actuator
+from prism.policies.data import Activate
 from prism.scheduler import traffic
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import ScriptedAgent, eventually
+from tests.cluster.test_cluster_view import make_state
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +94,16 @@ async def test_a_scheduler_that_restarts_during_a_change(cluster: Cluster, auto:
         await eventually(lambda: degrees(cluster) == [2])
     [report] = [m for a in (await cluster.status()).agents for m in a.models]
     assert len(report.peers) == 1
+
+
+async def test_another_degree_is_refused() -> None:
+    """Lets no policy of another package end the scheduler."""
+    state, unused = make_state(AUTO), cast("Any", None)
+    action = Activate("a", "host:0", "why", peers=("host:1", "host:2"))
+    started = Actuator(state, unused, unused).start(action)
+    assert started is not None
+    assert await started == "a cannot be on 3 devices; its degrees are 1, 2"
+    assert state.activations.barred("a", 100.0) == ("host:0",)
 
 
 async def test_an_operator_does_not_choose_one_of_two_devices(

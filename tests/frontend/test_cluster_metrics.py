@@ -43,7 +43,8 @@ def filled(kind: type[Any], step: int, **given: Any) -> Any:
 
 def samples(step: int) -> dict[str, dict[Any, float]]:
     """Returns the values of each metric by labels."""
-    model = filled(ModelReport, step, model="m", state="active" if step else "activating")
+    state, peers = ("active", ("cuda:2",)) if step else ("activating", ())
+    model = filled(ModelReport, step, model="m", state=state, peers=peers)
     memory = filled(GpuMemory, step, foreign=(ForeignProcess(1, 10 + step),))
     agent = filled(AgentReport, step, device="cuda:0", models=[model], gpu=memory)
     status = filled(

@@ -69,7 +69,7 @@ class Sizes:
     def observe(self, report: AgentReport) -> None:
         """Replaces the sizes of active models by what they hold, if `learn`."""
         for model in report.models:
-            sizes, parts = self._sizes.get(model.model, {}), 1 + len(model.peers)
+            sizes, parts = self._sizes.get(model.model, {}), model.tp
             if self._learn and model.state == "active" and parts in sizes:
                 computed = sizes[parts]
                 sizes[parts] = replace(

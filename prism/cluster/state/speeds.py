@@ -32,7 +32,7 @@ class DegreeSpeeds:
         for model in report.models:
             if model.state == "active" and model.prefill_tokens_per_s > 0:
                 speed = DegreeSpeed(model.prefill_tokens_per_s, model.step_s, model.request_s)
-                self._measured.setdefault(model.model, {})[1 + len(model.peers)] = speed
+                self._measured.setdefault(model.model, {})[model.tp] = speed
 
     def of(self, model: ModelSpec, tp: int) -> DegreeSpeed:
         """Returns the speed at a degree, an estimate from the nearest one if that is not known."""

@@ -48,6 +48,7 @@ _DRIVER_COUNTERS = {
     "prism_engine_overdrafts": ("replaced_total", "Engines replaced for exceeding their grant"),
 }
 _MODEL_GAUGES = {
+    "prism_model_devices": ("tp", "Devices that the model is spread over"),
     "prism_model_waiting_requests": ("waiting", "Requests in the device's queue"),
     "prism_model_running_requests": ("running", "Requests in the engine"),
     "prism_model_kv_mapped_bytes": ("kv_mapped_bytes", "Mapped KV cache"),
