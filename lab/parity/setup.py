@@ -150,9 +150,9 @@ def cluster_setup(
 
     Models without a cost table have no requests; they get the slowest model's costs.
     """
-    parallel = [model.name for model in config.models if model.tp > 1]
+    parallel = [model.name for model in config.models if model.possible_degrees != (1,)]
     if parallel:
-        raise ConfigError(f"--config: {parallel[0]} has tp > 1; parity supports only tp 1")
+        raise ConfigError(f"--config: {parallel[0]} may have tp > 1; parity supports only tp: 1")
     scheduler, engine = config.scheduler, config.engine
     if scheduler.move_running:
         raise ConfigError("--config: parity supports only scheduler.migrate_running: finish")

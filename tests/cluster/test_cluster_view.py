@@ -132,6 +132,23 @@ def test_a_policy_sees_each_degree() -> None:
     assert speeds == [900.0, 1600.0]
 
 
+def test_a_degree_that_brought_little_is_not_exceeded() -> None:
+    """Expects of the next degree no more than the present one gained."""
+    state, model = make_state(), spec("a", degrees=(1, 2, 4, 8))
+    peers = ("host:1", "host:2", "host:3")
+    for ranks, tokens_per_s, step_s in ((1, 1000.0, 0.02), (2, 1100.0, 0.016)):
+        speeds = {"prefill_tokens_per_s": tokens_per_s, "step_s": step_s}
+        seen(
+            state, report("host:0", ModelReport("a", "active", peers=peers[: ranks - 1], **speeds))
+        )
+    assert state.speeds.of(model, 2) == (1100.0, 0.016, 0.0)
+    assert state.speeds.of(model, 4) == pytest.approx((1210.0, 0.016 / 1.1, 0.0))
+    assert state.speeds.of(model, 8) == pytest.approx((1331.0, 0.016 / 1.21, 0.0))
+    slower = ModelReport("a", "active", peers=peers, prefill_tokens_per_s=500.0)
+    seen(state, report("host:0", slower))
+    assert state.speeds.of(model, 8).prefill_tokens_per_s == 500.0
+
+
 def test_a_copy_on_its_way_counts_at_its_own_degree() -> None:
     state = make_state(AUTO)
     seen(state, report("host:0"), report("host:1"))

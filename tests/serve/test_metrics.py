@@ -29,7 +29,9 @@ DEVICES = [
 ]
 UNITS = ("_seconds", "_bytes", "_total")
 # Those that have no unit, or count tokens, requests, engines.
-PLAIN = re.compile(r"_(ready|requests|depth|engines|free|starting|kvpr|rate|placement|state)$")
+PLAIN = re.compile(
+    r"_(ready|requests|depth|devices|engines|free|starting|kvpr|rate|placement|state)$"
+)
 
 
 MOVE = {

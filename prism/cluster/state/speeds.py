@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import log2
 from typing import NamedTuple
 
@@ -35,11 +36,24 @@ class DegreeSpeeds:
                 self._measured.setdefault(model.model, {})[model.tp] = speed
 
     def of(self, model: ModelSpec, tp: int) -> DegreeSpeed:
-        """Returns the speed at a degree, an estimate from the nearest one if that is not known."""
+        """Returns the speed at a degree, an estimate if it was not measured there."""
         known = self._measured.get(model.name)
         if not known:
             return DegreeSpeed()
-        nearest = min(known, key=lambda each: abs(log2(tp / each)))
-        gain = GAIN ** log2(tp / nearest)
-        tokens_per_s, step_s, request_s = known[nearest]
-        return DegreeSpeed(tokens_per_s * gain, step_s / gain, request_s / gain)
+        near, *others = sorted(known, key=lambda each: abs(log2(tp / each)))
+        if near == tp:
+            return known[tp]
+        doublings = log2(tp / near)
+        gain = _gain(known, near, others[0]) if others else GAIN
+        tokens_per_s, step_s, request_s = known[near]
+        factor = gain**doublings
+        return DegreeSpeed(tokens_per_s * factor, step_s / factor, request_s / factor)
+
+
+def _gain(known: Mapping[int, DegreeSpeed], one: int, other: int) -> float:
+    """Returns the smaller of the measured gains of prefills and of steps by a doubled degree, 1 to
+    GAIN."""
+    speeds = [known[one].prefill_tokens_per_s / known[other].prefill_tokens_per_s]
+    if known[one].step_s and known[other].step_s:
+        speeds.append(known[other].step_s / known[one].step_s)
+    return min(GAIN, *(max(1.0, float(speed ** (1 / log2(one / other)))) for speed in speeds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -197,9 +198,10 @@ def test_the_workload_is_what_was_replayed() -> None:
         replayed(results_of("other").records, setup, 0.0)
 
 
-def test_tensor_parallel_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a has tp > 1"):
-        cluster_setup(config(spec("a", tp=2)), LiveMeasurements(), {"a": table("a")}, 2.0)
+@pytest.mark.parametrize("spread", [{"tp": 2}, {"degrees": (1, 2)}])
+def test_tensor_parallel_models_are_refused(spread: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a may have tp > 1"):
+        cluster_setup(config(spec("a", **spread)), LiveMeasurements(), {"a": table("a")}, 2.0)
 
 
 def test_running_requests_that_move_are_refused() -> None:
