@@ -44,8 +44,7 @@ FIXED = {
     "dtype": "dtype",
     "kv_dtype": "kv_cache_dtype",
     "context_length": "context_length",
-    "tp": "tp",
-    "chooses_degree": "tp",
+    "fixed_tp": "tp",
     "adapter": "adapter",
     "static_share": "static_share",
     "images": "images",
@@ -72,8 +71,8 @@ FIXED = {
     "whole_weight_bytes": "path",
     "kv_head_weight_bytes": "path",
 }
-# Fields that follow from these and from the number of models.
-DERIVED = ("name", "degrees", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
+# Fields that follow from these, from the devices and from the number of models.
+DERIVED = ("name", "tp", "degrees", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
 _DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
 _JOURNAL = {"max_bytes": "max"}
 

@@ -134,9 +134,9 @@ class ModelSpec(Wire, frozen=True):
         return self.degrees or (self.tp,)
 
     @property
-    def chooses_degree(self) -> bool:
-        """True if policies may choose the number of devices."""
-        return bool(self.degrees)
+    def fixed_tp(self) -> int | None:
+        """Number of devices by the YAML, None if policies may choose it."""
+        return None if self.degrees else self.tp
 
     @property
     def is_plain(self) -> bool:

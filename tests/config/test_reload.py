@@ -51,7 +51,13 @@ LOADED = replace(
 
 def test_each_field_of_a_model_may_change_or_not() -> None:
     named = {field.name for field in msgspec.structs.fields(ModelSpec)}
-    assert named | {"chooses_degree"} == {*CHANGEABLE, *FIXED, *DERIVED}
+    assert named | {"fixed_tp"} == {*CHANGEABLE, *FIXED, *DERIVED}
+
+
+def test_degrees_stay_as_they_were_when_machines_come() -> None:
+    running = replace(RUNNING, models=[spec("a", degrees=(1,))])
+    more = replace(LOADED, models=[spec("a", tp=2, degrees=(2, 4))])
+    assert reloaded(running, more, []).models == running.models
 
 
 def test_the_same_file_changes_nothing() -> None:
