@@ -189,7 +189,8 @@ class Actuator:
         target = nearest(action.device, kept)
         targets = (target, *self._state.book.peers(target, name)) if target else ()
         move = action.move_running and bool(targets)
-        command = EvictModel(0, name, action.reason, move, targets)
+        # Without another copy, a stream that is cut may have no place to continue.
+        command = EvictModel(0, name, action.reason, move, targets, finish_all=not targets)
         await self._take_down(command, action.device)
 
     async def _evict_all(self, model: str, devices: Sequence[str], reason: str) -> None:
@@ -242,9 +243,21 @@ class Actuator:
         return spread_over(model, tp)
 
     async def _take_down(self, command: EvictModel, device: str) -> None:
-        timing = self._state.timing
+        timing, changes = self._state.timing, self._state.changes
         timeout_s = self._state.config.engine.drain_timeout_s + timing.eviction_slack_s
-        await self._link.ask(device, command, timeout_s)
+        result = self._link.post(device, command)
+        try:
+            if command.finish_all:
+                result.add_done_callback(lambda _: changes.notify())
+                await changes.wait_until(
+                    lambda: (
+                        result.done() or self._state.book.state(device, command.model) == "absent"
+                    ),
+                    None,
+                )
+            await wait_for_result(result, device, timeout_s)
+        finally:
+            result.cancel()
         await self._wait_for_report(device, command.model, "absent")
 
     async def _wait_for_report(self, device: str, name: str, stage: str) -> None:

@@ -108,14 +108,16 @@ class ActivateModel(Wire, frozen=True):
 
 
 class EvictModel(Wire, frozen=True):
-    """Order to stop admission, wait for running requests (bounded), deactivate, and return the
-    engine. Requests that wait here must have been routed elsewhere, or stay queued as unplaced."""
+    """Order to stop admission, wait for running requests, deactivate, and return the engine.
+    Requests that wait here must have been routed elsewhere, or stay queued as unplaced."""
 
     action_id: int
     model: str
     reason: str = ""
     move_running: bool = False  # running requests continue on `targets`
     targets: tuple[str, ...] = ()  # device of each rank
+    # Running requests finish, however long they take. False: for at most engine.drain_timeout.
+    finish_all: bool = False
 
 
 class PrefetchModel(Wire, frozen=True):

@@ -200,6 +200,18 @@ def test_eviction_waits_only_so_long() -> None:
     assert bench.effects.sent[-1] == (engine.id, Deactivate())
 
 
+def test_an_eviction_may_have_to_wait_for_all_running_requests() -> None:
+    bench = Bench()
+    engine = bench.serve("a")
+    bench.effects.load[engine.id] = 2
+    bench.lifecycle.evict(EvictModel(5, "a", finish_all=True))
+    bench.tick_until(10 * DRAIN_S, heard=engine)
+    assert Deactivate() not in [message for _, message in bench.effects.sent]
+    bench.effects.load[engine.id] = 0
+    bench.lifecycle.tick()
+    assert bench.effects.sent[-1] == (engine.id, Deactivate())
+
+
 def test_eviction_during_activation_is_refused() -> None:
     bench = Bench()
     bench.order("a", 1)

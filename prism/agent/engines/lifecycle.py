@@ -30,7 +30,8 @@ class Lifecycle:
 
     Args:
         max_running: requests that an engine may run at once.
-        drain_timeout_s: time for requests to end before their model is evicted.
+        drain_timeout_s: time for requests to end before their model is evicted, unless all of
+            them have to.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Lifecycle:
             self._answer(order.action_id, f"{hosted.name} is being activated: evict it after that")
         else:
             hosted.actions.append(order.action_id)
+            hosted.finish_all = order.finish_all
             if order.move_running and hosted.state is ModelState.ACTIVE:
                 self._effects.move_running(hosted, order.targets)
             self._drain(hosted)
@@ -229,7 +231,8 @@ class Lifecycle:
     def _deactivate_when_idle(self, hosted: HostedModel) -> None:
         if hosted.deactivating:
             return
-        overdue = self._now_s() - hosted.since_s > self._drain_timeout_s
+        late = self._now_s() - hosted.since_s > self._drain_timeout_s
+        overdue = late and not hosted.finish_all
         if overdue or not self._effects.engine_load(hosted.engine_id):
             hosted.deactivating = True
             self._effects.send(hosted.engine_id, Deactivate())

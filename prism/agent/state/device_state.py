@@ -95,6 +95,7 @@ class HostedModel:
     peers: tuple[str, ...] = ()  # devices of its other ranks
     stages_s: dict[str, float] = field(default_factory=dict)  # of its last activation
     deactivating: bool = False  # True if its engine was ordered to evict it
+    finish_all: bool = False  # as in EvictModel
     kv_target: str = ""  # device of another machine to which its requests' KV is sent
     error: str = ""
     broken: bool = False  # as in ModelReport

@@ -22,7 +22,7 @@ class Changes:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+    async def wait_until(self, holds: Callable[[], bool], timeout_s: float | None) -> bool:
         """Waits until `holds()` is True. Returns False if it is not within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):

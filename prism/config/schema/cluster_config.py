@@ -215,7 +215,8 @@ class EngineConfig(
     lora: LoraConfig = LoraConfig()
     # The most prompt tokens that one step computes.
     prefill_chunk_tokens: int = 512
-    # The time that an eviction, a move or a shutdown waits for running requests.
+    # The time that an operator's eviction, a move or a shutdown waits for running requests. An
+    # eviction by the policy waits for all of them.
     drain_timeout_s: Seconds = Seconds("30s")
     # The time that an engine may load a model, or a model may wait for an engine and for memory,
     # before the activation fails.
