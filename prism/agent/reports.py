@@ -106,7 +106,6 @@ def _model_report(
         prefill_tokens_per_s=totals.prefill_tokens_per_s,
         step_s=totals.step_s,
         request_s=totals.request_s,
-        prompt_lengths=list(totals.prompt_lengths.items()),
         output_lengths=list(totals.output_lengths.items()),
     )
 

@@ -40,8 +40,8 @@ class AgentMonitor:
         self._note_restarts(before, report)
         totals = {m.model: m.prompt_tokens_total + m.output_tokens_total for m in report.models}
         state.rates.observe(device, report.epoch, totals, now_s)
-        lengths = {m.model: (dict(m.prompt_lengths), dict(m.output_lengths)) for m in report.models}
-        state.traffic.observe(device, lengths, now_s)
+        outputs = {m.model: dict(m.output_lengths) for m in report.models}
+        state.traffic.ended(device, outputs, now_s)
         state.sizes.observe(report)
         state.speeds.observe(report)
         if state.policy.asks_startup:

@@ -52,7 +52,7 @@ async def confirm(state: SchedulerState, queue: RequestQueue) -> None:
     served = state.served
     if served.revision == served.config.revision and not served.leaving:
         return
-    frontends = await queue.frontends()
+    frontends = (await queue.frontends()).values()
     revisions = [frontend.revision for frontend in frontends]
     served.revision = min([served.config.revision, *revisions])
     if served.revision < served.config.revision:

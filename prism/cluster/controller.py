@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
@@ -77,6 +78,15 @@ class ClusterController:
                 continue
             if arrived:
                 self._state.changes.notify()
+
+    async def watch_traffic(self) -> None:
+        """Counts the requests that arrive at the frontends, until cancelled."""
+        while True:
+            with suppress(QueueUnavailableError):
+                frontends = await self._queue.frontends()
+                arrivals = {name: frontend.arrivals for name, frontend in frontends.items()}
+                self._state.traffic.arrived(arrivals, self._state.now_s())
+            await asyncio.sleep(self._state.config.report_interval_s)
 
     async def run(self) -> None:
         """Steps until cancelled. Plans nothing while Redis is unavailable."""

@@ -67,7 +67,7 @@ async def run(
     operator = Operator(state, link, actuator)
     receiving = link.run(monitor.on_report, operator.take)
     try:
-        loops = [controller.watch_arrivals(), controller.run()]
+        loops = [controller.watch_arrivals(), controller.watch_traffic(), controller.run()]
         if file is not None:
             loops.append(cluster_reload.watch(file, state, controller.scheduler))
         await _until_stopped(stop, receiving, *map(watchdog.watch, loops))

@@ -47,9 +47,8 @@ class ModelReport(Wire, frozen=True):
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
     request_s: float = 0.0
-    # (bucket of a length (prism/scheduler/traffic.py), requests that began, or ended, since the
-    # agent started). Not a mapping, since keys of JSON are text.
-    prompt_lengths: list[tuple[int, int]] = []
+    # (bucket of a length (prism/scheduler/traffic.py), requests that ended since the agent
+    # started). Not a mapping, since keys of JSON are text.
     output_lengths: list[tuple[int, int]] = []
     broken: bool = False  # a live engine failed to load it, and not for lack of memory
 

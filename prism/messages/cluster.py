@@ -23,6 +23,9 @@ class FrontendState(Wire, frozen=True):
 
     revision: int = 0  # of the configuration that the frontend uses
     leaving: list[str] = []  # removed models that have open requests here
+    # Model -> requests that have arrived here, also those that were rejected, by bucket of their
+    # prompt's length (prism/scheduler/traffic.py).
+    arrivals: dict[str, dict[int, int]] = {}
 
 
 class Decision(Wire, frozen=True):

@@ -445,12 +445,14 @@ class RequestQueue:
         counts = Counter(_text(fields.get(b"model", b"")) for _, _, fields in entries)
         return (entries[-1][1] if entries else cursor), dict(counts)
 
-    async def frontends(self) -> list[FrontendState]:
-        """Returns the last state of each live frontend."""
-        names = await self._call(lambda: self._redis.smembers(self._prefix + "frontends"))
-        keys = [self._key("frontend", name) for name in sorted(_texts(names))]
+    async def frontends(self) -> dict[str, FrontendState]:
+        """Returns the last state of each live frontend by its id."""
+        found = await self._call(lambda: self._redis.smembers(self._prefix + "frontends"))
+        names = sorted(_texts(found))
+        keys = [self._key("frontend", name) for name in names]
         beats = await self._call(lambda: self._redis.mget(keys)) if keys else []
-        return [self._state_of(beat) for beat in beats if beat is not None]
+        known = zip(names, beats, strict=True)
+        return {name: self._state_of(beat) for name, beat in known if beat is not None}
 
     def _state_of(self, beat: bytes) -> FrontendState:
         try:

@@ -1,7 +1,7 @@
 """Rates and lengths of a model's requests over the last ten minutes.
 
 Not thread-safe; owns no clock. Lengths are counted in buckets of a quarter octave, so they are
-known within 9 %, and an agent can report them as counters.
+known within 9 %, and processes can report them as counters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ RATE_SLOTS = 6
 """Number of the latest slots of which the present rate is computed."""
 PER_OCTAVE, BUCKETS = 4, 96
 
-Counters = tuple[Mapping[int, int], Mapping[int, int]]
-"""Requests by bucket of their length: prompts that began, outputs that ended."""
+Counters = Mapping[str, Mapping[int, int]]
+"""Model -> requests by bucket of their length."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -157,30 +157,55 @@ class ModelTraffic:
 
 
 class TrafficBook:
-    """Traffic of all models, from the counters of agents' reports.
+    """Traffic of all models: arrivals from the counters of frontends, outputs from those of agents.
 
-    The first counters of a device are the baseline. Counters that fell have restarted at zero.
+    Every request arrives at one frontend, once. So a request counts once whether it is served at
+    once, waits for its model to be placed, moves between devices, is tried again, or is rejected. A
+    client that sends it again counts as another one. The first counters of a frontend or a device
+    are the baseline.
     """
 
     def __init__(self) -> None:
         self._models: dict[str, ModelTraffic] = {}
+        # Frontend -> model -> most that it has reported in each bucket.
+        self._arrived: dict[str, dict[str, dict[int, int]]] = {}
         # Device -> model -> its last counters.
-        self._last: dict[str, dict[str, Counters]] = {}
+        self._ended: dict[str, dict[str, Mapping[int, int]]] = {}
 
-    def observe(self, device: str, counters: Mapping[str, Counters], now_s: float) -> None:
-        """Adds a report.
+    def arrived(self, frontends: Mapping[str, Counters], now_s: float) -> None:
+        """Adds arrivals.
 
         Args:
-            counters: model -> its counters since the agent started.
+            frontends: id of each live frontend -> prompts since it started. Ids are not used again.
+                An older heartbeat may follow a newer one.
         """
-        known = device in self._last
-        last = self._last.setdefault(device, {})
-        for model, (prompts, outputs) in counters.items() if known else ():
-            before = last.get(model, ({}, {}))
-            grown = _grown(prompts, before[0]), _grown(outputs, before[1])
-            if any(grown):
-                self._models.setdefault(model, ModelTraffic()).grew(*grown, now_s)
+        known, self._arrived = self._arrived, {}
+        for name, counters in frontends.items():
+            last = self._arrived[name] = known.get(name, {})
+            for model, prompts in counters.items():
+                before = last.setdefault(model, {})
+                new = {k: n - before.get(k, 0) for k, n in prompts.items() if n > before.get(k, 0)}
+                before.update({k: prompts[k] for k in new})
+                if new and name in known:
+                    self._grew(model, new, {}, now_s)
+
+    def ended(self, device: str, counters: Counters, now_s: float) -> None:
+        """Adds a report of an agent.
+
+        Args:
+            counters: outputs since the agent started. Those that fell have restarted at zero.
+        """
+        known = device in self._ended
+        last = self._ended.setdefault(device, {})
+        for model, outputs in counters.items() if known else ():
+            if grown := _grown(outputs, last.get(model, {})):
+                self._grew(model, {}, grown, now_s)
         last.update(counters)
+
+    def _grew(
+        self, model: str, prompts: Mapping[int, int], outputs: Mapping[int, int], now_s: float
+    ) -> None:
+        self._models.setdefault(model, ModelTraffic()).grew(prompts, outputs, now_s)
 
     def of(self, model: str, now_s: float) -> Traffic:
         known = self._models.get(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
@@ -24,11 +25,12 @@ from prism.config.schema.cluster_config import (
     SchedulerConfig,
 )
 from prism.messages.agent import ActionResult
-from prism.messages.cluster import ClusterStatus, OperatorCommand
+from prism.messages.cluster import ClusterStatus, FrontendState, OperatorCommand
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
 from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
+from prism.scheduler.traffic import bucket
 from tests.cluster.scripted import ScriptedAgent, eventually
 
 MODEL_BYTES = 57344  # result of memory_need for `spec`: 40960 of weights, 16384 of KV
@@ -73,6 +75,7 @@ class Cluster:
         self.agents: dict[str, ScriptedAgent] = {}
         self._scheduler: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
+        self._arrivals: dict[str, dict[int, int]] = {}
         self.queue = RequestQueue.connect(url, namespace)
         self.config_path = directory / "cluster.json"
 
@@ -165,7 +168,17 @@ class Cluster:
             slo_tpot_s=1.0,
             frontend_id="f0",
         )
+        tokens = max((agent.prompt_tokens for agent in self.agents.values()), default=3)
+        await self.count_arrival(model, tokens)
         return await self.queue.enqueue(request)
+
+    async def count_arrival(self, model: str, prompt_tokens: int = 3) -> None:
+        """Sends the heartbeat of a frontend after an arrival. No reload waits for this frontend."""
+        counts = self._arrivals.setdefault(model, {})
+        number = bucket(prompt_tokens)
+        counts[number] = counts.get(number, 0) + 1
+        state = FrontendState(sys.maxsize, arrivals=self._arrivals)
+        await self.queue.beat("tests", 60.0, state)
 
     async def serves(self, model: str, timeout_s: float = 30.0) -> None:
         """Sends a request and waits until an agent has served it."""

@@ -136,7 +136,6 @@ class ScriptedAgent:
             last_request_unix_s=self._last_request[name],
             prompt_tokens_total=self.prompt_tokens * self.finished[name],
             prefill_tokens_per_s=self.prefill_tokens_per_s * (1 + len(resident.peers)),
-            prompt_lengths=[(bucket(self.prompt_tokens), self.finished[name])],
             output_lengths=[(bucket(1), self.finished[name])],
             finished_total=self.finished[name],
             error=resident.error,

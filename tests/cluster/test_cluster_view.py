@@ -63,8 +63,7 @@ def seen(state: SchedulerState, *reports: AgentReport, at_s: float = 100.0) -> N
         state.sizes.observe(r)
         state.speeds.observe(r)
         state.starts.observe(r, state.config)
-        lengths = {m.model: (dict(m.prompt_lengths), dict(m.output_lengths)) for m in r.models}
-        state.traffic.observe(r.device, lengths, at_s)
+        state.traffic.ended(r.device, {m.model: dict(m.output_lengths) for m in r.models}, at_s)
 
 
 def look(
@@ -76,11 +75,11 @@ def look(
 
 def test_a_policy_sees_rates_lengths_and_prefill_speed() -> None:
     state = make_state()
-    begun = {"prompt_lengths": [(bucket(100), 4)], "output_lengths": [(bucket(50), 4)]}
-    more = {"prompt_lengths": [(bucket(100), 24)], "output_lengths": [(bucket(50), 14)]}
-    for lengths in (begun, more):
-        model = ModelReport("a", "active", prefill_tokens_per_s=900.0, **lengths)
+    for arrived, ended in ((4, 4), (24, 14)):
+        outputs = [(bucket(50), ended)]
+        model = ModelReport("a", "active", prefill_tokens_per_s=900.0, output_lengths=outputs)
         seen(state, report("host:0", model))
+        state.traffic.arrived({"f0": {"a": {bucket(100): arrived}}}, 100.0)
     state.routes.placement["a"] = ("host:0",)
     a = look(state, 110.0)[0]["a"]
     assert (a.traffic.requests, a.traffic.peak_rps) == (20, pytest.approx(2.0))
@@ -91,7 +90,7 @@ def test_a_policy_sees_rates_lengths_and_prefill_speed() -> None:
     assert look(state, 110.0)[0]["b"].traffic == NO_TRAFFIC
     status = build_status(state, build_view(state, 110.0))
     values = json.loads(msgspec.json.encode(status))  # as the console reads it over HTTP
-    assert msgspec.convert(values, ClusterStatus).agents[0].models[0].prompt_lengths
+    assert msgspec.convert(values, ClusterStatus).agents[0].models[0].output_lengths
 
 
 AUTO = spec("a", degrees=(1, 2), num_kv_heads=2, token_bytes=256)

@@ -14,7 +14,6 @@ from prism.config.schema.access import ApiKey, hashed
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import UnknownModelError
 from prism.frontend.config_watcher import apply_config, watch
-from prism.messages.cluster import FrontendState
 from prism.messages.requests import Chunk, Failure, Request
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, ids_of, make_config, make_spec, stack_of
@@ -44,12 +43,15 @@ async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack)
     chat_only = [config.model("chat")]
     await reload(stack, replace(config, models=chat_only, revision=1))
 
-    async def says(announced: FrontendState) -> None:
-        while await state.queue.frontends() != [announced]:
+    async def says(*announced: object) -> None:
+        while True:
+            known = (await state.queue.frontends()).values()
+            if [(each.revision, each.leaving) for each in known] == [announced]:
+                return
             await asyncio.sleep(0.01)
 
     async with asyncio.timeout(10):
-        await says(FrontendState(1, ["base"]))
+        await says(1, ["base"])
     refused = await stack.client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     release.set()
@@ -57,7 +59,7 @@ async def test_a_removed_model_ends_what_is_open_and_takes_no_more(stack: Stack)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == "the lazy dog"
     async with asyncio.timeout(10):
-        await says(FrontendState(1))
+        await says(1, [])
     # A request that was read before the reload and is enqueued only now.
     with pytest.raises(UnknownModelError):
         state.catalog.tokenizer("base")

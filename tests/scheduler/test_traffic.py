@@ -83,18 +83,47 @@ def test_copies_share_the_rates_evenly() -> None:
     assert share_of(seen, 2).prompt_p99_tokens == seen.prompt_p99_tokens
 
 
+def outputs(book: TrafficBook, model: str) -> int:
+    """Returns the number of outputs, which all have 100 tokens."""
+    book.arrived({"f0": {}}, 1.0)
+    book.arrived({"f0": {model: {0: 1}}}, 1.0)  # there must be an arrival
+    lengths = book._models[model]._open.outputs
+    assert lengths.count == lengths.buckets[bucket(100)]
+    return lengths.count
+
+
 def test_reports_are_counters_that_may_restart() -> None:
     """Has two devices, the second of which restarts after three requests."""
     book, tokens = TrafficBook(), bucket(100)
     for device, seen in (("g0", (5, 7)), ("g1", (1, 4, 2))):
         for number in seen:
-            book.observe(device, {"a": ({tokens: number}, {})}, 1.0)
-    assert book.of("a", SLOT_S).requests == (7 - 5) + (4 - 1) + 2
+            book.ended(device, {"a": {tokens: number}}, 1.0)
+    assert outputs(book, "a") == (7 - 5) + (4 - 1) + 2
     assert book.of("b", SLOT_S) == NO_TRAFFIC
 
 
 def test_a_model_that_a_report_leaves_out_keeps_its_counters() -> None:
     book, tokens = TrafficBook(), bucket(100)
-    for counters in ({"a": ({tokens: 5}, {})}, {}, {"a": ({tokens: 6}, {})}):
-        book.observe("g0", counters, 1.0)
-    assert book.of("a", SLOT_S).requests == 1
+    for counters in ({"a": {tokens: 5}}, {}, {"a": {tokens: 6}}):
+        book.ended("g0", counters, 1.0)
+    assert outputs(book, "a") == 1
+
+
+def test_arrivals_are_those_of_all_frontends() -> None:
+    """Has a frontend that starts later, an older heartbeat after a newer one, and a frontend whose
+    heartbeat stops for a while: none counts anything twice."""
+    book, short, long = TrafficBook(), bucket(10), bucket(1000)
+    for beats in (
+        {"f0": {"a": {short: 5}}},
+        {"f0": {"a": {short: 7, long: 1}, "b": {long: 2}}},
+        {"f0": {"a": {short: 6}}},
+        {"f0": {"a": {short: 8, long: 1}}, "f1": {"a": {short: 100}}},
+        {"f0": {"a": {short: 8, long: 1}, "b": {long: 2}}, "f1": {"a": {short: 101}}},
+        {"f1": {"a": {short: 101}}},
+        {"f0": {"a": {short: 50}}, "f1": {"a": {short: 101}}},
+        {"f0": {"a": {short: 51}}, "f1": {"a": {short: 101}}},
+    ):
+        book.arrived(beats, 1.0)
+    assert book.of("a", SLOT_S).requests == (8 - 5) + 1 + 1 + 1
+    assert book.of("b", SLOT_S).requests == 2
+    assert book.of("b", SLOT_S).prompt_tokens == pytest.approx(1000, rel=0.1)

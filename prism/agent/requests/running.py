@@ -106,8 +106,6 @@ class RunningRequests:
         self._requests.start(tracked, engine_id, need_tokens)
         totals = self._state.models.totals(request.model)
         totals.prompt_tokens += len(request.prompt_ids)
-        if request.known_tokens == len(request.prompt_ids):  # it does not resume
-            totals.prompt_lengths[bucket(len(request.prompt_ids))] += 1
         totals.last_request_unix_s = tracked.started_unix_s = self._now_unix_s()
 
     def preempt(self, model: str) -> None:

@@ -162,7 +162,6 @@ class ModelTotals:
     step_s: float = 0.0
     request_s: float = 0.0
     # Bucket of a length -> requests, as in ModelReport.
-    prompt_lengths: Counter[int] = field(default_factory=Counter)
     output_lengths: Counter[int] = field(default_factory=Counter)
     _seen: dict[str, Counters] = field(default_factory=dict)
     _ranks: int = 0

@@ -50,6 +50,7 @@ class SchedulerState:
         # agent_monitor; the deadline of first reports: controller
         self.book = AgentBook(devices, started_s, timing.start_grace_s, timing.activation_s)
         self.rates = TokenRates(config.scheduler.rate_window_s)
+        # agent_monitor; arrivals: controller
         self.traffic = TrafficBook()
         self.sizes = Sizes(self.config, learn=policy.evicts)
         self.speeds = DegreeSpeeds()

@@ -81,7 +81,8 @@ class Dispatcher:
             self._inbox.bind(endpoint)
         self._agents.connect(config)
         watches = (self._refusals.run(), self._lost.run(), self._watch_progress())
-        loops = (receive(self._inbox, self._deliver), self._heartbeat.run(), *watches)
+        beats = (self._heartbeat.run(), self._heartbeat.report_arrivals())
+        loops = (receive(self._inbox, self._deliver), *beats, *watches)
         self._loops = [self._spawn(loop) for loop in loops]
 
     async def close(self) -> None:
@@ -113,6 +114,7 @@ class Dispatcher:
         model = opened[0].request.model
         if not self._is_served(model):
             raise UnknownModelError(f"the model {model!r} was removed")
+        self.log.count_arrivals(opened)
         if self._live.config.frontend.shed and (
             late := self.log.late(model, clock.unix_s(), self._slo_ttft_s[model])
         ):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import RequestLog
@@ -17,11 +18,13 @@ log = logging.getLogger(__name__)
 
 _TTL_S = 6.0
 _PERIOD_S = 2.0
+# A small part of a slot of `prism/scheduler/traffic.py`.
+_ARRIVALS_S = 0.5
 
 
 class Heartbeat:
-    """Heartbeat of a frontend, with the revision of its configuration and the removed models that
-    still have open requests. For one event loop.
+    """Heartbeat of a frontend, with the revision of its configuration, the removed models that
+    still have open requests, and the number of arrivals. For one event loop.
 
     `restore` enqueues the open requests again, since Redis may have lost its data. It may raise
     QueueUnavailableError, and is then called again.
@@ -40,6 +43,8 @@ class Heartbeat:
         self._queue = queue
         self._requests = requests
         self._restore = restore
+        self._sending = asyncio.Lock()  # the last heartbeat must be the newest
+        self._reported: dict[str, int] = {}  # model -> arrivals in the last heartbeat
 
     async def run(self) -> None:
         """Sends heartbeats until cancelled. Open requests are restored at the second heartbeat that
@@ -67,13 +72,27 @@ class Heartbeat:
         except QueueUnavailableError as error:
             log.warning("%s", error)
 
+    async def report_arrivals(self) -> None:
+        """Sends more heartbeats while requests arrive, until cancelled. Policies see rates, which a
+        heartbeat that is due just after a slot's end would falsify."""
+        while True:
+            await asyncio.sleep(_ARRIVALS_S)
+            if self._reported != self._arrivals():
+                with suppress(QueueUnavailableError):
+                    await self._send()
+
+    def _arrivals(self) -> dict[str, int]:
+        return {model: sum(counts.values()) for model, counts in self._requests.arrivals.items()}
+
     async def _send(self) -> str:
         """Sends a heartbeat, keeps the images of open requests in Redis, and returns the
         incarnation of Redis's data."""
-        config = self._live.config
-        leaving = sorted(self._requests.models() - {model.name for model in config.models})
-        state = FrontendState(config.revision, leaving)
-        incarnation = await self._queue.beat(self._id, _TTL_S, state)
+        async with self._sending:
+            config, reported = self._live.config, self._arrivals()
+            leaving = sorted(self._requests.models() - {model.name for model in config.models})
+            state = FrontendState(config.revision, leaving, self._requests.arrivals)
+            incarnation = await self._queue.beat(self._id, _TTL_S, state)
+            self._reported = reported
         shown = (image for each in self._requests.unended() for image in each.request.images)
         await self._queue.keep_images({image.digest for image in shown})
         return incarnation

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -19,6 +19,7 @@ import msgspec
 from prism import clock
 from prism.frontend.http.error_bodies import OverloadedError
 from prism.messages.requests import Chunk, Failure, Request, Resume, Started
+from prism.scheduler.traffic import bucket
 
 # Limits on attempts whose engine died, possibly because of them; on all attempts; and on resends.
 SUSPECTED_MAX = 3
@@ -128,6 +129,8 @@ class RequestLog:
     def __init__(self, open_max: int, models: int = 1) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._by_model: Counter[str] = Counter()
+        # Model -> requests that have arrived, by bucket of their prompt's length.
+        self.arrivals: dict[str, dict[int, int]] = {}
         self.resize(open_max, models)
 
     def resize(self, open_max: int, models: int) -> None:
@@ -154,6 +157,13 @@ class RequestLog:
     def unended(self) -> list[OpenRequest]:
         """Returns the requests whose last chunk has not arrived."""
         return [entry for entry in self._open.values() if not entry.ended]
+
+    def count_arrivals(self, opened: Sequence[OpenRequest]) -> None:
+        """Counts requests that arrive, whether or not they are added."""
+        for each in opened:
+            counts = self.arrivals.setdefault(each.request.model, {})
+            number = bucket(len(each.request.prompt_ids))
+            counts[number] = counts.get(number, 0) + 1
 
     def add(self, opened: list[OpenRequest]) -> None:
         """Adds all requests, or none and raises OverloadedError if they do not all fit."""
