@@ -165,8 +165,11 @@ class ClusterController:
         if not state.startup.planned_once:
             state.startup.wanted |= self._wanted_at_start()
             state.startup.planned_once = True
-        actions = self.scheduler.step(state.now_s())
-        state.activations.keep_refusals({a.model for a in actions if isinstance(a, Refuse)})
+        before = set(state.activations.overload)
+        refusals = [a for a in self.scheduler.step(state.now_s()) if isinstance(a, Refuse)]
+        state.activations.keep_refusals({action.model for action in refusals})
+        for model in sorted(before - state.activations.overload):
+            log.info("requests for %s are not rejected any more", model)
 
     def _wanted_at_start(self) -> set[str]:
         """Returns all models, or after a restart of this process the models that were active."""
@@ -179,11 +182,14 @@ class ClusterController:
         state = self._state
         failure = state.activations.message(action.model, state.now_s())
         reason = f"{action.reason}: {failure}" if failure else action.reason
-        if state.activations.refuse(action.model, reason):
-            log.warning("%s is not placed: %s", action.model, reason)
+        if state.activations.refuse(action.model, reason, overload=action.overload):
+            rejected = " and its requests are rejected" if action.overload else ""
+            log.warning("%s is not placed%s: %s", action.model, rejected, reason)
             state.actions.refuse(action)
             state.changes.notify()
-        if state.policy.evicts and state.book.all_live() and not failure:
+        wanted = action.model in state.startup.wanted
+        fits_later = state.policy.evicts and state.book.all_live() and not failure
+        if action.overload or (wanted and fits_later):
             # The model does not fit until a request for it evicts others, or memory is to spare.
             state.startup.defer(action.model)
 

@@ -41,6 +41,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
             device: "; ".join(_remaining(state, view, device))
             for device in sorted(state.demands.drained)
         },
+        overload=sorted(state.activations.overload),
     )
 
 
@@ -90,6 +91,8 @@ def degraded(state: SchedulerState) -> dict[str, str]:
         starting = state.book.not_started()
         found |= dict.fromkeys(starting, "its engines have not all started yet")
         found |= _too_few_copies(state.config, state.book)
+        refused = state.activations
+        found |= {m: f"requests are rejected: {refused.refusals[m]}" for m in refused.overload}
     return found
 
 

@@ -71,3 +71,5 @@ class ClusterStatus(Wire, frozen=True):
     # Drained device -> what is still on it; empty: nothing.
     drained: dict[str, str] = {}
     node: str = ""  # node of the leading scheduler, in a cluster of several machines
+    # Models in `refusals` whose requests are rejected at once, since the devices are overloaded.
+    overload: list[str] = []

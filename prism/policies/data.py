@@ -349,6 +349,9 @@ class Refuse:
 
     model: str
     reason: str
+    # True: the devices are overloaded, and the model is worth less than those that they serve. Its
+    # requests are rejected at once.
+    overload: bool = False
 
 
 Action = Activate | Evict | Migrate | Refuse

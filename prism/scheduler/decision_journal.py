@@ -73,10 +73,11 @@ class Ended(Moved, frozen=True, tag="ended"):
 
 
 class Refused(Record, frozen=True, tag="refused"):
-    """Model that should be active but was placed on no device."""
+    """Model that should be active but was placed on no device, or that is refused for overload."""
 
     model: str
     reason: str
+    overload: bool = False
 
 
 class Planned(Record, frozen=True, tag="planned"):

@@ -53,6 +53,7 @@ def samples(step: int) -> dict[str, dict[Any, float]]:
         placement={"m": f"cuda:{step}"},
         agents=[agent],
         ready=bool(step),
+        overload=["x"] if step else [],
         decisions=[],
     )
     collector = ClusterCollector(status)
@@ -71,7 +72,7 @@ def test_each_metric_in_the_documentation_moves() -> None:
         if name not in ("prism_host_device", "prism_replay", "prism_sim")
     }
     before, after = samples(0), samples(1)
-    moved = {name for name in before if before[name] != after[name]}
+    moved = {name for name in after if before.get(name) != after[name]}
     assert len(named) > 50
     assert named - OWN - moved == set()
 

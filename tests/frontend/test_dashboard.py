@@ -63,6 +63,7 @@ async def test_the_page_in_a_browser(stack: Stack) -> None:
         await goes_by_keyboard(page)
         await has_two_themes(page)
         await says_what_is_drained(page, stack)
+        await says_what_is_refused(page, stack)
         await counts_what_it_saw_grow(page)
         assert complaints == []
 
@@ -127,6 +128,15 @@ async def says_what_is_drained(page: Page, stack: Stack) -> None:
         await stack.state.queue.publish_status(status)
         await expect(drained.nth(1)).to_have_text(said)
     await expect(drained.first).to_be_hidden()
+
+
+async def says_what_is_refused(page: Page, stack: Stack) -> None:
+    """Asserts that a model refused for overload is told from one that waits for a device."""
+    status = msgspec.structs.replace(busy(), overload=["deepseek-v3"])
+    await stack.state.queue.publish_status(status)
+    await expect(page.get_by_role("row", name=re.compile("^deepseek-v3"))).to_contain_text(
+        "refused"
+    )
 
 
 async def has_two_themes(page: Page) -> None:

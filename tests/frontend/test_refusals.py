@@ -14,7 +14,7 @@ from prism.messages.requests import Chunk, Request, Sampling
 from prism.queueing.request_queue import RequestQueue
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import make_config, stack_of
-from tests.frontend.scripted_agent import silent
+from tests.frontend.scripted_agent import answering, silent
 from tests.frontend.test_faults import until
 
 BODY = {"prompt": "x", "max_tokens": 20}
@@ -65,10 +65,11 @@ async def test_a_stream_that_is_sent_again_counts_from_then_on() -> None:
     assert mailbox.popleft()[1].code == "model_unavailable"
 
 
-def status(*models: ModelReport, reason: str = "") -> ClusterStatus:
+def status(*models: ModelReport, reason: str = "", overload: bool = False) -> ClusterStatus:
     refusals = {"m": reason} if reason else {}
     report = AgentReport("host:0", 1, 0.0, 1, 1, 0, 0, 0, 1, 0, 1, list(models))
-    return ClusterStatus(0.0, "prism", {}, [report], refusals=refusals)
+    given_up = ["m"] if overload else []
+    return ClusterStatus(0.0, "prism", {}, [report], refusals=refusals, overload=given_up)
 
 
 async def test_only_long_refusals_count() -> None:
@@ -135,4 +136,85 @@ async def test_a_request_has_a_broken_model_tried_again_first() -> None:
         assert not mailbox
     watch.take(status(broken), 11.0)
     assert mailbox
+    await queue.close()
+
+
+async def test_an_overload_is_answered_at_once_and_new_requests_are_not_enqueued(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    """Counts all of them as arrivals. The model is served again once the status has it no more."""
+    config = make_config(redis_server.url, namespace, short_dir)
+    why = "overload: 2.0 requests/s for 14.0 GiB are worth less"
+    refused = ClusterStatus(0.0, "prism", {}, [], refusals={"base": why}, overload=["base"])
+    body = {**BODY, "model": "base"}
+    async with stack_of(config) as stack:
+        stack.agent.script = answering([7, 8, 0])
+        queue, sent = stack.state.queue, 0
+        await queue.route("base")  # so that its requests wait, unplaced
+        waiting = [asyncio.ensure_future(stack.client.post("/v1/completions", json=body))]
+        while not await queue.unplaced_counts():
+            await asyncio.sleep(0.01)
+        began_s = time.monotonic()
+        await queue.publish_status(refused)
+        waiting += [stack.client.post("/v1/completions", json=body) for _ in range(3)]
+        for number, response in enumerate(await asyncio.gather(*waiting)):
+            assert response.status_code == 503, number
+            assert response.headers["retry-after"]
+            error = response.json()["error"]
+            assert error["code"] == "model_unavailable"
+            assert error["message"] == f"base cannot be placed now: {why}"
+        assert time.monotonic() - began_s < config.frontend.refused_timeout_s / 2
+        while await queue.unplaced_counts():
+            await asyncio.sleep(0.01)
+        unplaced = f"{namespace}:queue:unplaced"
+        entries = (await queue._redis.xinfo_stream(unplaced))["entries-added"]
+        for stream in (False, True):
+            again = await stack.client.post("/v1/completions", json={**body, "stream": stream})
+            assert (again.status_code, again.json()["error"]["message"][:4]) == (503, "base")
+            sent += 1
+        assert (await queue._redis.xinfo_stream(unplaced))["entries-added"] == entries
+        served = await stack.client.post("/v1/completions", json={**BODY, "model": "chat"})
+        assert served.status_code == 200
+
+        async def arrived(model: str) -> int:
+            return sum((await queue.frontends())["f0"].arrivals.get(model, {}).values())
+
+        while (await arrived("base"), await arrived("chat")) != (4 + sent, 1):
+            await asyncio.sleep(0.05)
+        await queue.publish_status(ClusterStatus(0.0, "prism", {}, []))
+        await stack.agent.route("base")
+        while (await stack.client.post("/v1/completions", json=body)).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+async def test_an_overload_fails_only_what_waits(
+    redis_server: BundledRedis, namespace: str
+) -> None:
+    """Leaves requests that run on a draining engine, and streams that wait to be resumed."""
+    queue = RequestQueue.connect(redis_server.url, namespace)
+    requests, mailbox = RequestLog(9), Mailbox()
+    for number in range(4):
+        request = Request(f"r{number}", "m", [1], Sampling(9), 0.0, 1.0, 1.0, "f")
+        requests.add([OpenRequest(request, number, mailbox)])
+        if number < 2:
+            await queue.route("m", "host:0")
+            await queue.enqueue(request)
+    epoch = await queue.acquire("host:0", "agent", 30)
+    entries = [entry for entry, _ in await queue.read("host:0", "0")]
+    await queue.admit("host:0", epoch, entries[:1])
+    requests.take_chunk(Chunk("r2", 1, 0, [7, 8]))
+    mailbox.clear()
+    resumed = requests.get("r2")
+    assert resumed is not None
+    resumed.start_next_attempt()
+    await queue.enqueue(resumed.request)  # r3 is about to be enqueued
+    watch = RefusalWatch(requests, queue, 10.0)
+    for now_unix_s in (1.0, 100.0):
+        watch.take(status(ModelReport("m", "draining"), reason="full", overload=True), now_unix_s)
+        await watch.reject()
+        [(number, failure)] = mailbox
+        assert (number, failure.message) == (1, "m cannot be placed now: full")
+    assert (await queue.open_attempts(["r0", "r1", "r2"])).keys() == {"r0", "r2"}
+    watch.take(status(ModelReport("m", "active"), reason="full", overload=True), 3.0)
+    assert not watch.overload
     await queue.close()

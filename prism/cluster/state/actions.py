@@ -92,7 +92,10 @@ class Actions:
         self.totals["refuse"] += 1
         if self._journal is not None:
             now_s = self._now_s()
-            self._journal.add(Refused(time_s=now_s, model=action.model, reason=action.reason))
+            refused = Refused(
+                time_s=now_s, model=action.model, reason=action.reason, overload=action.overload
+            )
+            self._journal.add(refused)
 
     def note_plan(self, view: ClusterView, actions: tuple[Action, ...]) -> None:
         if self._journal is not None and self._journal.inputs:

@@ -32,6 +32,7 @@ class Activations:
         self.load_s: dict[str, float] = {}  # model -> length of its last activation
         self._failures: dict[str, dict[str, Failures]] = {}  # by model, by device
         self.refusals: dict[str, str] = {}  # model -> why the last plan placed it nowhere
+        self.overload: set[str] = set()  # those refused for overload
 
     def loaded(self, model: str, load_s: float, now_s: float) -> None:
         """Records that the model has become active, after `load_s`. It can be loaded, then."""
@@ -77,14 +78,24 @@ class Activations:
         """Ends all pauses and the refusal of the model (an operator activates it)."""
         self._failures.pop(model, None)
         self.refusals.pop(model, None)
+        self.overload.discard(model)
 
-    def refuse(self, model: str, reason: str) -> bool:
-        """Records that a plan placed the model nowhere. Returns whether the reason is new."""
+    def refuse(self, model: str, reason: str, *, overload: bool = False) -> bool:
+        """Records that a plan placed the model nowhere. Returns whether the reason is new.
+
+        The figures in the reason of an overload change: only its begin is new.
+        """
         before, self.refusals[model] = self.refusals.get(model), reason
-        return before != reason
+        if not overload:
+            self.overload.discard(model)
+            return before != reason
+        begins = model not in self.overload
+        self.overload.add(model)
+        return begins
 
     def keep_refusals(self, models: Set[str]) -> None:
         """Removes the refusals of all other models."""
+        self.overload &= models
         for model in self.refusals.keys() - models:
             del self.refusals[model]
 

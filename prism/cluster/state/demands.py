@@ -21,15 +21,15 @@ class Startup:
     book: AgentBook
     activations: Activations
     wanted: set[str] = field(default_factory=set)
-    deferred: set[str] = field(default_factory=set)  # models that did not fit when wanted
+    # Models that did not fit when wanted, or were refused for overload.
+    deferred: set[str] = field(default_factory=set)
     planned_once: bool = False
     complete: bool = False  # the cluster was ready once, perhaps under an earlier scheduler
 
     def defer(self, model: str) -> None:
-        """Records that a wanted model does not fit."""
-        if model in self.wanted:
-            self.wanted.remove(model)
-            self.deferred.add(model)
+        """Records that a model does not fit: it is not wanted until memory is to spare."""
+        self.wanted.discard(model)
+        self.deferred.add(model)
 
     def settle(self, model: str) -> None:
         """Records that an action on the model succeeded: it is not wanted any more."""

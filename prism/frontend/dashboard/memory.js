@@ -82,5 +82,6 @@ function stateOf(status, name, mine) {
   const error = mine.map(({ model }) => model.error).find((text) => text);
   const why = error ?? status.refusals[name] ?? "";
   if (state) return { state, why };
+  if (status.overload.includes(name)) return { state: "refused", why };
   return { state: status.unplaced[name] ? "waiting for placement" : "not loaded", why };
 }

@@ -23,7 +23,7 @@ from prism.frontend.dispatch.queue_retry import retry_until_available
 from prism.frontend.dispatch.receiving import receive
 from prism.frontend.dispatch.refusals import RefusalWatch
 from prism.frontend.dispatch.request_log import ChunkOutcome, OpenRequest, RequestLog
-from prism.frontend.http.error_bodies import OverloadedError, SheddingError
+from prism.frontend.http.error_bodies import OverloadedError, SheddingError, UnavailableError
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
@@ -109,12 +109,14 @@ class Dispatcher:
 
     async def submit(self, opened: Sequence[OpenRequest]) -> None:
         """Enqueues all entries or none. Raises OverloadedError, UnknownModelError for a model that
-        was removed meanwhile, or QueueUnavailableError if Redis was unavailable for
-        `frontend.queue_timeout`."""
+        was removed meanwhile, UnavailableError for a model that is refused for overload, or
+        QueueUnavailableError if Redis was unavailable for `frontend.queue_timeout`."""
         model = opened[0].request.model
         if not self._is_served(model):
             raise UnknownModelError(f"the model {model!r} was removed")
         self.log.count_arrivals(opened)
+        if why := self._refusals.overload.get(model):
+            raise UnavailableError(why, "model_unavailable")
         if self._live.config.frontend.shed and (
             late := self.log.late(model, clock.unix_s(), self._slo_ttft_s[model])
         ):

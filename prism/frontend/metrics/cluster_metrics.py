@@ -169,6 +169,8 @@ def _cluster(status: ClusterStatus) -> Iterator[Metric]:
     yield _by_label("prism_queue_depth", "Requests waiting for a device", "device", depth)
     text = "Waiting requests of models that are not placed"
     yield _by_label("prism_unplaced_requests", text, "model", status.unplaced)
+    overload = dict.fromkeys(status.overload, 1)
+    yield _by_label("prism_overload", "1 for a model refused for overload", "model", overload)
     yield _by_label("prism_kvpr", "KV pressure ratio", "device", status.kvpr)
     yield _by_label("prism_token_rate", "Tokens per second", "model", status.token_rates)
     actions = CounterMetricFamily("prism_actions", "Actions of the scheduler", labels=["action"])
