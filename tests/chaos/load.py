@@ -101,6 +101,7 @@ class Stream:
     ids: list[int] = field(default_factory=list)
     reason: str | None = None
     error: str | None = None
+    message: str = ""  # of the error
     broke: str = ""  # how the connection did
     usage: int | None = None
     ended: bool = False  # with [DONE], or with an error's whole body
@@ -113,6 +114,7 @@ class Stream:
     def take(self, event: dict[str, Any], now_s: float) -> None:
         if "error" in event:
             self.error = str(event["error"]["code"])
+            self.message = str(event["error"]["message"])
             return
         self.id = event["id"]
         self.usage = (event.get("usage") or {}).get("completion_tokens", self.usage)

@@ -1,6 +1,8 @@
-"""Overload twenty times over capacity, slow clients, and a flood of requests for one model.
+"""Overload twenty times over capacity, slow clients, a flood of requests for one model, and models
+that are refused for overload.
 
-PRISM_CHAOS_OVERLOAD_S is the duration of each phase: five minutes by default.
+PRISM_CHAOS_OVERLOAD_S is the duration of each phase: five minutes by default. PRISM_CHAOS_STREAMS
+is the number of streams, 10,000 by default, of the test with refused models.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import parts
 from tests.chaos.load import Asked, Load, Stream, ask, brief, verdict
 from tests.chaos.memory import MIB, MemoryWatch
+from tests.policies.installed import install_giving_up
 from tests.serve.conftest import Cluster, until
 
 OVERLOAD_S = float(os.environ.get("PRISM_CHAOS_OVERLOAD_S", "300"))
+STREAMS = int(os.environ.get("PRISM_CHAOS_STREAMS", "10000"))
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4 * OVERLOAD_S + 900)]
 
 # Each of three engines runs 4 requests of 20 steps at 200 ms: 3 requests per second in all. More
@@ -200,3 +204,54 @@ def test_a_flood_of_one_model_leaves_the_others_theirs(tmp_path: Path) -> None:
             f"\nSLO attainment of the others: {alone:.1f} % alone, {flooded:.1f} % beside a flood"
         )
         assert flooded >= alone - 5
+
+
+# Models that are refused once this fraction of all streams has ended.
+REFUSED = {0.1: "c", 0.4: "bc", 0.6: "b", 0.8: ""}
+OPEN_AT_ONCE = 1500
+
+
+async def ten_thousand(url: str, refuse: Callable[..., None]) -> list[Stream]:
+    """Keeps OPEN_AT_ONCE streams open while models are refused and served again."""
+    steps = {int(part * STREAMS): models for part, models in REFUSED.items()}
+    gate, ended = asyncio.Semaphore(OPEN_AT_ONCE), 0
+
+    async def stream(number: int) -> Stream:
+        nonlocal ended
+        async with gate:
+            made = await ask(url, twenty(SEED, MODELS[number % len(MODELS)], number))
+        ended += 1
+        if (models := steps.get(ended)) is not None:
+            refuse(*models)
+        return made
+
+    return await asyncio.gather(*map(stream, range(STREAMS)))
+
+
+def test_every_stream_ends_whole_or_with_the_name_of_a_refused_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rejects none that has output, and none for a model that is never refused."""
+    refuse = install_giving_up(tmp_path, monkeypatch)
+    changes = {
+        "policy": "giving-up",
+        "fake": '{"decode_step_ms": 20}',
+        "engine": {**ENGINE, "drain_timeout": "100ms", "max_running": 32},
+        "frontend": {"port": 0, "max_open_requests": 4 * OPEN_AT_ONCE},
+    }
+    with chaos_cluster(tmp_path, **changes) as cluster:
+        campaign = Campaign(cluster, Load(cluster.url, 0, partial(brief, SEED, MODELS)))
+        with reported(campaign):
+            streams = asyncio.run(ten_thousand(cluster.url, refuse))
+            ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
+            print(f"\n{len(streams)} streams ended: {dict(ends)}")
+            assert ends.keys() == {(model, "whole") for model in MODELS} | {
+                ("b", "named"),
+                ("c", "named"),
+            }
+            rejected = [stream for stream in streams if stream.error]
+            assert {stream.error for stream in rejected} == {"model_unavailable"}
+            for stream in rejected:
+                assert stream.message.startswith(f"{stream.asked.model} cannot be placed now: over")
+                assert not stream.ids
+            campaign.check_peace()

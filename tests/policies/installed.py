@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from prism.policies import registry
+from tests.policies import giving_up
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "least_loaded"
 
@@ -34,6 +36,21 @@ def write_package(folder: Path, package: str, code: str, *entry_points: str) -> 
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
     (info / "entry_points.txt").write_text("\n".join(["[prism.policies]", *entry_points, ""]))
     (folder / f"{module}.py").write_text(code)
+
+
+def install_giving_up(folder: Path, patch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs the policy "giving-up" for new processes. Returns a function that sets the models to
+    give up."""
+    site, names = folder / "site", folder / "given-up"
+    code = Path(giving_up.__file__).read_text()
+    write_package(site, "giving-up-policy", code, "giving-up = giving_up_policy:POLICY")
+    patch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    patch.setenv(giving_up.FILE, str(names))
+
+    def give_up(*models: str) -> None:
+        names.write_text(" ".join(models))
+
+    return give_up
 
 
 @contextmanager
