@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from prism.policies.data import ClusterView, GpuView, ModelView
+from prism.policies.latency import busy_share, late_rps
+
+SLACK = 0.3
+"""Part of the time that a device may compute before compute affects placement."""
 
 
 def weight_of(model: ModelView) -> float:
@@ -72,6 +76,8 @@ class Bin:
     # Sort key: least KVPR first, then most memory left, so that idle models spread out.
     rank: tuple[float, int, str] = field(init=False)
     _pressures: dict[str, float] = field(init=False, default_factory=dict)
+    # Result of `_load`; None: not computed since the last change.
+    _loaded: tuple[float, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shared_kv_bytes = self.gpu.capacity_bytes - self.gpu.fixed_bytes
@@ -94,7 +100,7 @@ class Bin:
         made.models = self.models.copy()
         made._pressures = self._pressures.copy()
         made.shared_kv_bytes, made.room_bytes = self.shared_kv_bytes, self.room_bytes
-        made.kvpr, made.rank = self.kvpr, self.rank
+        made.kvpr, made.rank, made._loaded = self.kvpr, self.rank, self._loaded
         return made
 
     def kvpr_with(self, model: ModelView) -> float:
@@ -107,6 +113,29 @@ class Bin:
         gone = set(names)
         kept = {name: model for name, model in self.models.items() if name not in gone}
         return Bin(self.gpu, self.engines, kept).kvpr
+
+    def late_with(self, model: ModelView) -> float:
+        """Returns the late requests per second that `model` would add (`late_rps`).
+
+        0 if the models here would compute for less than `SLACK` of the time.
+        """
+        share = busy_share(model)
+        if not share or share + self._load()[0] < SLACK:
+            return 0.0
+        return round(late_rps([*self.models.values(), model]) - self.late_rps, 3)
+
+    @property
+    def late_rps(self) -> float:
+        """Late requests per second of the models here."""
+        return self._load()[1]
+
+    def _load(self) -> tuple[float, float]:
+        """Returns the part of the time that the models here compute, and `late_rps`."""
+        if self._loaded is None:
+            here = self.models.values()
+            share = math.fsum(map(busy_share, here))
+            self._loaded = share, late_rps(here)
+        return self._loaded
 
     def holds(self, copy: ModelView) -> bool:
         """Returns True if a part of this copy is here. Copies of a model share its name."""
@@ -162,6 +191,7 @@ class Bin:
         self._moved(0, 0)
 
     def _moved(self, weight_bytes: int, kv_floor_bytes: int) -> None:
+        self._loaded = None
         self.shared_kv_bytes += weight_bytes
         self.room_bytes += weight_bytes + kv_floor_bytes
         # fsum rounds once, so that the sum does not depend on the order of changes.

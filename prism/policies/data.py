@@ -137,15 +137,18 @@ class Traffic(msgspec.Struct, frozen=True):
     """Requests of the last ten minutes (`prism/scheduler/traffic.py`). Lengths are in tokens."""
 
     requests: int = 0
-    # Arrivals per second in the last minute, and in the busiest ten seconds.
+    # Arrivals per second in the last minute, in the busiest ten seconds, and in all of the time.
     rate_rps: float = 0.0
     peak_rps: float = 0.0
+    mean_rps: float = 0.0
     # Means, standard deviations and the 99th percentile. Outputs are those of ended requests.
     prompt_tokens: float = 0.0
     prompt_std_tokens: float = 0.0
     prompt_p99_tokens: float = 0.0
     output_tokens: float = 0.0
     output_std_tokens: float = 0.0
+    # Part of the time with requests: of the intervals of ten seconds, those in which any arrived.
+    busy_part: float = 0.0
 
 
 NO_TRAFFIC = Traffic()

@@ -1,7 +1,9 @@
 """Placement by KV pressure ratio, Algorithm 1 (Prism §6.2; bound: Appendix A.1; TP: A.1.2).
 
 The paper's algorithm ignores whether a model fits. Here a device is a candidate only if weights and
-KV floor fit and an engine is free. Pure functions.
+KV floor fit and an engine is free. The paper's algorithm also ignores compute. Here a device on
+which fewer requests would be late (`Bin.late_with`) comes before one with less KVPR; where none
+would be late the rule is the paper's. Pure functions.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from prism.policies.bins import (
 )
 from prism.policies.data import GpuView, ModelView
 
-Rank = Callable[[Bin], tuple[float, int, str]]
+Rank = Callable[[Bin], tuple[float | str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class _Trial:
                 passed.append(heapq.heappop(heap))
         for rank in passed:
             heapq.heappush(heap, rank)
+        if found is not None and found.late_with(model) > 0:
+            return min(filter(lambda b: b.fits(model), self.bins.values()), key=_pressure(model))
         return found
 
 
@@ -185,16 +189,17 @@ def _choose(model: ModelView, trial: _Trial, tau: float) -> Sequence[Bin] | None
     Returns the model's current device if a move would gain at most `tau` of its KVPR.
     """
     if model.tp > 1:
-        return choose_devices(model, trial.bins, by_rank, tau)
+        return choose_devices(model, trial.bins, tau)
     best = trial.least_pressed(model)
     current = trial.bins.get(model.device) if model.device else None
     if best is None:
         return None
-    return (_stay(best, current, tau) if current and current.fits(model) else best,)
+    return (_stay(model, best, current, tau) if current and current.fits(model) else best,)
 
 
-def _stay(best: Bin, current: Bin, tau: float) -> Bin:
-    return best if best.kvpr < current.kvpr * (1 - tau) else current
+def _stay(model: ModelView, best: Bin, current: Bin, tau: float) -> Bin:
+    relieved = gain(current.late_with(model), best.late_with(model)) > tau
+    return best if relieved or best.kvpr < current.kvpr * (1 - tau) else current
 
 
 def _packed(parts: Sequence[ModelView], origin: Bins, first: _Trial) -> _Trial:
@@ -220,7 +225,7 @@ def _tightest(
 ) -> tuple[Bin, ...] | None:
     """Returns the bins with the least room that fit. `rooms` has all bins, sorted by room."""
     if model.tp > 1:
-        return choose_devices(model, bins, _by_room, 0.0)
+        return choose_devices(model, bins, 0.0, _by_room)
     for _, name in islice(rooms, bisect_left(rooms, (need_bytes(model), "")), None):
         if bins[name].fits(model):
             return (bins[name],)
@@ -230,33 +235,36 @@ def _tightest(
 # --- tensor parallelism --------------------------------------------------------------------
 
 
-def by_rank(b: Bin) -> tuple[float, int, str]:
-    """Returns the sort key of bins, least pressed first."""
-    return b.rank
+def _pressure(model: ModelView) -> Rank:
+    """Returns the sort key of bins, least pressed with `model` first."""
+    return lambda b: (b.late_with(model), *b.rank)
 
 
-def _by_room(b: Bin) -> tuple[float, int, str]:
-    return (b.room_bytes, 0, b.name)
+def _by_room(b: Bin) -> tuple[int, str]:
+    return (b.room_bytes, b.name)
 
 
-def choose_devices(model: ModelView, bins: Bins, rank: Rank, tau: float) -> tuple[Bin, ...] | None:
+def choose_devices(
+    model: ModelView, bins: Bins, tau: float = 0.0, rank: Rank | None = None
+) -> tuple[Bin, ...] | None:
     """Returns the devices for all parts of a model, rank 0 first; None if no node has enough.
 
-    Each part gets the first bin by `rank` that has no part of the model (Appendix A.1.2). A current
-    device is kept unless the other's KVPR is below (1 - tau) of its KVPR. Examines all bins.
+    Each part gets the first bin by `rank`, or else the least pressed one, that has no part of the
+    model (Appendix A.1.2). A current device is kept unless the other's pressure is lower by
+    more than tau of it. Examines all bins.
     REQUIRES: `model` is a part, and no bin holds it.
     """
     fitting = [b for b in bins.values() if b.fits(model)]
     if model.tp > 1:
         per_node = Counter(b.gpu.node for b in fitting)
         fitting = [b for b in fitting if per_node[b.gpu.node] >= model.tp]
-    now = devices_of(model)
+    now, order = devices_of(model), rank or _pressure(model)
     chosen: list[Bin] = []
     while fitting and len(chosen) < model.tp:
-        best = min(fitting, key=rank)
+        best = min(fitting, key=order)
         here = [b for b in fitting if b.name in now]
         if here and best not in here:
-            best = _stay(best, min(here, key=rank), tau)
+            best = _stay(model, best, min(here, key=order), tau)
         chosen.append(best)
         node = best.gpu.node
         fitting = [b for b in fitting if b is not best and b.gpu.node == node]

@@ -7,6 +7,7 @@ give the same actions. In a plan, an `Evict` precedes the `Activate` that needs 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -33,7 +34,7 @@ from prism.policies.data import (
     Settings,
     contending,
 )
-from prism.policies.planning import degrees, evacuation, model_copies
+from prism.policies.planning import compute, degrees, evacuation, model_copies, overload
 from prism.policies.planning.balance import (
     find_target,
     migrate,
@@ -43,6 +44,9 @@ from prism.policies.planning.balance import (
 from prism.policies.planning.builder import PlanBuilder, is_short, settled
 from prism.policies.planning.next_plan import next_plan_in_s
 from prism.policies.policy import ADMISSION_ORDER, ELASTIC_MEMORY, Policy
+
+COPY_COSTS = 4.0
+"""Requests that must wait for a copy, for each that is expected for the models that it evicts."""
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
@@ -55,21 +59,28 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     deferred = [m for m in absent if m.deferred and view.rebalance and m.waiting == 0]
+    refusable = any(m.deferred and m.traffic.requests for m in absent)
     relieve = view.rebalance and not is_balanced(_loads(view, settings), settings)
-    changes = degrees.changes(view) if view.rebalance else []
+    changes = compute.changes(view) if view.rebalance else []
     saturated = any(model_copies.saturated(m, settings) for m in model_copies.queued(view))
     leaving = evacuation.must_leave(view)
-    if not (asked or wanted or deferred or relieve or changes or saturated or leaving):
+    if not (asked or wanted or deferred or refusable or relieve or changes or saturated or leaving):
         return ()
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
+    if asked or refusable:
+        builder.given_up = overload.given_up(view)
+    asked, wanted, deferred = (
+        [m for m in some if m.name not in builder.given_up] for some in (asked, wanted, deferred)
+    )
     _place_absent(builder, asked, builder.copied_bins, _make_room)
+    _give_up(builder)
     _place_absent(builder, wanted, builder.copied_bins, _refuse)
     _place_absent(builder, deferred, builder.spare_bins, lambda *_: None)
     evacuation.vacate(builder, leaving, _make_room_to_move, _evict)
     if relieve:
         _free_short_devices(builder)
-    degrees.adjust(builder, changes, _make_room_for_degree)
+    compute.relieve(builder, changes, _make_room_for_degree)
     if relieve or saturated:
         model_copies.adjust(builder, _make_room_for_copy)
     if relieve:
@@ -154,12 +165,36 @@ def _refuse(builder: PlanBuilder, model: ModelView) -> None:
     builder.actions.append(Refuse(model.name, shortfall(model, builder.bins)))
 
 
-def _make_room(builder: PlanBuilder, model: ModelView) -> None:
-    """Evicts idle models, else moves one model, else evicts recently idle ones, else refuses.
+def _give_up(builder: PlanBuilder) -> None:
+    """Refuses the models that are given up, unless they fit into spare memory.
 
-    Models idle for less than the threshold are evicted only if requests would starve otherwise.
+    Models idle over the threshold leave for one that still gets requests.
     """
-    home = kvpr.choose_devices(model, builder.bins, kvpr.by_rank, 0.0)
+    given_up = [m for m in builder.view.models if m.name in builder.given_up]
+    absent = [m for m in given_up if m.device is None]
+    _place_absent(builder, absent, builder.spare_bins, _reject)
+    for model in given_up:
+        if model.state == "draining" and model.name not in builder.copies:
+            _reject(builder, part(model))
+
+
+def _reject(builder: PlanBuilder, model: ModelView) -> None:
+    asked = model.device is None and (model.waiting or model.traffic.rate_rps)
+    if asked and _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
+        return
+    size = size_text(need_bytes(model) * model.tp)
+    reason = f"overload: it has fewer requests for its {size} than the models that are served"
+    builder.actions.append(Refuse(model.name, reason, overload=True))
+
+
+def _make_room(builder: PlanBuilder, model: ModelView) -> None:
+    """Evicts idle models, else moves one model, else evicts ones that are worth less, else refuses.
+
+    Models idle for less than the threshold are evicted only if requests would starve otherwise, and
+    fewer requests are expected for them than for `model`. Models that are given up are evicted
+    although they have requests.
+    """
+    home = kvpr.choose_devices(model, builder.bins)
     if home is not None:  # evictions for another model are enough for this one, too
         return _activate(builder, model, home)
     if _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
@@ -170,8 +205,13 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         return _refuse(builder, model)
     if _move_for(builder, model):
         return
+    lesser = overload.residents(builder, builder.given_up)
+    if _evict_for(builder, model, lesser, "overload"):
+        return
+    worth = overload.expected_requests(model, builder.settings)
     if not (
-        model.waiting > 0 and _evict_for(builder, model, _longest_idle(builder), "requests starve")
+        model.waiting > 0
+        and _evict_for(builder, model, _least_expected(builder), "requests starve", worth)
     ):
         _refuse(builder, model)
 
@@ -218,6 +258,16 @@ def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
     return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s))
 
 
+def _least_expected(builder: PlanBuilder) -> list[ModelView]:
+    """Returns idle models, those with the fewest expected requests for their size first."""
+    settings = builder.settings
+
+    def rank(model: ModelView) -> tuple[float, float]:
+        return overload.expected_requests(model, settings) / need_bytes(model), -model.idle_s
+
+    return sorted(_idle(builder, settings.min_idle_s), key=rank)
+
+
 def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
     """Returns the models of `idle` to evict so that `model` fits on `b`; None if not possible."""
     if b.fits(model):
@@ -250,12 +300,23 @@ Option = tuple[tuple[int, float, str], list[Bin], list[ModelView]]
 """(rank, a bin for each part, models to evict)"""
 
 
-def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
-    """Evicts where the fewest models are evicted, then where KVPR is least afterwards."""
+def _evict_for(
+    builder: PlanBuilder,
+    model: ModelView,
+    idle: Sequence[ModelView],
+    why: str,
+    worth: float = math.inf,
+) -> bool:
+    """Evicts where the fewest models are evicted, then where KVPR is least afterwards.
+
+    Evicts none if more than `worth` requests are expected for those that it would evict.
+    """
     option = _cheapest(builder.bins.values(), model, idle)
-    if option is None:
+    if option is None or not option[2]:
         return False
     _, home, victims = option
+    if _expected(builder, victims) > worth:
+        return False
     _evict_all(builder, model, victims, why)
     _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
     return True
@@ -290,9 +351,15 @@ def _make_room_for_copy(
 ) -> Sequence[Bin] | None:
     """Evicts models idle over the threshold for another copy. Returns its bins, or None.
 
+    Models idle for less are evicted if requests have waited for `model` for as long as the
+    threshold, `COPY_COSTS` times those that are expected for them, which may evict the copy again.
     With the copy the KVPR of each of its devices must be below `worst`.
     """
     option = _cheapest(bins, model, _over_threshold(builder))
+    if option is None and model.oldest_wait_s > builder.settings.idle_threshold_s:
+        option = _cheapest(bins, model, _least_expected(builder))
+        if option is not None and COPY_COSTS * _expected(builder, option[2]) > model.waiting:
+            option = None
     if option is None:
         return None
     _, home, victims = option
@@ -303,8 +370,12 @@ def _make_room_for_copy(
                 trial.take(victim.name)
         if trial.kvpr_with(model) >= worst:
             return None
-    _evict_all(builder, model, victims, "idle over the threshold")
+    _evict_all(builder, model, victims, "another copy is needed")
     return home
+
+
+def _expected(builder: PlanBuilder, models: Iterable[ModelView]) -> float:
+    return sum(overload.expected_requests(m, builder.settings) for m in models)
 
 
 def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) -> Option | None:
@@ -445,7 +516,7 @@ def _fits_after(
         bins[device].take(mover.name)
     for b in home:
         bins[b.name].put(mover)
-    return kvpr.choose_devices(model, bins, kvpr.by_rank, 0.0) is not None
+    return kvpr.choose_devices(model, bins) is not None
 
 
 POLICY = Policy(

@@ -148,11 +148,13 @@ class ModelTraffic:
             requests=prompts.count,
             rate_rps=recent / (min(number, RATE_SLOTS) * SLOT_S),
             peak_rps=max(s.prompts.count for s in self._slots) / SLOT_S,
+            mean_rps=prompts.count / (min(number, SLOTS) * SLOT_S),
             prompt_tokens=prompt_tokens,
             prompt_std_tokens=prompt_std,
             prompt_p99_tokens=prompts.p99(),
             output_tokens=output_tokens,
             output_std_tokens=output_std,
+            busy_part=sum(s.prompts.count > 0 for s in self._slots) / min(number, SLOTS),
         )
 
 
@@ -223,5 +225,9 @@ def share_of(traffic: Traffic, copies: int) -> Traffic:
     """Returns the traffic of one of the model's copies, which share it evenly."""
     if copies < 2:
         return traffic
-    rate_rps, peak_rps = traffic.rate_rps / copies, traffic.peak_rps / copies
-    return structs.replace(traffic, rate_rps=rate_rps, peak_rps=peak_rps)
+    return structs.replace(
+        traffic,
+        rate_rps=traffic.rate_rps / copies,
+        peak_rps=traffic.peak_rps / copies,
+        mean_rps=traffic.mean_rps / copies,
+    )

@@ -140,7 +140,8 @@ class SimActuator:
             device.site.spaces.append(resident.engine.kv)
         resident.stage = Stage.ACTIVE
         resident.last_use_s = self._kernel.time_s
-        model.wanted, model.deferred, model.refusal = False, False, ""
+        model.wanted = model.deferred = model.given_up = False
+        model.refusal = ""
         self._log("active", resident)
         if resident.replaces is not None:
             self._take_over(model, resident)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prism.policies.data import Action, Activate, ClusterView, DeviceLoad, Evict, Migrate, Refuse
 from prism.policies.placement import Placement
@@ -90,10 +90,20 @@ class SimController:
         if model.refusal != action.reason:
             model.refusal = action.reason
             self._decide("refuse", action.model, "", "", action.reason)
+        if action.overload:
+            model.given_up = model.deferred = True
+            for request in model.withdraw_unplaced():
+                self._records.finish(request, self._kernel.time_s, "unserved")
         if self._evicts:
             # The model is activated once a request arrives, for which others may be evicted, or
             # where memory is to spare.
             model.wanted, model.deferred = False, model.wanted or model.deferred
+
+    def end_refusals(self, actions: Sequence[Action]) -> None:
+        """Lets requests wait for models that a plan's `actions` do not give up any more."""
+        for model in self._models.values():
+            if model.given_up and Refuse(model.setup.name, model.refusal, True) not in actions:
+                model.given_up = False
 
     def _decide(self, kind: str, model: str, device: str, target: str, reason: str) -> None:
         self._records.decide(Decision(self._kernel.time_s, kind, model, device, target, reason))

@@ -28,6 +28,8 @@ class SimModel:
     wanted: bool = True
     deferred: bool = False
     refusal: str = ""
+    # True if its requests are rejected (`Refuse.overload`).
+    given_up: bool = False
     traffic: ModelTraffic = field(default_factory=ModelTraffic)
     # Tokens of removed copies.
     tokens_total: int = 0
@@ -57,6 +59,12 @@ class SimModel:
         self.last_use_s = now_s
         self.traffic.arrived(request.prompt_tokens, now_s)
 
+    def rejects(self, request: SimRequest, now_s: float) -> bool:
+        """Returns True if the model is given up. Its rejected requests are traffic as well."""
+        if self.given_up:
+            self.traffic.arrived(request.prompt_tokens, now_s)
+        return self.given_up
+
     def withdraw_all(self) -> list[SimRequest]:
         """Removes all open requests from the queues and returns them in the order of arrival."""
         left = list(self.unplaced.values())
@@ -65,6 +73,11 @@ class SimModel:
             if resident.engine is not None:
                 left += resident.engine.requests()
         return sorted(left, key=lambda request: request.index)
+
+    def withdraw_unplaced(self) -> list[SimRequest]:
+        left = list(self.unplaced.values())
+        self.unplaced.clear()
+        return left
 
     def unplace_waiting(self) -> None:
         """Makes the waiting requests of all copies unplaced, in the order of arrival, so that they

@@ -44,7 +44,7 @@ class Planner:
         self.alarm.after(self._pause_s())
 
     def plan(self) -> None:
-        self._scheduler.step(self._kernel.time_s)
+        self._controller.end_refusals(self._scheduler.step(self._kernel.time_s))
         self.alarm.after(self._scheduler.next_step_in_s)
         self._planned()
 

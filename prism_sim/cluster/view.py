@@ -19,7 +19,7 @@ from prism.policies.data import (
     Settings,
     contending,
 )
-from prism.policies.planning import degrees
+from prism.policies.planning import compute
 from prism.policies.planning.model_copies import may_adjust
 from prism.scheduler.traffic import SLOT_S, share_of
 from prism_sim.cluster.activation import startup_s
@@ -56,9 +56,8 @@ class Viewer:
         self._absent: dict[int, ModelView] = {}
         # (Model, degree) -> its view without copies and requests.
         self._plain: dict[tuple[int, int], ModelView] = {}
-        self._chooses = any(m.setup.degrees for m in models)
-        # Traffic slot in which degrees were compared last.
-        self._degrees_slot = -1
+        # Traffic slot in which `_late` looked last.
+        self._late_slot = -1
         self._degrees = {m.setup.index: degrees_of(m.setup) for m in models}
 
     def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
@@ -105,8 +104,8 @@ class Viewer:
     def _unsettled(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
     ) -> set[SimDevice]:
-        """Returns the devices of models whose degree or number of copies may change."""
-        found = self._other_degrees(now_s)
+        """Returns the devices of models that may move, change their degree or get a copy."""
+        found = self._late(now_s)
         for model in self._models:
             residents, setup = model.residents, model.setup
             if not residents or setup.replicas_max == 1:
@@ -122,12 +121,15 @@ class Viewer:
                     found.update(resident.devices)
         return found
 
-    def _other_degrees(self, now_s: float) -> set[SimDevice]:
-        """Returns the devices of models whose degree may change, once in each traffic slot."""
+    def _late(self, now_s: float) -> set[SimDevice]:
+        """Returns the devices of models that are late, or whose degree may be lowered.
+
+        Traffic changes once in each slot, so it is not compared again in between.
+        """
         slot = int(now_s / SLOT_S)
-        if not self._chooses or slot == self._degrees_slot:
+        if slot == self._late_slot:
             return set()
-        self._degrees_slot = slot
+        self._late_slot = slot
         views = tuple(
             self._resident_view(model, resident, now_s, 0.0)
             for model in self._models
@@ -135,7 +137,7 @@ class Viewer:
             for resident in model.residents
             if resident.replaces is None
         )
-        late = {model.name for model, _ in degrees.changes(ClusterView(now_s, views, ()))}
+        late = {model.name for model, _ in compute.changes(ClusterView(now_s, views, ()))}
         residents = (resident for name in late for resident in self._by_name[name].residents)
         return {device for resident in residents for device in resident.devices}
 

@@ -192,7 +192,7 @@ class World:
     def _submit(self, model: SimModel, request: SimRequest) -> None:
         """Routes a request to the queue of a copy, or lets it wait for a copy."""
         refusal = model.setup.refusal(request.prompt_tokens + request.output_tokens)
-        if refusal or request.model in self._left_out:
+        if refusal or request.model in self._left_out or model.rejects(request, self.kernel.time_s):
             self.records.finish(request, self.kernel.time_s, refusal or "unserved")
             return
         if self._turns is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from prism.policies import prism
+from prism.policies import latency, prism
 from prism.policies.data import Activate, Degree, ModelView, Traffic
 from prism.policies.planning import degrees
 from tests.policies.clusters import SETTINGS, active, gpu, model, planned, view
@@ -57,14 +57,14 @@ def test_ttft_is_that_of_a_queue_of_prompts(rate_rps: float) -> None:
         prompt_p99_tokens=float(np.quantile(prompts, 0.99)),
         output_tokens=0.0,
     )
-    computed_s, _ = degrees.latencies(seen, DEGREES[1], 0.1, 0.0)
+    computed_s, _ = latency.latencies(seen, DEGREES[1], 0.1, 0.0)
     assert computed_s == pytest.approx(np.quantile(ttft_s, 0.99), rel=0.25)
 
 
 def test_a_full_device_has_no_latency() -> None:
-    assert degrees.lateness(auto(traffic=traffic(4.0)), 1, 0.0) == float("inf")
-    assert degrees.lateness(auto(), 1, 1.0) == float("inf")
-    assert degrees.lateness(auto(), 1, 0.0) < degrees.lateness(auto(), 1, 0.5) < float("inf")
+    assert latency.lateness(auto(traffic=traffic(4.0)), 1, 0.0) == float("inf")
+    assert latency.lateness(auto(), 1, 1.0) == float("inf")
+    assert latency.lateness(auto(), 1, 0.0) < latency.lateness(auto(), 1, 0.5) < float("inf")
 
 
 def test_the_least_degree_that_meets_the_slos_comes_first() -> None:
@@ -88,7 +88,7 @@ def test_a_model_moves_to_the_degree_before_it_leaves_its_device() -> None:
     gpus = [gpu(f"g{i}", node="n0") for i in range(5)]
     (action,) = prism.plan(view([auto(traffic=LONG)], gpus), SETTINGS)
     assert (action.source, action.target, action.peers) == ("g0", "g1", ("g2", "g3", "g4"))
-    assert action.reason == "P99 latency is too late at tp 1, tp 4 is chosen"
+    assert action.reason == "a is late; 0.11 requests/s fewer are late with tp 4"
     assert planned([auto(traffic=LONG)], gpus, rebalance=False) == []
     assert planned([auto()], gpus) == []
 
@@ -121,12 +121,13 @@ def test_a_model_that_finds_no_free_memory_keeps_no_other_from_its_degree() -> N
     assert planned([latest, other], [*full, *free]) == [("migrate", "b", "f0", "f1")]
 
 
-def test_a_busy_neighbour_is_a_reason_for_a_higher_degree() -> None:
+def test_a_busy_neighbour_that_cannot_move_is_a_reason_for_a_higher_degree() -> None:
     gpus = [gpu(f"g{i}") for i in range(4)]
     near = traffic(prompt_p99_tokens=900.0)
     busy = active("busy", "g0", weight=1, degrees={1: DEGREES[1]}, traffic=traffic(1.5))
     assert planned([auto(traffic=near)], gpus) == []
-    assert planned([auto(traffic=near), busy], gpus)[0][:2] == ("migrate", "a")
+    pinned = structs.replace(busy, pinned_device="g0")
+    assert planned([auto(traffic=near), pinned], gpus)[0][:2] == ("migrate", "a")
 
 
 def test_an_absent_model_is_activated_at_its_degree_or_at_the_least_one() -> None:

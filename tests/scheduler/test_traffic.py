@@ -54,6 +54,16 @@ def test_the_rate_is_of_the_last_minute_and_the_peak_of_ten_minutes() -> None:
     assert traffic.seen((SLOTS + 1) * SLOT_S) == NO_TRAFFIC
 
 
+def test_the_busy_part_is_that_of_the_slots_with_arrivals() -> None:
+    traffic = ModelTraffic()
+    for slot in (0, 1, 3):
+        for number in range(5):
+            traffic.arrived(10, slot * SLOT_S + number)
+    seen = traffic.seen(5 * SLOT_S)
+    assert seen.busy_part == pytest.approx(3 / 5)
+    assert seen.mean_rps == pytest.approx(15 / (5 * SLOT_S))
+
+
 def test_the_result_changes_once_in_a_slot() -> None:
     """Lets views be reused while nothing changes."""
     traffic = ModelTraffic()

@@ -13,7 +13,9 @@ import pytest
 
 from prism.policies import registry
 from prism.policies.knobs import Knobs
+from prism.scheduler import traffic
 from prism_replay.trace import TraceRequest
+from prism_sim.cluster import view as sim_view
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.setup import ActivationSettings, ClusterSetup, ModelSetup
@@ -119,9 +121,15 @@ def test_another_gpu_does_not_hurt(policy: str) -> None:
 
 @every_policy
 @pytest.mark.parametrize("seed", SEEDS[:2])
-def test_the_unit_of_time_does_not_matter(policy: str, seed: int) -> None:
+def test_the_unit_of_time_does_not_matter(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = met(plain(policy, seed))
+    twice_s = 2 * traffic.SLOT_S
+    for module in (traffic, sim_view):
+        monkeypatch.setattr(module, "SLOT_S", twice_s)
     slow = run(slower(setup_of(policy)), [request_of(r, 2.0, r.model) for r in trace(seed)])
-    assert met(slow, 2.0) == met(plain(policy, seed))
+    assert met(slow, 2.0) == before
 
 
 def request_of(row: TraceRequest, factor: float, name: str) -> TraceRequest:

@@ -13,7 +13,8 @@ from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.bins import Bin, current_bins, devices_of, need_bytes, part
-from prism.policies.data import Migrate, ModelView, contending
+from prism.policies.data import Migrate, ModelView, Settings, contending
+from prism.policies.latency import late_rps
 from prism.policies.planning.builder import PRESSED_FREE, PlanBuilder, settled
 
 
@@ -32,7 +33,7 @@ def find_target(
     """
     now = (*devices_of(model), *avoided)
     rest = {name: b for name, b in builder.bins.items() if name not in now}
-    return kvpr.choose_devices(model, rest, kvpr.by_rank, 0.0)
+    return kvpr.choose_devices(model, rest)
 
 
 def migrate(
@@ -58,6 +59,21 @@ def migrate(
         b.put(structs.replace(model, state="migrating"))
     for b in home:
         b.put(structs.replace(there or model, state="migrating"))
+
+
+def late_rps_of_move(
+    builder: PlanBuilder, model: ModelView, there: ModelView, home: Sequence[Bin]
+) -> tuple[float, float]:
+    """Returns the late requests of all devices involved in a move, before and after it.
+
+    Args:
+        there: Part of the model on each of the devices `home`, none of which holds one now.
+    """
+    held = _held_by(builder, model)
+    rest = [[m for m in b.models.values() if m.name != model.name] for b in held]
+    before = sum(b.late_rps for b in (*held, *home))
+    after = sum(late_rps([*b.models.values(), there]) for b in home)
+    return before, after + sum(map(late_rps, rest))
 
 
 def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
@@ -106,20 +122,35 @@ def rebalance(builder: PlanBuilder) -> None:
 def _migrate_if_relieving(builder: PlanBuilder, model: ModelView, home: Sequence[Bin]) -> bool:
     """Adds the migration if it is worth it. Returns True if it was added.
 
-    The relief must be above tau, no model may be activated or evicted on these devices, and the
-    needed memory must be free now, so that requests running there are not affected.
+    The relief must be above tau, no more requests may be late, no model may be activated or evicted
+    on these devices, and the needed memory must be free now, so that requests running there are not
+    affected.
     """
     sources, tau = _held_by(builder, model), builder.settings.migration_threshold
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
     if model.state != "active" or not free:
         return False
-    relief = _relief_of(model, sources, home)
-    if relief <= tau or not builder.changing().isdisjoint(b.name for b in (*sources, *home)):
+    relief = _relief_of(model, sources, home) * _lasting_part(model, builder.settings)
+    before, after = late_rps_of_move(builder, model, model, home)
+    if (
+        relief <= tau
+        or after > before
+        or not builder.changing().isdisjoint(b.name for b in (*sources, *home))
+    ):
         return False
     names = ", ".join(b.name for b in sources)
     reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"
     migrate(builder, model, home, reason)
     return True
+
+
+def _lasting_part(model: ModelView, settings: Settings) -> float:
+    """Returns the part of an idle threshold in which a move of the model relieves its device.
+
+    Until it is loaded there and its running requests have ended here, it takes memory of both.
+    """
+    moving_s = model.load_s + model.traffic.output_tokens * model.slo_tpot_s
+    return max(0.0, 1.0 - moving_s / settings.idle_threshold_s)
 
 
 def _contended(b: Bin, least: float) -> bool:

@@ -31,6 +31,8 @@ class PlanBuilder:
     # Devices with the effects of `actions`.
     bins: Bins
     actions: list[Action] = field(default_factory=list)
+    # Names of the models that are given up (`overload.py`).
+    given_up: set[str] = field(default_factory=set)
     # Model -> its copies, for models with several; copies in activation are included.
     copies: dict[str, list[ModelView]] = field(init=False)
 

@@ -177,7 +177,7 @@ def _add(builder: PlanBuilder, copies: Sequence[ModelView], make_room: MakeRoom)
     unqueued = [b for b in builder.bins.values() if wanted or not _has_queue(builder, b)]
     need = need_bytes(candidate)
     free = {b.name: b for b in unqueued if b.gpu.free_bytes >= need}
-    home: Sequence[Bin] | None = kvpr.choose_devices(candidate, free, kvpr.by_rank, 0.0)
+    home: Sequence[Bin] | None = kvpr.choose_devices(candidate, free)
     if home is None:
         home = make_room(builder, candidate, unqueued, math.inf if wanted else worst)
     if home is None:
