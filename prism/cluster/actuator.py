@@ -128,7 +128,8 @@ class Actuator:
 
     def _succeeded(self, move: Move) -> None:
         self._state.actions.totals[move.kind] += 1
-        self._state.startup.settle(move.model)
+        if move.brings_up or move.model not in self._state.activations.overload:
+            self._state.startup.settle(move.model)
         if move.kind == "activate":
             self._state.activations.ended(move.model, self._state.now_s())
 

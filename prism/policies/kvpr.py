@@ -259,12 +259,13 @@ def choose_devices(
         per_node = Counter(b.gpu.node for b in fitting)
         fitting = [b for b in fitting if per_node[b.gpu.node] >= model.tp]
     now, order = devices_of(model), rank or _pressure(model)
+    keys = {b.name: order(b) for b in fitting}
     chosen: list[Bin] = []
     while fitting and len(chosen) < model.tp:
-        best = min(fitting, key=order)
+        best = min(fitting, key=lambda b: keys[b.name])
         here = [b for b in fitting if b.name in now]
         if here and best not in here:
-            best = _stay(model, best, min(here, key=order), tau)
+            best = _stay(model, best, min(here, key=lambda b: keys[b.name]), tau)
         chosen.append(best)
         node = best.gpu.node
         fitting = [b for b in fitting if b is not best and b.gpu.node == node]

@@ -7,7 +7,6 @@ give the same actions. In a plan, an `Evict` precedes the `Activate` that needs 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -52,14 +51,17 @@ COPY_COSTS = 4.0
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Returns the actions to start now.
 
-    Never evicts a model that is `never_evict` or has requests, unless another copy serves it. Plans
+    Never evicts a model that is `never_evict`, nor one with requests unless another copy serves it
+    or it is given up for overload. Plans
     nothing for a model with an action in progress.
     """
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
     wanted = [m for m in absent if m.wanted and not (m.waiting > 0 or m.never_evict)]
     deferred = [m for m in absent if m.deferred and view.rebalance and m.waiting == 0]
-    refusable = any(m.deferred and m.traffic.requests for m in absent)
+    refusable = any(
+        m.traffic.requests and (m.deferred or m.state == "draining") for m in view.models
+    )
     relieve = view.rebalance and not is_balanced(_loads(view, settings), settings)
     changes = compute.changes(view) if view.rebalance else []
     saturated = any(model_copies.saturated(m, settings) for m in model_copies.queued(view))
@@ -69,7 +71,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     models, gpus = settled(view)
     builder = PlanBuilder(view, settings, current_bins(models, gpus))
     if asked or refusable:
-        builder.given_up = overload.given_up(view)
+        builder.given_up = overload.given_up(builder)
     asked, wanted, deferred = (
         [m for m in some if m.name not in builder.given_up] for some in (asked, wanted, deferred)
     )
@@ -166,22 +168,28 @@ def _refuse(builder: PlanBuilder, model: ModelView) -> None:
 
 
 def _give_up(builder: PlanBuilder) -> None:
-    """Refuses the models that are given up, unless they fit into spare memory.
-
-    Models idle over the threshold leave for one that still gets requests.
-    """
-    given_up = [m for m in builder.view.models if m.name in builder.given_up]
-    absent = [m for m in given_up if m.device is None]
-    _place_absent(builder, absent, builder.spare_bins, _reject)
-    for model in given_up:
-        if model.state == "draining" and model.name not in builder.copies:
+    """Refuses the models that are given up, until a device has memory to spare for them."""
+    for model in builder.view.models:
+        if model.name not in builder.given_up or builder.is_changing(model.name):
+            continue
+        absent = model.device is None and not _fill_spare(builder, part(model))
+        if absent or (model.state == "draining" and model.name not in builder.copies):
             _reject(builder, part(model))
 
 
+def _fill_spare(builder: PlanBuilder, model: ModelView) -> bool:
+    """Activates a model that gets requests in spare memory, or that of models idle for long."""
+    if not builder.view.rebalance or not (model.waiting or model.traffic.rate_rps):
+        return False
+    home = kvpr.choose_devices(model, builder.spare_bins())
+    if home is not None:
+        _activate(builder, model, [builder.bins[b.name] for b in home])
+        return True
+    full = [b for b in builder.bins.values() if not b.fits(model)]
+    return _evict_for(builder, model, _over_threshold(builder), "idle over the threshold", full)
+
+
 def _reject(builder: PlanBuilder, model: ModelView) -> None:
-    asked = model.device is None and (model.waiting or model.traffic.rate_rps)
-    if asked and _evict_for(builder, model, _over_threshold(builder), "idle over the threshold"):
-        return
     size = size_text(need_bytes(model) * model.tp)
     reason = f"overload: it has fewer requests for its {size} than the models that are served"
     builder.actions.append(Refuse(model.name, reason, overload=True))
@@ -205,13 +213,12 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         return _refuse(builder, model)
     if _move_for(builder, model):
         return
-    lesser = overload.residents(builder, builder.given_up)
-    if _evict_for(builder, model, lesser, "overload"):
+    if model.traffic.requests and _evict_for(
+        builder, model, overload.residents(builder, builder.given_up), "overload"
+    ):
         return
-    worth = overload.expected_requests(model, builder.settings)
     if not (
-        model.waiting > 0
-        and _evict_for(builder, model, _least_expected(builder), "requests starve", worth)
+        model.waiting > 0 and _evict_for(builder, model, _lesser(builder, model), "requests starve")
     ):
         _refuse(builder, model)
 
@@ -258,14 +265,23 @@ def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
     return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s))
 
 
-def _least_expected(builder: PlanBuilder) -> list[ModelView]:
-    """Returns idle models, those with the fewest expected requests for their size first."""
+def _lesser(builder: PlanBuilder, model: ModelView) -> list[ModelView]:
+    """Returns idle models for which fewer requests are expected than for `model`."""
+    return _least_expected(builder, overload.expected_requests(model, builder.settings))
+
+
+def _least_expected(builder: PlanBuilder, most: float) -> list[ModelView]:
+    """Returns idle models, those with the fewest expected requests for their size first.
+
+    Leaves out models for which more than `most` requests are expected.
+    """
     settings = builder.settings
-
-    def rank(model: ModelView) -> tuple[float, float]:
-        return overload.expected_requests(model, settings) / need_bytes(model), -model.idle_s
-
-    return sorted(_idle(builder, settings.min_idle_s), key=rank)
+    found = [
+        (overload.expected_requests(m, settings), m) for m in _idle(builder, settings.min_idle_s)
+    ]
+    found = [(expected, m) for expected, m in found if expected <= most]
+    found.sort(key=lambda each: (each[0] / need_bytes(each[1]), -each[1].idle_s))
+    return [model for _, model in found]
 
 
 def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
@@ -305,18 +321,17 @@ def _evict_for(
     model: ModelView,
     idle: Sequence[ModelView],
     why: str,
-    worth: float = math.inf,
+    bins: Collection[Bin] | None = None,
 ) -> bool:
     """Evicts where the fewest models are evicted, then where KVPR is least afterwards.
 
-    Evicts none if more than `worth` requests are expected for those that it would evict.
+    Args:
+        bins: Devices to consider. None: all.
     """
-    option = _cheapest(builder.bins.values(), model, idle)
-    if option is None or not option[2]:
+    option = _cheapest(builder.bins.values() if bins is None else bins, model, idle)
+    if option is None:
         return False
     _, home, victims = option
-    if _expected(builder, victims) > worth:
-        return False
     _evict_all(builder, model, victims, why)
     _activate(builder, model, home, f"after evicting {', '.join(v.name for v in victims)}")
     return True
@@ -357,9 +372,7 @@ def _make_room_for_copy(
     """
     option = _cheapest(bins, model, _over_threshold(builder))
     if option is None and model.oldest_wait_s > builder.settings.idle_threshold_s:
-        option = _cheapest(bins, model, _least_expected(builder))
-        if option is not None and COPY_COSTS * _expected(builder, option[2]) > model.waiting:
-            option = None
+        option = _cheapest(bins, model, _least_expected(builder, model.waiting / COPY_COSTS))
     if option is None:
         return None
     _, home, victims = option
@@ -372,10 +385,6 @@ def _make_room_for_copy(
             return None
     _evict_all(builder, model, victims, "another copy is needed")
     return home
-
-
-def _expected(builder: PlanBuilder, models: Iterable[ModelView]) -> float:
-    return sum(overload.expected_requests(m, builder.settings) for m in models)
 
 
 def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) -> Option | None:
@@ -394,7 +403,8 @@ def _evict_all(
     builder: PlanBuilder, model: ModelView, victims: Iterable[ModelView], why: str
 ) -> None:
     for victim in victims:
-        reason = f"{why}: idle for {victim.idle_s:.1f} s, makes room for {model.name}"
+        idle = f"idle for {victim.idle_s:.1f} s, " if victim.idle_s else ""
+        reason = f"{why}: {idle}makes room for {model.name}"
         _evict(builder, victim, reason)
 
 

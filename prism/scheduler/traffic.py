@@ -86,15 +86,22 @@ class _Slot:
 
 
 class ModelTraffic:
-    """Traffic of one model, in slots of `SLOT_S`."""
+    """Traffic of one model, in slots of `SLOT_S`.
 
-    def __init__(self) -> None:
+    Args:
+        since_s: Time from which requests are seen.
+    """
+
+    def __init__(self, since_s: float = 0.0) -> None:
+        self._first = int(since_s / SLOT_S)
         self._open = _Slot(-1)
         # Complete slots with requests, oldest first, and their sums.
         self._slots: deque[_Slot] = deque()
         self._sum = _Slot(-1)
         # Slot of the latest result of `seen`, and the result.
         self._seen: tuple[int, Traffic] = (-1, NO_TRAFFIC)
+        # Mean and standard deviation of outputs, kept while all requests are rejected.
+        self._outputs = (0.0, 0.0)
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
         self._slot(now_s).prompts.add(bucket(prompt_tokens), prompt_tokens)
@@ -141,20 +148,24 @@ class ModelTraffic:
         prompts, outputs = self._sum.prompts, self._sum.outputs
         if not prompts.count:
             return NO_TRAFFIC
+        slots = min(SLOTS, max(1, number - self._first))
         recent = sum(s.prompts.count for s in self._slots if s.number >= number - RATE_SLOTS)
         prompt_tokens, prompt_std = prompts.moments()
-        output_tokens, output_std = outputs.moments()
+        if outputs.count:
+            self._outputs = outputs.moments()
+        output_tokens, output_std = self._outputs
         return Traffic(
             requests=prompts.count,
-            rate_rps=recent / (min(number, RATE_SLOTS) * SLOT_S),
+            rate_rps=recent / (min(slots, RATE_SLOTS) * SLOT_S),
             peak_rps=max(s.prompts.count for s in self._slots) / SLOT_S,
-            mean_rps=prompts.count / (min(number, SLOTS) * SLOT_S),
+            mean_rps=prompts.count / (slots * SLOT_S),
             prompt_tokens=prompt_tokens,
             prompt_std_tokens=prompt_std,
             prompt_p99_tokens=prompts.p99(),
             output_tokens=output_tokens,
             output_std_tokens=output_std,
-            busy_part=sum(s.prompts.count > 0 for s in self._slots) / min(number, SLOTS),
+            # Of at least a minute, so that the first request of a model does not count as busy.
+            busy_part=sum(s.prompts.count > 0 for s in self._slots) / max(RATE_SLOTS, slots),
         )
 
 
@@ -169,6 +180,8 @@ class TrafficBook:
 
     def __init__(self) -> None:
         self._models: dict[str, ModelTraffic] = {}
+        # Time of the first report of arrivals.
+        self._since_s: float | None = None
         # Frontend -> model -> most that it has reported in each bucket.
         self._arrived: dict[str, dict[str, dict[int, int]]] = {}
         # Device -> model -> its last counters.
@@ -181,6 +194,8 @@ class TrafficBook:
             frontends: id of each live frontend -> prompts since it started. Ids are not used again.
                 An older heartbeat may follow a newer one.
         """
+        if self._since_s is None:
+            self._since_s = now_s
         known, self._arrived = self._arrived, {}
         for name, counters in frontends.items():
             last = self._arrived[name] = known.get(name, {})
@@ -207,7 +222,9 @@ class TrafficBook:
     def _grew(
         self, model: str, prompts: Mapping[int, int], outputs: Mapping[int, int], now_s: float
     ) -> None:
-        self._models.setdefault(model, ModelTraffic()).grew(prompts, outputs, now_s)
+        if model not in self._models:
+            self._models[model] = ModelTraffic(now_s if self._since_s is None else self._since_s)
+        self._models[model].grew(prompts, outputs, now_s)
 
     def of(self, model: str, now_s: float) -> Traffic:
         known = self._models.get(model)

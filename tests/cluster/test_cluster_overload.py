@@ -72,6 +72,11 @@ async def test_a_model_is_given_up_and_comes_back(
     assert cluster.active() == {"host:0": {"b"}}
     await eventually(lambda: last(views, "a").deferred)
     assert not last(views, "a").wanted
+    # The end of the eviction does not end the refusal.
+    await eventually(lambda: last(views, "a").state == "absent")
+    states = [m for view in views for m in view.models if m.name == "a"]
+    left = max(n for n, model in enumerate(states) if model.state == "draining")
+    assert all(model.deferred for model in states[left + 1 :])
     assert await cluster.send("a") == "unplaced"
     # Frontends reject its requests. They count although no agent ever sees them.
     before = last(views, "a").traffic.requests

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from prism.policies import kvpr, prism
 from prism.policies.bins import current_bins
-from prism.policies.data import Degree, ModelView, Traffic
+from prism.policies.data import NO_TRAFFIC, Degree, ModelView, Settings, Traffic
 from prism.policies.latency import busy_share, late_rps
 from tests.policies.clusters import SETTINGS, active, gpu, model, planned, view
 
@@ -90,6 +90,11 @@ def test_a_move_that_takes_as_long_as_its_rates_last_gains_nothing() -> None:
     gpus = [gpu("g0", capacity=60, free_bytes=10), gpu("g1")]
     assert planned(three(load_s=44.0), gpus) == []
     assert planned(three(load_s=1.0), gpus)[0][3] == "g1"
+    slow = structs.replace(NO_TRAFFIC, output_tokens=60.0)  # a minute at the pace of its SLO
+    assert planned(three(traffic=slow), gpus) == []
+    moving = Settings(contended_requests=2.0, min_idle_s=1.0, move_running=True)
+    (action,) = prism.plan(view(three(traffic=slow), gpus), moving)
+    assert action.move_running
 
 
 def test_placements_without_traffic_are_those_of_algorithm_1() -> None:

@@ -59,9 +59,30 @@ def test_the_busy_part_is_that_of_the_slots_with_arrivals() -> None:
     for slot in (0, 1, 3):
         for number in range(5):
             traffic.arrived(10, slot * SLOT_S + number)
-    seen = traffic.seen(5 * SLOT_S)
-    assert seen.busy_part == pytest.approx(3 / 5)
-    assert seen.mean_rps == pytest.approx(15 / (5 * SLOT_S))
+    seen = traffic.seen(8 * SLOT_S)
+    assert seen.busy_part == pytest.approx(3 / 8)
+    assert seen.mean_rps == pytest.approx(15 / (8 * SLOT_S))
+    new = ModelTraffic()
+    new.arrived(10, 1.0)
+    assert new.seen(SLOT_S).busy_part < 0.2
+
+
+def test_rates_are_those_since_the_first_report_on_any_clock() -> None:
+    book, begin_s = TrafficBook(), 1e6
+    for second in range(61):
+        book.arrived({"f0": {"a": {bucket(10): 10 * second}}}, begin_s + second)
+    seen = book.of("a", begin_s + 65)
+    assert seen.mean_rps == pytest.approx(10, rel=0.2)
+    assert seen.busy_part > 0.9
+
+
+def test_lengths_of_outputs_are_kept_while_requests_are_rejected() -> None:
+    traffic = ModelTraffic()
+    traffic.arrived(10, 1.0)
+    traffic.ended(70, 1.0)
+    assert traffic.seen(SLOT_S).output_tokens == 70
+    traffic.arrived(10, 700.0)
+    assert traffic.seen(800.0).output_tokens == 70
 
 
 def test_the_result_changes_once_in_a_slot() -> None:

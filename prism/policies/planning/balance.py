@@ -55,7 +55,7 @@ def migrate(
         Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
     )
     # The source keeps the model until the target serves it: its memory is not available yet.
-    for b in _held_by(builder, model):
+    for b in held_by(builder, model):
         b.put(structs.replace(model, state="migrating"))
     for b in home:
         b.put(structs.replace(there or model, state="migrating"))
@@ -69,14 +69,15 @@ def late_rps_of_move(
     Args:
         there: Part of the model on each of the devices `home`, none of which holds one now.
     """
-    held = _held_by(builder, model)
-    rest = [[m for m in b.models.values() if m.name != model.name] for b in held]
+    held = held_by(builder, model)
     before = sum(b.late_rps for b in (*held, *home))
     after = sum(late_rps([*b.models.values(), there]) for b in home)
-    return before, after + sum(map(late_rps, rest))
+    after += sum(b.late_rps - b.saved_without(model.name) for b in held)
+    # Sums over other devices and ranks must compare as equal.
+    return round(before, 2), round(after, 2)
 
 
-def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
+def held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
     return [builder.bins[device] for device in devices_of(model) if device in builder.bins]
 
 
@@ -126,7 +127,7 @@ def _migrate_if_relieving(builder: PlanBuilder, model: ModelView, home: Sequence
     on these devices, and the needed memory must be free now, so that requests running there are not
     affected.
     """
-    sources, tau = _held_by(builder, model), builder.settings.migration_threshold
+    sources, tau = held_by(builder, model), builder.settings.migration_threshold
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
     if model.state != "active" or not free:
         return False
@@ -147,9 +148,11 @@ def _migrate_if_relieving(builder: PlanBuilder, model: ModelView, home: Sequence
 def _lasting_part(model: ModelView, settings: Settings) -> float:
     """Returns the part of an idle threshold in which a move of the model relieves its device.
 
-    Until it is loaded there and its running requests have ended here, it takes memory of both.
+    Until it is loaded there, and its running requests have ended here or moved, it takes memory of
+    both.
     """
-    moving_s = model.load_s + model.traffic.output_tokens * model.slo_tpot_s
+    ending_s = 0.0 if settings.move_running else model.traffic.output_tokens * model.slo_tpot_s
+    moving_s = model.load_s + ending_s
     return max(0.0, 1.0 - moving_s / settings.idle_threshold_s)
 
 

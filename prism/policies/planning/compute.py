@@ -15,11 +15,7 @@ from prism.policies.bins import Bin, devices_of, need_bytes, part
 from prism.policies.data import ClusterView, ModelView, Settings
 from prism.policies.latency import busy_share, is_known, lateness
 from prism.policies.planning import degrees
-from prism.policies.planning.balance import (
-    late_rps_of_move,
-    migrate,
-    movable,
-)
+from prism.policies.planning.balance import held_by, late_rps_of_move, migrate, movable
 from prism.policies.planning.builder import PlanBuilder
 
 MakeRoom = Callable[[PlanBuilder, ModelView, Collection[Bin]], bool]
@@ -41,6 +37,9 @@ class Option(NamedTuple):
 
 LEAST_SAVED = 2.0
 """Late requests in one idle threshold that a migration must save."""
+
+MOST_LATE = 8
+"""Number of late models for which a plan considers moves, so that it does not take long."""
 
 
 def shares(models: Iterable[ModelView]) -> dict[str, float]:
@@ -97,7 +96,9 @@ def relieve(
     Args:
         wanted: Result of `changes`.
     """
-    for model, enough in wanted:
+    late = [each for each in wanted if each[1] is None][:MOST_LATE]
+    early = [each for each in wanted if each[1] is not None]
+    for model, enough in (*late, *early):
         if builder.is_changing(model.name):
             continue
         if enough is not None:
@@ -165,8 +166,10 @@ def _movers(builder: PlanBuilder, model: ModelView) -> Iterator[tuple[ModelView,
     }
     for name in sorted(here - {model.name}):
         other = whole[name]
-        if busy_share(other) and _may_move(builder, other):
-            yield other, other.tp
+        if _may_move(builder, other):
+            saved = sum(b.saved_without(name) for b in held_by(builder, other))
+            if saved * builder.settings.idle_threshold_s >= LEAST_SAVED:
+                yield other, other.tp
 
 
 def _may_move(builder: PlanBuilder, model: ModelView) -> bool:

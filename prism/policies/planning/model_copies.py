@@ -119,10 +119,10 @@ def _is_scarce(builder: PlanBuilder) -> bool:
     if any(isinstance(action, Evict) for action in builder.actions):
         return True
     refused = {action.model for action in builder.actions if isinstance(action, Refuse)}
-    return any(_could_fit(builder, part(m)) for m in builder.view.models if m.name in refused)
+    return any(could_fit(builder, part(m)) for m in builder.view.models if m.name in refused)
 
 
-def _could_fit(builder: PlanBuilder, model: ModelView) -> bool:
+def could_fit(builder: PlanBuilder, model: ModelView) -> bool:
     """Returns True if the model fits on devices without any other model."""
     empty = (Bin(b.gpu, b.engines) for b in builder.bins.values())
     return sum(b.fits(model) for b in empty) >= model.tp

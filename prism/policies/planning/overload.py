@@ -1,60 +1,81 @@
 """Models that the prism policy gives up because the devices cannot serve all of them.
 
-Memory can be shared over time as long as some models are idle. If the models' shares of it, or of
-the compute, exceed the devices, every model that is activated displaces another. Then the models
-whose requests cost most are refused, so that the others are served.
+Memory can be shared over time as long as some models are idle. If the models' shares of it exceed
+the devices, every model that is activated displaces another. Then the models whose requests cost
+most are refused, so that the others are served.
 """
 
 from __future__ import annotations
 
-from prism.policies.data import ClusterView, ModelView, Settings
+from collections import Counter
+from typing import NamedTuple
+
+from prism.policies.bins import part
+from prism.policies.data import ModelView, Settings
 from prism.policies.latency import busy_share
 from prism.policies.planning.builder import PlanBuilder
+from prism.policies.planning.model_copies import could_fit
 
 USABLE = 0.85
 """Part of the devices' memory that models can use. They do not fill devices exactly."""
 STAYS = 1.5
 """A resident model is given up for absent ones whose requests cost less than 1 / STAYS of its."""
 
+RESUMES = 0.9
+"""A model that was given up is served again if all need at most this part of `USABLE`."""
 
-def given_up(view: ClusterView) -> set[str]:
+
+def given_up(builder: PlanBuilder) -> set[str]:
     """Returns the names of the models whose requests should be rejected.
 
-    None if the rest of the models' shares of memory and compute, for the part of the time in which
-    they have requests, fit the devices. Otherwise those with the fewest requests for their share.
+    None if the models' shares of memory, for the part of the time in which they have requests, fit
+    the devices. Otherwise those with the fewest requests for their share of memory and compute, but
+    never all. Compute alone gives none up: models that share it are late, but take no turns.
     """
-    alive = [gpu for gpu in view.gpus if gpu.alive]
+    alive = [b.gpu for b in builder.bins.values() if b.gpu.alive]
     memory_bytes = USABLE * sum(gpu.capacity_bytes for gpu in alive)
-    if not memory_bytes:
+    copies = Counter(model.name for model in builder.view.models)
+    asked = {
+        model.name: model
+        for model in builder.view.models
+        if model.traffic.requests and (model.device or could_fit(builder, part(model)))
+    }
+    if not memory_bytes or not asked:
         return set()
-    asked = {model.name: model for model in view.models if model.traffic.requests}
-    shares = {name: _shares(m, memory_bytes, len(alive)) for name, m in asked.items()}
-    memory, compute = (
-        (sum(each) for each in zip(*shares.values(), strict=True)) if shares else (0.0, 0.0)
-    )
+    demands = {
+        name: Demand.of(model, copies[name], memory_bytes, len(alive))
+        for name, model in asked.items()
+    }
+    memory = sum(each.memory for each in demands.values())
     found: set[str] = set()
-    for name in sorted(shares, key=lambda name: _value(asked[name], shares[name])):
-        if memory <= 1 and compute <= 1:
-            break
-        if not asked[name].never_evict:
-            memory, compute = memory - shares[name][0], compute - shares[name][1]
+    for name in sorted(demands, key=lambda name: demands[name].value)[:-1]:
+        model = asked[name]
+        again = model.state == "absent" and model.deferred
+        if memory > (RESUMES if again else 1.0) and not model.never_evict:
+            memory -= demands[name].memory
             found.add(name)
     return found
 
 
-def _shares(model: ModelView, memory_bytes: float, devices: int) -> tuple[float, float]:
-    """Returns the model's share of all memory over time, and of all devices' compute."""
-    traffic = model.traffic
-    running = traffic.rate_rps * traffic.output_tokens * model.slo_tpot_s
-    tokens = running * (traffic.prompt_tokens + traffic.output_tokens / 2)
-    held = model.weight_bytes + max(model.kv_floor_bytes, tokens * model.token_bytes)
-    return traffic.busy_part * held / memory_bytes, busy_share(model) * model.tp / devices
+class Demand(NamedTuple):
+    """Share of all devices that a model's requests take, and their value."""
 
+    # Share of the memory over time.
+    memory: float
+    # Requests per second for the share of memory and compute.
+    value: float
 
-def _value(model: ModelView, shares: tuple[float, float]) -> float:
-    """Returns the requests per share of the devices."""
-    resident = STAYS if model.device is not None else 1.0
-    return resident * _rate(model) / max(1e-9, sum(shares))
+    @classmethod
+    def of(cls, model: ModelView, copies: int, memory_bytes: float, devices: int) -> Demand:
+        """Makes it of one of the model's copies, which share its requests evenly."""
+        traffic = model.traffic
+        running = traffic.rate_rps * copies * traffic.output_tokens * model.slo_tpot_s
+        tokens = running * (traffic.prompt_tokens + traffic.output_tokens / 2)
+        held = model.weight_bytes + max(model.kv_floor_bytes, tokens * model.token_bytes)
+        memory = traffic.busy_part * min(1.0, held / memory_bytes)
+        compute = min(1.0, busy_share(model)) * copies * model.tp / devices
+        resident = STAYS if model.device is not None else 1.0
+        return cls(memory, resident * _rate(model) * copies / max(1e-9, memory + compute))
 
 
 def _rate(model: ModelView) -> float:
