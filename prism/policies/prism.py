@@ -7,6 +7,7 @@ give the same actions. In a plan, an `Evict` precedes the `Activate` that needs 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -186,7 +187,9 @@ def _fill_spare(builder: PlanBuilder, model: ModelView) -> bool:
         _activate(builder, model, [builder.bins[b.name] for b in home])
         return True
     full = [b for b in builder.bins.values() if not b.fits(model)]
-    return _evict_for(builder, model, _over_threshold(builder), "idle over the threshold", full)
+    return _evict_for(
+        builder, model, _over_threshold(builder), "idle over the threshold", bins=full
+    )
 
 
 def _reject(builder: PlanBuilder, model: ModelView) -> None:
@@ -217,9 +220,9 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
         builder, model, overload.residents(builder, builder.given_up), "overload"
     ):
         return
-    if not (
-        model.waiting > 0 and _evict_for(builder, model, _lesser(builder, model), "requests starve")
-    ):
+    worth = overload.expected_requests(model, builder.settings)
+    lesser = _least_expected(builder, worth) if model.waiting else []
+    if not _evict_for(builder, model, lesser, "requests starve", most=worth):
         _refuse(builder, model)
 
 
@@ -263,11 +266,6 @@ def _over_threshold(builder: PlanBuilder) -> list[ModelView]:
 def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
     idle = _idle(builder, builder.settings.min_idle_s)
     return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s))
-
-
-def _lesser(builder: PlanBuilder, model: ModelView) -> list[ModelView]:
-    """Returns idle models for which fewer requests are expected than for `model`."""
-    return _least_expected(builder, overload.expected_requests(model, builder.settings))
 
 
 def _least_expected(builder: PlanBuilder, most: float) -> list[ModelView]:
@@ -321,15 +319,18 @@ def _evict_for(
     model: ModelView,
     idle: Sequence[ModelView],
     why: str,
+    *,
     bins: Collection[Bin] | None = None,
+    most: float = math.inf,
 ) -> bool:
     """Evicts where the fewest models are evicted, then where KVPR is least afterwards.
 
     Args:
         bins: Devices to consider. None: all.
+        most: Requests that may be expected for the evicted models together.
     """
     option = _cheapest(builder.bins.values() if bins is None else bins, model, idle)
-    if option is None:
+    if option is None or _expected(builder, option[2]) > most:
         return False
     _, home, victims = option
     _evict_all(builder, model, victims, why)
@@ -372,7 +373,10 @@ def _make_room_for_copy(
     """
     option = _cheapest(bins, model, _over_threshold(builder))
     if option is None and model.oldest_wait_s > builder.settings.idle_threshold_s:
-        option = _cheapest(bins, model, _least_expected(builder, model.waiting / COPY_COSTS))
+        most = model.waiting / COPY_COSTS
+        option = _cheapest(bins, model, _least_expected(builder, most))
+        if option is not None and _expected(builder, option[2]) > most:
+            return None
     if option is None:
         return None
     _, home, victims = option
@@ -385,6 +389,10 @@ def _make_room_for_copy(
             return None
     _evict_all(builder, model, victims, "another copy is needed")
     return home
+
+
+def _expected(builder: PlanBuilder, models: Iterable[ModelView]) -> float:
+    return sum(overload.expected_requests(m, builder.settings) for m in models)
 
 
 def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) -> Option | None:
