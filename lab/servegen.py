@@ -1,14 +1,14 @@
 """Simulation of 47 models with the traffic of ServeGen's production clients, on 8 to 32 GPUs.
 
 python -m lab.servegen RATES [--gpus 8,16,24,32] [--seeds 11,23,31]
-    [--policies prism,one-place,muxserve++] [--minutes 20] [--out FOLDER]
+    [--policies prism,one-place,muxserve++] [--tp set|auto] [--minutes 20] [--out FOLDER]
 
 RATES is `servegen_client_rates.csv.xz`, in one folder with its lengths. A seed draws an hour, 47 of
 the clients that send 4 to 7,200 requests in it, and the model of each client: 14 of 1B, 12 of 3B,
-13 of 8B, 4 of 14B, 2 of 32B (two GPUs each) and 2 of 70B (four GPUs). The SLOs are a TTFT of 2 s
-and a TPOT of 100 ms. "one-place" is prism without copies. Each row has the requests that met both
-SLOs, P99 TTFT and the number of activations. Setups and traces for `prism-sim run` are written to
-`--out`.
+13 of 8B, 4 of 14B, 2 of 32B (two GPUs each) and 2 of 70B (four GPUs). With `--tp auto` policies
+choose the degrees. The SLOs are a TTFT of 2 s and a TPOT of 100 ms. "one-place" is prism without
+copies. Each row has the requests that met both SLOs, P99 TTFT and the number of activations. Setups
+and traces for `prism-sim run` are written to `--out`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import argparse
 import lzma
 import math
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,14 @@ def drawn(rates: Path, seed: int, seconds: float, folder: Path) -> list[TraceReq
     ]
 
 
-def setup(policy: str, gpus: int, trace: Path) -> dict[str, Any]:
+def setup(
+    shapes: Sequence[tuple[str, int | str]], policy: str, gpus: int, trace: Path
+) -> dict[str, Any]:
+    """Returns the setup of models m00, m01 ... of these (shapes, degrees)."""
     copies = {"replicas": {"max": 1}} if policy == "one-place" else {}
     models = [
         {"name": f"m{number:02}", "shape": shape, "tp": tp, **copies}
-        for number, (shape, tp) in enumerate(SHAPES)
+        for number, (shape, tp) in enumerate(shapes)
     ]
     return {
         "gpus": {"type": "h100", "count": gpus, "nodes": max(1, gpus // 8)},
@@ -79,14 +84,36 @@ def setup(policy: str, gpus: int, trace: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="lab.servegen", description=__doc__.splitlines()[0])
+    parser = options("lab.servegen", str(__doc__))
     parser.add_argument("rates", type=Path)
-    parser.add_argument("--gpus", default="8,16,24,32")
-    parser.add_argument("--seeds", default="11,23,31")
-    parser.add_argument("--policies", default="prism,one-place,muxserve++")
+    parser.add_argument("--tp", choices=("set", "auto"), default="set")
+    parser.set_defaults(gpus="8,16,24,32", seeds="11,23,31", policies="prism,one-place,muxserve++")
+    asked = parser.parse_args()
+    shapes = [(shape, "auto" if asked.tp == "auto" else tp) for shape, tp in SHAPES]
+    print_table(asked, shapes, partial(drawn, asked.rates))
+
+
+def options(prog: str, text: str) -> argparse.ArgumentParser:
+    """Makes the parser of the options that `print_table` reads."""
+    parser = argparse.ArgumentParser(prog=prog, description=text.splitlines()[0])
+    parser.add_argument("--gpus")
+    parser.add_argument("--seeds")
+    parser.add_argument("--policies")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    return parser
+
+
+def print_table(
+    asked: argparse.Namespace,
+    shapes: Sequence[tuple[str, int | str]],
+    draw: Callable[[int, float, Path], list[TraceRequest]],
+) -> None:
+    """Simulates each seed, number of GPUs and policy, and prints a row for each.
+
+    Args:
+        draw: Returns the requests of a seed in a time in seconds. May write files to a folder.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         out = asked.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
@@ -95,18 +122,16 @@ def main() -> None:
         )
         for seed in map(int, asked.seeds.split(",")):
             trace = out / f"seed-{seed}.jsonl"
-            write_trace(trace, drawn(asked.rates, seed, asked.minutes * 60, out))
+            write_trace(trace, draw(seed, asked.minutes * 60, out))
             for gpus in map(int, asked.gpus.split(",")):
                 for policy in asked.policies.split(","):
-                    print(
-                        f"| {seed} | {gpus} | {policy} | {row(out, policy, gpus, trace)} |",
-                        flush=True,
-                    )
+                    made = row(out, setup(shapes, policy, gpus, trace), f"{gpus}-{policy}")
+                    print(f"| {seed} | {gpus} | {policy} | {made} |", flush=True)
 
 
-def row(out: Path, policy: str, gpus: int, trace: Path) -> str:
-    file = out / f"{trace.stem}-{gpus}-{policy}.yaml"
-    file.write_text(yaml.safe_dump(setup(policy, gpus, trace), sort_keys=False))
+def row(out: Path, config: dict[str, Any], name: str) -> str:
+    file = out / f"{Path(config['trace']).stem}-{name}.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
     made = simulate(file)
     total = made.summary.total
     activations = (made.decisions["kind"] == "activate").sum()
