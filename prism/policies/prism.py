@@ -53,8 +53,7 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     """Returns the actions to start now.
 
     Never evicts a model that is `never_evict`, nor one with requests unless another copy serves it
-    or it is given up for overload. Plans
-    nothing for a model with an action in progress.
+    or it is given up for overload. Plans nothing for a model with an action in progress.
     """
     absent = [m for m in view.models if m.device is None and m.state == "absent"]
     asked = [m for m in absent if m.waiting > 0 or m.never_evict]
