@@ -71,8 +71,11 @@ def test_a_model_without_room_at_the_start_is_activated_once_there_is_room() -> 
 
 
 def test_models_that_take_turns_are_there_for_as_long_as_they_come() -> None:
-    """Runs four models on a GPU that holds three, each with a new request at once: none is evicted
-    before it has been up for as long as its load took."""
+    """Runs four models on a GPU that holds three, each with a new request at once.
+
+    None is evicted before it has been up for as long as its load took. Later one is given up, so
+    that the others stay.
+    """
     records = run(shared(4, 3.0), 1.0, 300.0)
     load_s = 3.0
     up_s: dict[str, float] = {}
@@ -86,4 +89,5 @@ def test_models_that_take_turns_are_there_for_as_long_as_they_come() -> None:
                 decision.time_s - up_s[decision.model] >= load_s - 1e-9
             )
     assert evictions > 10
-    assert not records.errors
+    assert {index % 4 for index in records.errors} == {2}
+    assert max(d.time_s for d in records.decisions if d.kind == "evict") < 60.0
