@@ -69,7 +69,7 @@ def placement(models: int, gpus: int, pairs: int, tp: int = 1) -> str:
     bins = empty_bins(made, devices)
     found = measure(
         lambda: kvpr.place(made, devices, 0.2),
-        lambda: (sorted(made, key=kvpr.by_pressure), sorted(bins.values(), key=kvpr.by_rank)),
+        lambda: (sorted(made, key=kvpr.by_pressure), sorted(bins.values(), key=lambda b: b.rank)),
         pairs,
     )
     refused = len(kvpr.place(made, devices, 0.2).refused)

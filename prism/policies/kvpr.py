@@ -12,7 +12,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,6 +28,7 @@ from prism.policies.bins import (
     weight_of,
 )
 from prism.policies.data import GpuView, ModelView
+from prism.policies.latency import busy_share
 
 Rank = Callable[[Bin], tuple[float | str, ...]]
 
@@ -170,7 +171,8 @@ class _Trial:
         for rank in passed:
             heapq.heappush(heap, rank)
         if found is not None and found.late_with(model) > 0:
-            return min(filter(lambda b: b.fits(model), self.bins.values()), key=_pressure(model))
+            fitting = [b for b in self.bins.values() if b.fits(model)]
+            return min(fitting, key=_pressure(model, fitting))
         return found
 
 
@@ -235,9 +237,16 @@ def _tightest(
 # --- tensor parallelism --------------------------------------------------------------------
 
 
-def _pressure(model: ModelView) -> Rank:
-    """Returns the sort key of bins, least pressed with `model` first."""
-    return lambda b: (b.late_with(model), *b.rank)
+def _pressure(model: ModelView, bins: Iterable[Bin]) -> Rank:
+    """Returns the sort key of these bins, least pressed with `model` first."""
+    if not busy_share(model):
+        return _own_rank
+    keys = {b.name: (b.late_with(model), *b.rank) for b in bins}
+    return lambda b: keys[b.name]
+
+
+def _own_rank(b: Bin) -> tuple[float, int, str]:
+    return b.rank
 
 
 def _by_room(b: Bin) -> tuple[int, str]:
@@ -258,14 +267,13 @@ def choose_devices(
     if model.tp > 1:
         per_node = Counter(b.gpu.node for b in fitting)
         fitting = [b for b in fitting if per_node[b.gpu.node] >= model.tp]
-    now, order = devices_of(model), rank or _pressure(model)
-    keys = {b.name: order(b) for b in fitting}
+    now, order = devices_of(model), rank or _pressure(model, fitting)
     chosen: list[Bin] = []
     while fitting and len(chosen) < model.tp:
-        best = min(fitting, key=lambda b: keys[b.name])
+        best = min(fitting, key=order)
         here = [b for b in fitting if b.name in now]
         if here and best not in here:
-            best = _stay(model, best, min(here, key=lambda b: keys[b.name]), tau)
+            best = _stay(model, best, min(here, key=order), tau)
         chosen.append(best)
         node = best.gpu.node
         fitting = [b for b in fitting if b is not best and b.gpu.node == node]

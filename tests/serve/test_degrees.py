@@ -94,7 +94,7 @@ def test_the_degree_follows_the_load_without_a_failed_request(cluster: Cluster) 
     assert report.step_s > 0
     assert report.failed_total == 0
     shown = cluster.operate("status").stdout
-    assert "P99 latency is too late at tp 1, tp 2 is chosen" in shown + said(cluster)
+    assert "requests/s fewer are late with tp 2" in shown + said(cluster)
 
 
 def said(cluster: Cluster) -> str:
