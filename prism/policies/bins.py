@@ -124,10 +124,9 @@ class Bin:
             return 0.0
         return round(late_rps([*self.models.values(), model]) - self.late_rps, 3)
 
-    def saved_without(self, name: str) -> float:
-        """Returns the late requests per second here that there would not be without a model."""
-        rest = [model for model in self.models.values() if model.name != name]
-        return self.late_rps - late_rps(rest)
+    def late_without(self, name: str) -> float:
+        """Returns the late requests per second of the other models here."""
+        return late_rps([model for model in self.models.values() if model.name != name])
 
     @property
     def late_rps(self) -> float:

@@ -7,9 +7,9 @@ give the same actions. In a plan, an `Evict` precedes the `Activate` that needs 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from prism.policies import kvpr
 from prism.policies.admission import moore_hodgson
@@ -186,9 +186,8 @@ def _fill_spare(builder: PlanBuilder, model: ModelView) -> bool:
         _activate(builder, model, [builder.bins[b.name] for b in home])
         return True
     full = [b for b in builder.bins.values() if not b.fits(model)]
-    return _evict_for(
-        builder, model, _over_threshold(builder), "idle over the threshold", bins=full
-    )
+    option = _cheapest(full, model, _over_threshold(builder))
+    return _replace(builder, model, option, "idle over the threshold")
 
 
 def _reject(builder: PlanBuilder, model: ModelView) -> None:
@@ -220,8 +219,8 @@ def _make_room(builder: PlanBuilder, model: ModelView) -> None:
     ):
         return
     worth = overload.expected_requests(model, builder.settings)
-    lesser = _least_expected(builder, worth) if model.waiting else []
-    if not _evict_for(builder, model, lesser, "requests starve", most=worth):
+    option = _lesser(builder, builder.bins.values(), model, worth) if model.waiting else None
+    if not _replace(builder, model, option, "requests starve"):
         _refuse(builder, model)
 
 
@@ -267,20 +266,6 @@ def _longest_idle(builder: PlanBuilder) -> list[ModelView]:
     return sorted(idle, key=lambda m: (-m.idle_s, -m.slo_ttft_s))
 
 
-def _least_expected(builder: PlanBuilder, most: float) -> list[ModelView]:
-    """Returns idle models, those with the fewest expected requests for their size first.
-
-    Leaves out models for which more than `most` requests are expected.
-    """
-    settings = builder.settings
-    found = [
-        (overload.expected_requests(m, settings), m) for m in _idle(builder, settings.min_idle_s)
-    ]
-    found = [(expected, m) for expected, m in found if expected <= most]
-    found.sort(key=lambda each: (each[0] / need_bytes(each[1]), -each[1].idle_s))
-    return [model for _, model in found]
-
-
 def _victims(b: Bin, model: ModelView, idle: Iterable[ModelView]) -> list[ModelView] | None:
     """Returns the models of `idle` to evict so that `model` fits on `b`; None if not possible."""
     if b.fits(model):
@@ -313,23 +298,14 @@ Option = tuple[tuple[int, float, str], list[Bin], list[ModelView]]
 """(rank, a bin for each part, models to evict)"""
 
 
-def _evict_for(
-    builder: PlanBuilder,
-    model: ModelView,
-    idle: Sequence[ModelView],
-    why: str,
-    *,
-    bins: Collection[Bin] | None = None,
-    most: float = math.inf,
-) -> bool:
-    """Evicts where the fewest models are evicted, then where KVPR is least afterwards.
+def _evict_for(builder: PlanBuilder, model: ModelView, idle: Sequence[ModelView], why: str) -> bool:
+    """Evicts where the fewest models are evicted, then where KVPR is least afterwards."""
+    return _replace(builder, model, _cheapest(builder.bins.values(), model, idle), why)
 
-    Args:
-        bins: Devices to consider. None: all.
-        most: Requests that may be expected for the evicted models together.
-    """
-    option = _cheapest(builder.bins.values() if bins is None else bins, model, idle)
-    if option is None or _expected(builder, option[2]) > most:
+
+def _replace(builder: PlanBuilder, model: ModelView, option: Option | None, why: str) -> bool:
+    """Evicts the option's models for `model`. Returns False without an option."""
+    if option is None:
         return False
     _, home, victims = option
     _evict_all(builder, model, victims, why)
@@ -372,10 +348,7 @@ def _make_room_for_copy(
     """
     option = _cheapest(bins, model, _over_threshold(builder))
     if option is None and model.oldest_wait_s > builder.settings.idle_threshold_s:
-        most = model.waiting / COPY_COSTS
-        option = _cheapest(bins, model, _least_expected(builder, most))
-        if option is not None and _expected(builder, option[2]) > most:
-            return None
+        option = _lesser(builder, bins, model, model.waiting / COPY_COSTS)
     if option is None:
         return None
     _, home, victims = option
@@ -390,10 +363,6 @@ def _make_room_for_copy(
     return home
 
 
-def _expected(builder: PlanBuilder, models: Iterable[ModelView]) -> float:
-    return sum(overload.expected_requests(m, builder.settings) for m in models)
-
-
 def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) -> Option | None:
     options = []
     for b in bins:
@@ -404,6 +373,22 @@ def _cheapest(bins: Iterable[Bin], model: ModelView, idle: Sequence[ModelView]) 
     if model.tp > 1:
         options = _on_one_node(options, model.tp)
     return min(options, key=lambda option: option[0], default=None)
+
+
+def _lesser(
+    builder: PlanBuilder, bins: Iterable[Bin], model: ModelView, most: float
+) -> Option | None:
+    """Returns the cheapest option to evict idle models, or None.
+
+    At most `most` requests may be expected for them together. Those with the fewest for their size
+    are tried first.
+    """
+    settings = builder.settings
+    expected = partial(overload.expected_requests, settings=settings)
+    idle = [m for m in _idle(builder, settings.min_idle_s) if expected(m) <= most]
+    idle.sort(key=lambda m: (expected(m) / need_bytes(m), -m.idle_s))
+    option = _cheapest(bins, model, idle)
+    return option if option is not None and sum(map(expected, option[2])) <= most else None
 
 
 def _evict_all(

@@ -1,1 +1,2 @@
-"""Parts of a plan: migrations for balance, drains, copies of models, searched placements."""
+"""Parts of a plan: moves for memory and compute, degrees, refusals, drains, copies, searched
+placements."""

@@ -55,7 +55,7 @@ def migrate(
         Migrate(model.name, model.device, first.name, reason, peers=ranks, move_running=move)
     )
     # The source keeps the model until the target serves it: its memory is not available yet.
-    for b in held_by(builder, model):
+    for b in builder.held_by(model):
         b.put(structs.replace(model, state="migrating"))
     for b in home:
         b.put(structs.replace(there or model, state="migrating"))
@@ -69,16 +69,12 @@ def late_rps_of_move(
     Args:
         there: Part of the model on each of the devices `home`, none of which holds one now.
     """
-    held = held_by(builder, model)
+    held = builder.held_by(model)
     before = sum(b.late_rps for b in (*held, *home))
     after = sum(late_rps([*b.models.values(), there]) for b in home)
-    after += sum(b.late_rps - b.saved_without(model.name) for b in held)
+    after += sum(b.late_without(model.name) for b in held)
     # Sums over other devices and ranks must compare as equal.
     return round(before, 2), round(after, 2)
-
-
-def held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
-    return [builder.bins[device] for device in devices_of(model) if device in builder.bins]
 
 
 def rebalance(builder: PlanBuilder) -> None:
@@ -127,17 +123,15 @@ def _migrate_if_relieving(builder: PlanBuilder, model: ModelView, home: Sequence
     on these devices, and the needed memory must be free now, so that requests running there are not
     affected.
     """
-    sources, tau = held_by(builder, model), builder.settings.migration_threshold
+    sources, tau = builder.held_by(model), builder.settings.migration_threshold
     free = all(b.gpu.free_bytes >= need_bytes(model) for b in home)
     if model.state != "active" or not free:
         return False
     relief = _relief_of(model, sources, home) * _lasting_part(model, builder.settings)
+    if relief <= tau or not builder.changing().isdisjoint(b.name for b in (*sources, *home)):
+        return False
     before, after = late_rps_of_move(builder, model, model, home)
-    if (
-        relief <= tau
-        or after > before
-        or not builder.changing().isdisjoint(b.name for b in (*sources, *home))
-    ):
+    if after > before:
         return False
     names = ", ".join(b.name for b in sources)
     reason = f"lowers the KVPR of {names} by {relief:.0%}, tau is {tau:.0%}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from prism.policies.bins import Bin, Bins, devices_of, need_bytes
+from prism.policies.bins import Bin, Bins, devices_of, need_bytes, part
 from prism.policies.data import (
     Action,
     Activate,
@@ -41,6 +42,16 @@ class PlanBuilder:
         for model in self.view.models:
             found.setdefault(model.name, []).append(model)
         self.copies = {name: views for name, views in found.items() if len(views) > 1}
+
+    def held_by(self, model: ModelView) -> list[Bin]:
+        """Returns the bins of the model's devices."""
+        return [self.bins[device] for device in devices_of(model) if device in self.bins]
+
+    def fitting_alone(self, models: Iterable[ModelView]) -> set[str]:
+        """Returns the names of the models that fit on devices without any other model."""
+        empty = [Bin(b.gpu, b.engines) for b in self.bins.values()]
+        parts = map(part, models)
+        return {model.name for model in parts if sum(b.fits(model) for b in empty) >= model.tp}
 
     def is_changing(self, name: str) -> bool:
         """Returns True if no other action of the model is possible now.

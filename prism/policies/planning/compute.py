@@ -15,7 +15,7 @@ from prism.policies.bins import Bin, devices_of, need_bytes, part
 from prism.policies.data import ClusterView, ModelView, Settings
 from prism.policies.latency import busy_share, is_known, lateness
 from prism.policies.planning import degrees
-from prism.policies.planning.balance import held_by, late_rps_of_move, migrate, movable
+from prism.policies.planning.balance import late_rps_of_move, migrate, movable
 from prism.policies.planning.builder import PlanBuilder
 
 MakeRoom = Callable[[PlanBuilder, ModelView, Collection[Bin]], bool]
@@ -98,13 +98,14 @@ def relieve(
     """
     late = [each for each in wanted if each[1] is None][:MOST_LATE]
     early = [each for each in wanted if each[1] is not None]
+    busy = shares(builder.view.models)
     for model, enough in (*late, *early):
         if builder.is_changing(model.name):
             continue
         if enough is not None:
             if _lower(builder, model, enough):
                 return
-        elif _relieve(builder, model) or _make_room(builder, model, make_room):
+        elif _relieve(builder, model, busy) or _make_room(builder, model, make_room):
             return
 
 
@@ -117,7 +118,7 @@ def _lower(builder: PlanBuilder, model: ModelView, tp: int) -> bool:
     return True
 
 
-def _relieve(builder: PlanBuilder, model: ModelView) -> bool:
+def _relieve(builder: PlanBuilder, model: ModelView, busy: Mapping[str, float]) -> bool:
     found = [
         Option(mover, tp, home, *late_rps_of_move(builder, mover, _part(mover, tp), home))
         for mover, tp in _movers(builder, model)
@@ -125,7 +126,7 @@ def _relieve(builder: PlanBuilder, model: ModelView) -> bool:
     ]
     options = [o for o in found if _is_worth_it(o, builder.settings)]
     # Of overloaded devices all requests are late, before and after. The model alone may gain.
-    options = options or _degree_alone(builder, model, found)
+    options = options or _degree_alone(model, share_of_others(model, busy), found)
     if not options:
         return False
     best = min(options, key=lambda o: (o.after - o.before, o.tp, need_bytes(o.mover)))
@@ -142,11 +143,10 @@ def _is_worth_it(option: Option, settings: Settings) -> bool:
     return saved >= LEAST_SAVED and gain > settings.migration_threshold
 
 
-def _degree_alone(builder: PlanBuilder, model: ModelView, found: Iterable[Option]) -> list[Option]:
+def _degree_alone(model: ModelView, others: float, found: Iterable[Option]) -> list[Option]:
     """Returns the move to the best higher degree among those after which no more are late."""
-    better = degrees.higher(model, share_of_others(model, shares(builder.view.models)))
     harmless = {o.tp: o for o in found if o.mover is model and o.after <= o.before}
-    return [harmless[tp] for tp in better if tp in harmless][:1]
+    return [harmless[tp] for tp in degrees.higher(model, others) if tp in harmless][:1]
 
 
 def _make_room(builder: PlanBuilder, model: ModelView, make_room: MakeRoom) -> bool:
@@ -167,7 +167,7 @@ def _movers(builder: PlanBuilder, model: ModelView) -> Iterator[tuple[ModelView,
     for name in sorted(here - {model.name}):
         other = whole[name]
         if _may_move(builder, other):
-            saved = sum(b.saved_without(name) for b in held_by(builder, other))
+            saved = sum(b.late_rps - b.late_without(name) for b in builder.held_by(other))
             if saved * builder.settings.idle_threshold_s >= LEAST_SAVED:
                 yield other, other.tp
 

@@ -119,13 +119,7 @@ def _is_scarce(builder: PlanBuilder) -> bool:
     if any(isinstance(action, Evict) for action in builder.actions):
         return True
     refused = {action.model for action in builder.actions if isinstance(action, Refuse)}
-    return any(could_fit(builder, part(m)) for m in builder.view.models if m.name in refused)
-
-
-def could_fit(builder: PlanBuilder, model: ModelView) -> bool:
-    """Returns True if the model fits on devices without any other model."""
-    empty = (Bin(b.gpu, b.engines) for b in builder.bins.values())
-    return sum(b.fits(model) for b in empty) >= model.tp
+    return bool(builder.fitting_alone(m for m in builder.view.models if m.name in refused))
 
 
 def _needs_copy(builder: PlanBuilder, copies: Sequence[ModelView]) -> bool:
@@ -150,7 +144,7 @@ def _drop(builder: PlanBuilder, copies: Sequence[ModelView]) -> None:
     """Evicts the copy without which the worst KVPR of the model's devices is least."""
 
     def rank(leaving: ModelView) -> tuple[float, int, str]:
-        homes = [(m, b) for m in copies for b in _held_by(builder, m)]
+        homes = [(m, b) for m in copies for b in builder.held_by(m)]
         left = [b.kvpr_without([m.name]) for m, b in homes if m is leaving]
         share = [b.kvpr_with(_part(copies, len(copies) - 1)) for m, b in homes if m is not leaving]
         return max([*left, *share], default=0.0), leaving.running, leaving.device or ""
@@ -159,7 +153,7 @@ def _drop(builder: PlanBuilder, copies: Sequence[ModelView]) -> None:
     assert leaving.device is not None
     reason = f"{len(copies) - 1} of {len(copies)} copies are enough"
     builder.actions.append(Evict(leaving.name, leaving.device, reason, move_running=True))
-    for b in _held_by(builder, leaving):
+    for b in builder.held_by(leaving):
         b.take(leaving.name)
     _share(builder, [m for m in copies if m is not leaving], len(copies) - 1)
 
@@ -173,7 +167,7 @@ def _add(builder: PlanBuilder, copies: Sequence[ModelView], make_room: MakeRoom)
     """
     candidate = _part(copies, len(copies) + 1)
     wanted = len(copies) < copies[0].replicas_min
-    worst = max((b.kvpr for m in copies for b in _held_by(builder, m)), default=math.inf)
+    worst = max((b.kvpr for m in copies for b in builder.held_by(m)), default=math.inf)
     unqueued = [b for b in builder.bins.values() if wanted or not _has_queue(builder, b)]
     need = need_bytes(candidate)
     free = {b.name: b for b in unqueued if b.gpu.free_bytes >= need}
@@ -208,9 +202,5 @@ def _share(builder: PlanBuilder, copies: Sequence[ModelView], count: int) -> Non
     """Updates the bins with each copy's new share of the rate."""
     rate = sum(m.token_rate for m in copies) / count
     for model in copies:
-        for b in _held_by(builder, model):
+        for b in builder.held_by(model):
             b.put(part(structs.replace(model, token_rate=rate)))
-
-
-def _held_by(builder: PlanBuilder, model: ModelView) -> list[Bin]:
-    return [builder.bins[device] for device in devices_of(model) if device in builder.bins]

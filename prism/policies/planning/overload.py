@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from prism.policies.bins import part
 from prism.policies.data import ModelView, Settings
 from prism.policies.latency import busy_share
 from prism.policies.planning.builder import PlanBuilder
-from prism.policies.planning.model_copies import could_fit
 
 USABLE = 0.85
 """Part of the devices' memory that models can use. They do not fill devices exactly."""
@@ -35,11 +33,9 @@ def given_up(builder: PlanBuilder) -> set[str]:
     alive = [b.gpu for b in builder.bins.values() if b.gpu.alive]
     memory_bytes = USABLE * sum(gpu.capacity_bytes for gpu in alive)
     copies = Counter(model.name for model in builder.view.models)
-    asked = {
-        model.name: model
-        for model in builder.view.models
-        if model.traffic.requests and (model.device or could_fit(builder, part(model)))
-    }
+    known = [model for model in builder.view.models if model.traffic.requests]
+    possible = builder.fitting_alone(model for model in known if model.device is None)
+    asked = {model.name: model for model in known if model.device or model.name in possible}
     if not memory_bytes or not asked:
         return set()
     demands = {
