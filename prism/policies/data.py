@@ -149,6 +149,9 @@ class Traffic(msgspec.Struct, frozen=True):
     output_std_tokens: float = 0.0
     # Part of the time with requests: of the intervals of ten seconds, those in which any arrived.
     busy_part: float = 0.0
+    # The latest 32 times without arrivals that ended, oldest first, also those before the last ten
+    # minutes. Known in steps of ten seconds: shorter ones are missing.
+    idle_times_s: tuple[float, ...] = ()
 
 
 NO_TRAFFIC = Traffic()

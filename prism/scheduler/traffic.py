@@ -1,4 +1,4 @@
-"""Rates and lengths of a model's requests over the last ten minutes.
+"""Rates and lengths of a model's requests over the last ten minutes, and its idle times.
 
 Not thread-safe; owns no clock. Lengths are counted in buckets of a quarter octave, so they are
 known within 9 %, and processes can report them as counters.
@@ -20,6 +20,7 @@ SLOT_S = 10.0
 SLOTS = 60
 RATE_SLOTS = 6
 """Number of the latest slots of which the present rate is computed."""
+IDLE_TIMES = 32
 PER_OCTAVE, BUCKETS = 4, 96
 
 Counters = Mapping[str, Mapping[int, int]]
@@ -100,6 +101,9 @@ class ModelTraffic:
         self._sum = _Slot(-1)
         # Slot of the latest result of `seen`, and the result.
         self._seen: tuple[int, Traffic] = (-1, NO_TRAFFIC)
+        # The latest slot with arrivals, and the times without arrivals between such slots.
+        self._last_arrivals: int | None = None
+        self._idle_times_s: deque[float] = deque(maxlen=IDLE_TIMES)
         # Mean and standard deviation of outputs, kept while all requests are rejected.
         self._outputs = (0.0, 0.0)
 
@@ -139,15 +143,24 @@ class ModelTraffic:
                 self._slots.append(done)
                 self._sum.prompts.merge(done.prompts, 1)
                 self._sum.outputs.merge(done.outputs, 1)
+            if done.prompts.count:
+                self._idle_until(done.number)
         while self._slots and self._slots[0].number < number - SLOTS:
             old = self._slots.popleft()
             self._sum.prompts.merge(old.prompts, -1)
             self._sum.outputs.merge(old.outputs, -1)
 
+    def _idle_until(self, number: int) -> None:
+        """Records the time without arrivals before this slot, if there is any."""
+        last, self._last_arrivals = self._last_arrivals, number
+        if last is not None and last < number - 1:
+            self._idle_times_s.append((number - last - 1) * SLOT_S)
+
     def _summed(self, number: int) -> Traffic:
         prompts, outputs = self._sum.prompts, self._sum.outputs
+        idle_times_s = tuple(self._idle_times_s)
         if not prompts.count:
-            return NO_TRAFFIC
+            return Traffic(idle_times_s=idle_times_s)
         slots = min(SLOTS, max(1, number - self._first))
         recent = sum(s.prompts.count for s in self._slots if s.number >= number - RATE_SLOTS)
         prompt_tokens, prompt_std = prompts.moments()
@@ -166,6 +179,7 @@ class ModelTraffic:
             output_std_tokens=output_std,
             # Of at least a minute, so that the first request of a model does not count as busy.
             busy_part=sum(s.prompts.count > 0 for s in self._slots) / max(RATE_SLOTS, slots),
+            idle_times_s=idle_times_s,
         )
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prism.policies.data import NO_TRAFFIC
+from prism.policies.data import NO_TRAFFIC, Traffic
 from prism.scheduler.traffic import (
+    IDLE_TIMES,
     SLOT_S,
     SLOTS,
     ModelTraffic,
@@ -67,6 +68,23 @@ def test_the_busy_part_is_that_of_the_slots_with_arrivals() -> None:
     assert new.seen(SLOT_S).busy_part < 0.2
 
 
+def test_idle_times_are_those_between_slots_with_arrivals() -> None:
+    traffic = ModelTraffic()
+    for slot in (0, 1, 4, 5, 105):
+        traffic.arrived(10, slot * SLOT_S + 1)
+    traffic.ended(10, 60 * SLOT_S)  # the end of a request does not end an idle time
+    assert traffic.seen(105 * SLOT_S).idle_times_s == (20.0,)
+    assert traffic.seen(106 * SLOT_S).idle_times_s == (20.0, 990.0)
+
+
+def test_idle_times_outlast_the_requests_and_are_bounded() -> None:
+    traffic = ModelTraffic()
+    for number in range(IDLE_TIMES + 5):
+        traffic.arrived(10, 3 * number * SLOT_S)
+    later = traffic.seen((3 * IDLE_TIMES + 5 * SLOTS) * SLOT_S)
+    assert later == Traffic(idle_times_s=(20.0,) * IDLE_TIMES)
+
+
 def test_rates_are_those_since_the_first_report_on_any_clock() -> None:
     book, begin_s = TrafficBook(), 1e6
     for second in range(61):
@@ -101,7 +119,8 @@ def test_counters_by_bucket_equal_single_requests() -> None:
         one.arrived(tokens, 1.0)
     one.ended(7, 1.0)
     other.grew({bucket(10): 2, bucket(500): 1}, {bucket(7): 1}, 1.0)
-    single, counted = structs.astuple(one.seen(SLOT_S)), structs.astuple(other.seen(SLOT_S))
+    single, counted = structs.asdict(one.seen(SLOT_S)), structs.asdict(other.seen(SLOT_S))
+    assert counted.pop("idle_times_s") == single.pop("idle_times_s")
     assert counted == pytest.approx(single, rel=0.1)
 
 
