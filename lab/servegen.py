@@ -7,8 +7,9 @@ RATES is `servegen_client_rates.csv.xz`, in one folder with its lengths. A seed 
 the clients that send 4 to 7,200 requests in it, and the model of each client: 14 of 1B, 12 of 3B,
 13 of 8B, 4 of 14B, 2 of 32B (two GPUs each) and 2 of 70B (four GPUs). With `--tp auto` policies
 choose the degrees. The SLOs are a TTFT of 2 s and a TPOT of 100 ms. "one-place" is prism without
-copies. Each row has the requests that met both SLOs, P99 TTFT and the number of activations. Setups
-and traces for `prism-sim run` are written to `--out`.
+copies. Each row has the requests that met both SLOs, P99 TTFT and the number of activations. Means
+over the seeds and paired differences from the first policy follow. Setups and traces for `prism-sim
+run` are written to `--out`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import argparse
 import lzma
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,10 +30,12 @@ import numpy as np
 import polars
 import yaml
 
+from prism.errors import ConfigError
 from prism_replay.formats.rows import ReadOptions
 from prism_replay.formats.servegen import WINDOW_S, read_servegen
 from prism_replay.trace import TraceRequest, write_trace
 from prism_sim import simulate
+from prism_sim.sweeps.intervals import interval
 
 SHAPES = (
     *(("Llama-3.2-1B", 1),) * 14, *(("Llama-3.2-3B", 1),) * 12, *(("Llama-3.1-8B", 1),) * 13,
@@ -114,6 +118,7 @@ def print_table(
     Args:
         draw: Returns the requests of a seed in a time in seconds. May write files to a folder.
     """
+    met: dict[tuple[int, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as temporary:
         out = asked.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
@@ -125,18 +130,38 @@ def print_table(
             write_trace(trace, draw(seed, asked.minutes * 60, out))
             for gpus in map(int, asked.gpus.split(",")):
                 for policy in asked.policies.split(","):
-                    made = row(out, setup(shapes, policy, gpus, trace), f"{gpus}-{policy}")
-                    print(f"| {seed} | {gpus} | {policy} | {made} |", flush=True)
+                    config = setup(shapes, policy, gpus, trace)
+                    try:
+                        percent, rest = row(out, config, f"{gpus}-{policy}")
+                    except ConfigError as refused:
+                        print(f"| {seed} | {gpus} | {policy} | refused: {refused} | | |")
+                        continue
+                    met[gpus, policy].append(percent)
+                    print(f"| {seed} | {gpus} | {policy} | {percent:.2f} | {rest} |", flush=True)
+    print_means(met)
 
 
-def row(out: Path, config: dict[str, Any], name: str) -> str:
+def print_means(met: Mapping[tuple[int, str], Sequence[float]]) -> None:
+    """Prints means over the seeds, and the differences of the first policy from the others, over
+    common seeds. Widths are those of 95 % confidence intervals."""
+    first = next(iter(met))[1]
+    print(f"\n| GPUs | policy | both SLOs % | {first} less it |\n" + "|---" * 4 + "|")
+    for (gpus, policy), values in met.items():
+        pairs = zip(met[gpus, first], values, strict=True)
+        mean, less = interval(values), interval([a - b for a, b in pairs])
+        ours = "" if policy == first else f"{less.mean:+.2f} ± {less.half_width:.2f}"
+        print(f"| {gpus} | {policy} | {mean.mean:.2f} ± {mean.half_width:.2f} | {ours} |")
+
+
+def row(out: Path, config: dict[str, Any], name: str) -> tuple[float, str]:
+    """Returns the percentage of requests that met both SLOs, and the columns after it."""
     file = out / f"{Path(config['trace']).stem}-{name}.yaml"
     file.write_text(yaml.safe_dump(config, sort_keys=False))
     made = simulate(file)
     total = made.summary.total
     activations = (made.decisions["kind"] == "activate").sum()
     met = 100 * (total.attainment["1"].all or 0.0)
-    return f"{met:.2f} | {(total.ttft_ms.p99 or math.inf) / 1000:.1f} | {activations}"
+    return met, f"{(total.ttft_ms.p99 or math.inf) / 1000:.1f} | {activations}"
 
 
 if __name__ == "__main__":
