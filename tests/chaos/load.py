@@ -102,6 +102,8 @@ class Stream:
     reason: str | None = None
     error: str | None = None
     message: str = ""  # of the error
+    status: int = 0  # of the response
+    retry_after_s: int = 0  # 0: the response did not say
     broke: str = ""  # how the connection did
     usage: int | None = None
     ended: bool = False  # with [DONE], or with an error's whole body
@@ -176,7 +178,8 @@ async def _exchange(url: str, stream: Stream, on_event: Callable[[Stream], None]
         writer.write(head.encode() + body)
         await writer.drain()
         status = (await reader.readline()).split()
-        if status and status[1] == b"200":
+        stream.status = int(status[1]) if status else 0
+        if stream.status == 200:
             await _read_events(reader, stream, on_event)
         elif status:
             await _read_refusal(reader, stream)
@@ -203,7 +206,10 @@ async def _read_events(
 
 
 async def _read_refusal(reader: asyncio.StreamReader, stream: Stream) -> None:
-    _, _, text = (await reader.read()).partition(b"\r\n\r\n")
+    head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+    for line in head.lower().splitlines():
+        if line.startswith(b"retry-after:"):
+            stream.retry_after_s = int(line.partition(b":")[2])
     with suppress(ValueError):  # half a body: the connection broke
         stream.take(json.loads(text), time.monotonic())
 

@@ -1,8 +1,8 @@
-"""Overload twenty times over capacity, slow clients, a flood of requests for one model, and models
-that are refused for overload.
+"""Overload twenty times over capacity, slow clients, a flood of requests for one model, and a model
+that the policy gives up for overload.
 
 PRISM_CHAOS_OVERLOAD_S is the duration of each phase: five minutes by default. PRISM_CHAOS_STREAMS
-is the number of streams, 10,000 by default, of the test with refused models.
+is the number of streams, 10,000 by default, of the test with a model that is given up.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from tests.chaos.campaign import MODELS, SEED, Campaign, chaos_cluster, reported
 from tests.chaos.faults import parts
-from tests.chaos.load import Asked, Load, Stream, ask, brief, verdict
+from tests.chaos.load import END_S, Asked, Load, Stream, ask, brief, verdict
 from tests.chaos.memory import MIB, MemoryWatch
-from tests.policies.installed import install_giving_up
+from tests.frontend.tiny_model import make_model
 from tests.serve.conftest import Cluster, until
 
 OVERLOAD_S = float(os.environ.get("PRISM_CHAOS_OVERLOAD_S", "300"))
@@ -59,16 +61,20 @@ def twenty(seed: int, model: str, number: int) -> Asked:
 
 
 async def arrivals(
-    url: str, per_s: float, seconds: float, make: Callable[[int], Asked]
+    url: str,
+    per_s: float,
+    seconds: float,
+    make: Callable[[int], Asked],
+    patience_s: float = 5 * SLO_S,
 ) -> list[Stream]:
     """Sends requests in an open loop, whatever the outcome of earlier ones. Clients whose request
-    is open at the end disconnect."""
+    is open `patience_s` after the end disconnect."""
     began_s = time.monotonic()
     tasks: list[asyncio.Task[Stream]] = []
-    for number in range(int(per_s * seconds)):
+    for number in range(round(per_s * seconds)):
         await asyncio.sleep(began_s + number / per_s - time.monotonic())
         tasks.append(asyncio.create_task(ask(url, make(number))))
-    await asyncio.wait(tasks, timeout=5 * SLO_S)
+    await asyncio.wait(tasks, timeout=patience_s)
     for task in tasks:
         task.cancel()
     done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -206,52 +212,125 @@ def test_a_flood_of_one_model_leaves_the_others_theirs(tmp_path: Path) -> None:
         assert flooded >= alone - 5
 
 
-# Models that are refused once this fraction of all streams has ended.
-REFUSED = {0.1: "c", 0.4: "bc", 0.6: "b", 0.8: ""}
-OPEN_AT_ONCE = 1500
+# Two devices have room for the five small models, or for the large one and some of them. They get
+# requests all the time, the large one half as many.
+SMALL, LARGE = ("a", "b", "c", "d", "e"), "large"
+ORDER = (*SMALL, *SMALL, LARGE)
+OVERLOAD = f"{LARGE} cannot be placed now: overload: it has fewer requests for its "
+STREAMS_S = 150.0
+SEEN_S = 1.0
 
 
-async def ten_thousand(url: str, refuse: Callable[..., None]) -> list[Stream]:
-    """Keeps OPEN_AT_ONCE streams open while models are refused and served again."""
-    steps = {int(part * STREAMS): models for part, models in REFUSED.items()}
-    gate, ended = asyncio.Semaphore(OPEN_AT_ONCE), 0
-
-    async def stream(number: int) -> Stream:
-        nonlocal ended
-        async with gate:
-            made = await ask(url, twenty(SEED, MODELS[number % len(MODELS)], number))
-        ended += 1
-        if (models := steps.get(ended)) is not None:
-            refuse(*models)
-        return made
-
-    return await asyncio.gather(*map(stream, range(STREAMS)))
-
-
-def test_every_stream_ends_whole_or_with_the_name_of_a_refused_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rejects none that has output, and none for a model that is never refused."""
-    refuse = install_giving_up(tmp_path, monkeypatch)
+@contextmanager
+def crowded_cluster(folder: Path) -> Iterator[Cluster]:
+    make_model(folder / LARGE, num_hidden_layers=24)
+    for model in SMALL:
+        make_model(folder / model)
     changes = {
-        "policy": "giving-up",
+        "models": [{"name": name, "path": name} for name in (*SMALL, LARGE)],
+        "devices": [
+            {"name": f"host:{number}", "capacity": "4608KiB", "page": "64KiB", "engines": 3}
+            for number in range(2)
+        ],
         "fake": '{"decode_step_ms": 20}',
         "engine": {**ENGINE, "drain_timeout": "100ms", "max_running": 32},
-        "frontend": {"port": 0, "max_open_requests": 4 * OPEN_AT_ONCE},
+        "scheduler": {"interval": "1s", "idle_threshold": "5s"},
+        "frontend": {"port": 0, "processes": 2, "max_open_requests": STREAMS},
     }
-    with chaos_cluster(tmp_path, **changes) as cluster:
-        campaign = Campaign(cluster, Load(cluster.url, 0, partial(brief, SEED, MODELS)))
-        with reported(campaign):
-            streams = asyncio.run(ten_thousand(cluster.url, refuse))
-            ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
-            print(f"\n{len(streams)} streams ended: {dict(ends)}")
-            assert ends.keys() == {(model, "whole") for model in MODELS} | {
-                ("b", "named"),
-                ("c", "named"),
-            }
-            rejected = [stream for stream in streams if stream.error]
-            assert {stream.error for stream in rejected} == {"model_unavailable"}
-            for stream in rejected:
-                assert stream.message.startswith(f"{stream.asked.model} cannot be placed now: over")
-                assert not stream.ids
-            campaign.check_peace()
+    with chaos_cluster(folder, **changes) as cluster:
+        yield cluster
+
+
+Seen = list[tuple[float, dict[str, Any]]]
+"""Statuses of the cluster, and when they were asked for, on the streams' clock."""
+
+
+async def statuses(url: str, seen: Seen) -> None:
+    """Appends the cluster's status to `seen` each second, until cancelled."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        while True:
+            seen.append((time.monotonic(), (await client.get(f"{url}/status")).json()))
+            await asyncio.sleep(SEEN_S)
+
+
+async def ten_thousand(url: str, seen: Seen) -> list[Stream]:
+    """Sends STREAMS requests at a constant rate, and returns all streams."""
+
+    def make(number: int) -> Asked:
+        return twenty(SEED, ORDER[number % len(ORDER)], number)
+
+    watching = asyncio.create_task(statuses(url, seen))
+    streams = await arrivals(url, STREAMS / STREAMS_S, STREAMS_S, make, 2 * END_S)
+    assert not watching.done(), watching.exception()
+    watching.cancel()
+    return streams
+
+
+def given_up_since_s(seen: Seen) -> float:
+    """Returns when the large model was given up and all others were placed.
+
+    Checks that no other model was ever given up, and that all stays so.
+    """
+    overload = [status["overload"] for _, status in seen]
+    first = overload.index([LARGE])
+    assert overload == [[]] * first + [[LARGE]] * (len(seen) - first)
+    placed = [{*status["placement"]} for _, status in seen]
+    served = placed.index({*SMALL}, first)
+    assert placed[served:] == [{*SMALL}] * (len(seen) - served)
+    print(f"given up at status {first} of {len(seen)}, all others served at {served}")
+    after = [status for _, status in seen[served:]]
+    begun = {status["actions_total"]["activate"] for status in after}
+    assert len(begun) == 1, begun
+    return seen[served][0]
+
+
+def check_refused(cluster: Cluster) -> None:
+    reason = f"{LARGE}: requests are rejected: overload"
+    assert reason in " ".join(cluster.operate("status").stdout.split())
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    assert f'prism_overload{{model="{LARGE}"}} 1.0' in metrics
+
+
+def check_rejection(stream: Stream, since_s: float) -> None:
+    """Checks that the client is told which model, why, and when to try again.
+
+    The response of a stream that waited when its model was given up has begun before.
+    """
+    assert stream.error == "model_unavailable"
+    assert stream.message.startswith(OVERLOAD)
+    assert not stream.ids
+    if stream.status == 200:
+        assert stream.began_s < since_s
+    else:
+        assert stream.status == 503
+        assert stream.retry_after_s > 0
+
+
+def test_every_stream_ends_whole_or_with_the_name_of_a_refused_model(tmp_path: Path) -> None:
+    """Gives up the model with the fewest requests for its memory, by the policy's own choice.
+
+    No request for another model is refused, and it is served again when others are idle.
+    """
+    with crowded_cluster(tmp_path) as cluster:
+        seen: Seen = []
+        streams = asyncio.run(ten_thousand(cluster.url, seen))
+        ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
+        codes = Counter(stream.status for stream in streams if stream.error)
+        print(f"\n{len(streams)} streams ended: {dict(ends)}, rejected with {dict(codes)}")
+        assert len(streams) == STREAMS
+        assert ends.keys() == {
+            *((model, "whole") for model in SMALL),
+            (LARGE, "whole"),
+            (LARGE, "named"),
+        }
+        since_s = given_up_since_s(seen)
+        for stream in filter(lambda stream: stream.error, streams):
+            check_rejection(stream, since_s)
+        check_refused(cluster)
+
+        def served_again() -> bool:
+            assert cluster.post(SMALL[0]).status_code == 200
+            return cluster.post(LARGE).status_code == 200
+
+        until(served_again, "the large model is served again", 60)
+        assert httpx.get(f"{cluster.url}/status").json()["overload"] == []
