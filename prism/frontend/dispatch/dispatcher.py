@@ -107,15 +107,22 @@ class Dispatcher:
 
     # --- requests ---------------------------------------------------------------------------
 
-    async def submit(self, opened: Sequence[OpenRequest]) -> None:
+    async def submit(self, opened: Sequence[OpenRequest], *, retried: bool = False) -> None:
         """Enqueues all entries or none. Raises OverloadedError, UnknownModelError for a model that
         was removed meanwhile, UnavailableError for a model that is refused for overload, or
-        QueueUnavailableError if Redis was unavailable for `frontend.queue_timeout`."""
+        QueueUnavailableError if Redis was unavailable for `frontend.queue_timeout`.
+
+        Args:
+            retried: The client has sent the request before. If it is rejected again, it does not
+                count as an arrival again: a model would be worth more for being refused.
+        """
         model = opened[0].request.model
         if not self._is_served(model):
             raise UnknownModelError(f"the model {model!r} was removed")
-        self.log.count_arrivals(opened)
-        if why := self._refusals.overload.get(model):
+        why = self._refusals.overload.get(model)
+        if not (why and retried):
+            self.log.count_arrivals(opened)
+        if why:
             raise UnavailableError(why, "model_unavailable")
         if self._live.config.frontend.shed and (
             late := self.log.late(model, clock.unix_s(), self._slo_ttft_s[model])

@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prism.config.schema.access import ApiKey
 
 ID_HEADER = "x-request-id"
+# Number of times that an SDK of OpenAI or Anthropic has sent the request before.
+_RETRIES_HEADER = "x-stainless-retry-count"
 # Request ids that are accepted from clients, since they are logged; others are replaced.
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _PATH_CHARS_MAX = 200
@@ -44,11 +46,12 @@ class Call:
     output_tokens: int = 0
     api_key: ApiKey | None = None
     traceparent: str = ""  # header with the client's span
+    retried: bool = False  # the client says that it has sent the request before
     arrived_s: float = field(default_factory=time.monotonic)  # see `GuardedProtocol`
     at_end: list[Callable[[], object]] = field(default_factory=list)
 
 
-_UNLOGGED = ("api_key", "traceparent", "arrived_s", "at_end")
+_UNLOGGED = ("api_key", "traceparent", "retried", "arrived_s", "at_end")
 _LOGGED = tuple(f.name for f in dataclasses.fields(Call) if f.name not in _UNLOGGED)
 
 current: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -103,6 +106,7 @@ def _call_of(scope: Scope) -> Call:
         path=scope["path"][:_PATH_CHARS_MAX],
         client=(scope.get("client") or ("",))[0],
         traceparent=headers.get("traceparent", ""),
+        retried=headers.get(_RETRIES_HEADER, "0") != "0",
         arrived_s=scope.get("state", {}).get("arrived_s") or time.monotonic(),
     )
 

@@ -205,7 +205,8 @@ class Generation:
         prompt_tokens = self._prompt_tokens()
         await self._rates.begin(self._call.api_key, prompt_tokens)
         try:
-            await self._dispatcher.submit([choice.opened for choice in self.choices])
+            opened = [choice.opened for choice in self.choices]
+            await self._dispatcher.submit(opened, retried=self._call.retried)
         except BaseException:
             self._rates.give_back(self._call.api_key, prompt_tokens)
             raise
