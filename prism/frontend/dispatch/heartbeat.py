@@ -56,6 +56,7 @@ class Heartbeat:
             began_s = time.monotonic()
             try:
                 incarnation = await self._send()
+                await self._keep_images()
                 if incarnation == seen != restored:
                     await self._restore()
                     restored = incarnation
@@ -85,14 +86,16 @@ class Heartbeat:
         return {model: sum(counts.values()) for model, counts in self._requests.arrivals.items()}
 
     async def _send(self) -> str:
-        """Sends a heartbeat, keeps the images of open requests in Redis, and returns the
-        incarnation of Redis's data."""
+        """Sends a heartbeat. Returns the incarnation of Redis's data."""
         async with self._sending:
             config, reported = self._live.config, self._arrivals()
             leaving = sorted(self._requests.models() - {model.name for model in config.models})
             state = FrontendState(config.revision, leaving, self._requests.arrivals)
             incarnation = await self._queue.beat(self._id, _TTL_S, state)
             self._reported = reported
+        return incarnation
+
+    async def _keep_images(self) -> None:
+        """Keeps the images of open requests in Redis."""
         shown = (image for each in self._requests.unended() for image in each.request.images)
         await self._queue.keep_images({image.digest for image in shown})
-        return incarnation
