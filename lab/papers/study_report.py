@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import msgspec
 from rich.table import Table
 
 from lab.papers.catalog import Study, StudyTexts
 from lab.papers.study.findings import Findings, Plot, Statement, overall
+from lab.papers.study.seeds import merged
+from lab.papers.study.sources import Sources
 from prism_replay.report.page import environment
 from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to_svg
 from prism_replay.results import write_json
@@ -24,7 +25,7 @@ SIZE = (6.2, 3.3)
 class StudyResult(StudyTexts, frozen=True):
     quick: bool
     """True for the size for tests, whose figures are meaningless."""
-    seed: int
+    seeds: list[int]
     traces: str
     """Source of the traces."""
     findings: Findings
@@ -37,26 +38,28 @@ class StudyResult(StudyTexts, frozen=True):
 
 def result(
     study: Study,
-    found: Findings,
+    found: Mapping[int, Findings],
     *,
     quick: bool,
-    seed: int,
-    traces: str,
-    shortened: Sequence[str] = (),
+    sources: Sources,
 ) -> StudyResult:
     """Returns the result of a study.
 
     Args:
-        shortened: Reductions of this run in addition to `study.shortened`.
+        found: Seed -> findings.
+        sources: Traces of the run, with its reductions in addition to `study.shortened`.
     """
     texts = {name: getattr(study, name) for name in StudyTexts.__struct_fields__}
-    texts["shortened"] = "; ".join(text for text in (study.shortened, *shortened) if text)
-    return StudyResult(**texts, quick=quick, seed=seed, traces=traces, findings=found)
+    texts["shortened"] = "; ".join(text for text in (study.shortened, *sources.shortened) if text)
+    return StudyResult(
+        **texts, quick=quick, seeds=list(found), traces=sources.described(), findings=merged(found)
+    )
 
 
 def write(folder: Path, found: StudyResult) -> None:
     write_json(folder / "study.json", found)
-    compared = [msgspec.to_builtins(c) for c in found.findings.comparisons]
+    heads = ("what", "ours", "published", "verdict", "source", "agrees")
+    compared = [{head: getattr(c, head) for head in heads} for c in found.findings.comparisons]
     write_csv(folder / "comparisons.csv", compared)
     write_csv(folder / "points.csv", found.findings.rows)
     (folder / "report.html").write_text(page(found), encoding="utf-8")
@@ -66,7 +69,9 @@ def page(found: StudyResult) -> str:
     heads = list(dict.fromkeys(key for row in found.findings.rows for key in row))
     cells = [[_cell(row.get(head)) for head in heads] for row in found.findings.rows]
     template = environment("lab.papers", "prism_replay").get_template("study.html")
-    return template.render(found=found, plots=drawn(found.findings), heads=heads, rows=cells)
+    return template.render(
+        found=found, about=about(found.seeds), plots=drawn(found.findings), heads=heads, rows=cells
+    )
 
 
 def drawn(found: Findings) -> dict[str, str]:
@@ -87,12 +92,17 @@ def _svg(name: str, plot: Plot) -> str:
 
 def _curves(axes: Any, plot: Plot) -> None:
     for number, (label, points) in enumerate(plot.lines.items()):
-        known = [(x, y) for x, y in points if y is not None]
+        halves = plot.halves.get(label, [None] * len(points))
+        known = [
+            (x, y, h or 0.0) for (x, y), h in zip(points, halves, strict=True) if y is not None
+        ]
         if known:
-            xs, ys = zip(*known, strict=True)
+            xs, ys, errors = zip(*known, strict=True)
             color = series_color(min(number, SERIES_MAX - 1))
             marker = "o" if len(known) <= 24 else None
             axes.plot(xs, ys, marker=marker, markersize=4, color=color, label=label)
+            if any(errors):
+                axes.errorbar(xs, ys, yerr=errors, fmt="none", ecolor=color, capsize=3)
 
 
 def _bars(axes: Any, plot: Plot) -> None:
@@ -101,7 +111,9 @@ def _bars(axes: Any, plot: Plot) -> None:
     for number, (label, points) in enumerate(plot.lines.items()):
         places = [labels.index(str(x)) + (number + 0.5) * width - 0.4 for x, _ in points]
         color = series_color(min(number, SERIES_MAX - 1))
-        axes.bar(places, [y or 0.0 for _, y in points], width, color=color, label=label)
+        halves = [half or 0.0 for half in plot.halves.get(label, [])] or None
+        ys = [y or 0.0 for _, y in points]
+        axes.bar(places, ys, width, yerr=halves, color=color, label=label)
     axes.set_xticks(range(len(labels)), labels)
 
 
@@ -112,7 +124,7 @@ def _cell(value: Any) -> str:
 
 
 def table(found: StudyResult) -> Table:
-    size = " (quick: meaningless figures)" if found.quick else ""
+    size = " (quick: meaningless figures)" if found.quick else f", {len(found.seeds)} seeds"
     made = Table(title=f"{found.name}: {found.verdict}{size}", caption=found.source)
     for column in ("statement", "ours", "published", "verdict"):
         made.add_column(column, overflow="fold")
@@ -123,9 +135,19 @@ def table(found: StudyResult) -> Table:
 
 def markdown(results: Sequence[StudyResult]) -> str:
     """Returns a page of all studies: a table of verdicts, then a section for each."""
-    lines = ["| study | verdict | source |", "|---|---|---|"]
+    lines = [about(results[0].seeds), "", "| study | verdict | source |", "|---|---|---|"]
     lines += [f"| [{r.name}](#{r.name}) | {r.verdict} | {r.source} |" for r in results]
     return "\n".join(lines) + "\n" + "".join(_section(r) for r in results)
+
+
+def about(seeds: Sequence[int]) -> str:
+    """Returns a sentence on what the figures are."""
+    if len(seeds) < 2:
+        return f"Figures of single runs, seed {seeds[0]}."
+    return (
+        f"Figures are means over seeds {', '.join(map(str, seeds))}, ± half the 95 % confidence "
+        "interval. An order agrees if the interval of the paired differences excludes zero."
+    )
 
 
 def _section(found: StudyResult) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from lab.papers import catalog, study_report
 from lab.papers.study.lab import Lab, Progress
+from lab.papers.study.sources import Sources
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ def test_runs_and_reports(name: str, tmp_path: Path) -> None:
     assert findings.budget
     assert all(c.what and c.source and c.verdict for c in findings.comparisons)
     assert any(c.ours != "-" for c in findings.comparisons)
-    found = study_report.result(study, findings, quick=True, seed=0, traces="none")
+    found = study_report.result(study, {0: findings}, quick=True, sources=Sources())
     study_report.write(tmp_path, found)
     assert json.loads((tmp_path / "study.json").read_text())["name"] == name
     with (tmp_path / "points.csv").open() as file:

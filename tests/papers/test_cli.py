@@ -61,9 +61,10 @@ def test_what_is_wrong_is_one_line(
 def test_the_same_bytes_on_any_number_of_cores_and_nothing_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    two = ("--quick", "--seeds", "2")
     for jobs in ("1", "2"):
         out = str(tmp_path / jobs)
-        assert call(monkeypatch, OTHER, "--quick", "--out", out, "--jobs", jobs) == 0
+        assert call(monkeypatch, OTHER, *two, "--out", out, "--jobs", jobs) == 0
     files = sorted(p.relative_to(tmp_path / "1") for p in (tmp_path / "1").rglob("*.*"))
     assert len(files) > 5
     for file in files:
@@ -73,7 +74,10 @@ def test_the_same_bytes_on_any_number_of_cores_and_nothing_twice(
         raise AssertionError(f"{point} is simulated again")
 
     monkeypatch.setattr(laboratory, "simulate", never)
-    assert call(monkeypatch, OTHER, "--quick", "--out", str(tmp_path / "1"), "--jobs", "1") == 0
+    assert call(monkeypatch, OTHER, *two, "--out", str(tmp_path / "1"), "--jobs", "1") == 0
+    table = (tmp_path / "1" / OTHER / "points.csv").read_text()
+    assert "ttft_attainment_ci95" in table
+    assert "seeds 0, 10" in (tmp_path / "1" / OTHER / "report.html").read_text()
 
 
 def test_all_makes_one_page(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lab.papers.prism.prism_parts import spread
 from lab.papers.study import findings
 from lab.papers.study.findings import Statement
 from lab.papers.study.lines import first_at_target, up_to
@@ -91,8 +90,9 @@ def test_a_tie_decides_no_order(
     ],
 )
 def test_the_best_of_several(ours: dict[str, float], verdict: str, agrees: bool | None) -> None:
-    found = findings.best("x", "45 s", ours, "best at about 45 s", "OSDI 2026", shown="")
+    found = findings.best("x", "45 s", ours, "best at about 45 s", "OSDI 2026", unit="%")
     assert (found.verdict, found.agrees) == (verdict, agrees)
+    assert "45 s 93.4 %" in found.ours
 
 
 def test_overall_counts_what_can_be_said() -> None:
@@ -129,8 +129,3 @@ def test_where_a_line_crosses_the_target() -> None:
 def test_a_cause_is_what_turns_a_factor(here: float, changed: float | None, verdict: str) -> None:
     found = findings.cause("with slower hosts", here, changed)
     assert (found.verdict, found.agrees) == (verdict, None)
-
-
-def test_the_spread_over_traces() -> None:
-    assert spread([1.1, 0.9, None, 1.0], "x") == " (0.90x to 1.10x over 3 traces)"
-    assert spread([1.1], "x") == ""

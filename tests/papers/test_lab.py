@@ -23,11 +23,11 @@ def test_a_setup_is_not_overwritten_by_another(tmp_path: Path, other: str) -> No
     path = Path(lab.setup("pair", {"a": 1}, trace))
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     assert lab.setup("pair", {"a": 1}, trace) == str(path)
-    # with another seed, as of several traces, it is still the same run
-    again = replace(lab, seed=1)
+    # another seed has its own setups
+    replace(lab, seed=1).setup("pair", {"a": 2}, trace)
     config, shorter = ({"a": 2}, trace) if other == "setup" else ({"a": 1}, trace[:-1])
     with pytest.raises(ConfigError, match="this study has a different setup of that name"):
-        again.setup("pair", config, shorter)
+        lab.setup("pair", config, shorter)
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
 
 

@@ -21,14 +21,14 @@ def test_more_than_40_points(gained: float, agrees: bool) -> None:
 def test_a_gain_at_which_the_first_model_collapses_does_not_count() -> None:
     found = published_statements({11.0: [pair(95.0, 50.0)], 15.0: [pair(30.0, 95.0)]})
     assert [c.agrees for c in found] == [False, False, False]
-    assert found[0].ours == "10.0 points at most"
+    assert found[0].ours == "10 points at most"
     assert [c.agrees for c in published_statements({15.0: [pair(30.0, 95.0)]})[:2]] == [None, None]
 
 
 def test_the_gain_as_a_part_of_what_it_has_without() -> None:
     points, part, _ = published_statements({11.0: [pair(95.0, 60.0)]})
     assert (points.agrees, part.agrees) == (False, True)
-    assert (points.ours, part.ours) == ("20.0 points at most", "50.0 % at most")
+    assert (points.ours, part.ours) == ("20 points at most", "50 % at most")
 
 
 def test_the_load_is_no_cause_of_what_is_the_same_at_all() -> None:

@@ -55,8 +55,8 @@ def test_qlm_by_each_of_its_rules() -> None:
     assert said == {
         "GPUs for 99 % TTFT, qlm": ("not up to 8", False),
         f"GPUs for 99 % TTFT, {AWARE}": ("8 GPUs", True),
-        "more GPUs do not help, qlm": ("20.0 % with 2, 20.5 % with 8", True),
-        f"more GPUs do not help, {AWARE}": ("20.0 % with 2, 99.5 % with 8", False),
+        "more GPUs do not help, qlm": ("20 % with 2, 20.5 % with 8", True),
+        f"more GPUs do not help, {AWARE}": ("20 % with 2, 99.5 % with 8", False),
     }
 
 
@@ -73,5 +73,5 @@ def test_memory_beside_weights_and_kv_is_varied(monkeypatch: pytest.MonkeyPatch)
     found = prism_table1._outside(a_lab(Path()), cluster, {"gpus.count": 2}, with_two)
     assert found["prism"] == [("1GiB", 90.0), ("2GiB", 70.0), ("3GiB", None)]
     said = prism_table1._by_size("prism", dict(found["prism"]))
-    assert (said.ours, said.agrees) == ("1GiB 90.0 %, 2GiB 70.0 %, 3GiB not placed", None)
+    assert (said.ours, said.agrees) == ("90 % at 1GiB, 70 % at 2GiB", None)
     assert found["static"][0] == ("1GiB", None)

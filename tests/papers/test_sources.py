@@ -49,11 +49,9 @@ def test_a_shorter_arena_sample_is_taken_whole(tmp_path: Path) -> None:
     assert said.endswith("instead of 900 s")
     found = study_report.result(
         catalog.get("prism-fig7-rate"),
-        Findings([], [], {}),
+        {0: Findings([], [], {})},
         quick=False,
-        seed=0,
-        traces="",
-        shortened=list(sources.shortened),
+        sources=sources,
     )
     assert f"Shortened: 10 minutes of trace, four rates; {said}." in study_report.markdown([found])
 

@@ -86,26 +86,25 @@ def outperforms(found: Lines) -> tuple[bool | None, str]:
 
 def requests_at_target(by_alpha: Mapping[float, Lines]) -> Statement:
     """Compares the factor of requests at 99 % SLO attainment."""
-    most, where = target_rate_ratio(by_alpha)
+    most = target_rate_ratio(by_alpha)
     what = "requests within 99 % SLO attainment over either baseline, at most"
     source, said = "§4.2, Figure 5", PUBLISHED_SYNTHETIC["requests"]
-    return findings.factor(what + where, most, said, source)
+    return findings.factor(what, most, said, source)
 
 
-def target_rate_ratio(by_alpha: Mapping[float, Lines]) -> tuple[float | None, str]:
-    """Returns the largest ratio of the rates up to which SLO attainment is 99 %, and a label of it.
+def target_rate_ratio(by_alpha: Mapping[float, Lines]) -> float | None:
+    """Returns the largest ratio of the rates up to which SLO attainment is 99 %.
 
     Rates are interpolated. Baselines below 99 % at the lowest rate do not count.
     """
-    found: dict[str, float] = {}
-    for alpha, shares in by_alpha.items():
+    found: list[float] = []
+    for shares in by_alpha.values():
         held = {name: up_to(points) for name, points in shares.items()}
         for name, most in held.items():
             ratio = findings.ratio(held["muxserve"], most)
             if name != "muxserve" and ratio is not None:
-                found[f" (over {name}, alpha {alpha:g})"] = ratio
-    where = max(found, key=lambda name: found[name], default="")
-    return found.get(where), where
+                found.append(ratio)
+    return max(found, default=None)
 
 
 def highest_attainment(label: str, shares: Lines, said: str, source: str) -> Statement:
@@ -170,11 +169,12 @@ def temporal_is_worst(rates: Lines, shares: Lines, source: str) -> Statement:
             for name in v
             if name != "temporal"
         )
-    shown = "; ".join(
-        f"{what} " + ", ".join(f"{name} {v:.4g}" for name, v in by_name.items())
-        for what, by_name in zip(("req/s:", "SLO attainment (%):"), values, strict=True)
-    )
+    ours = {
+        f"{unit} {name}": v
+        for unit, by_name in zip(("req/s", "% SLO attainment"), values, strict=True)
+        for name, v in by_name.items()
+    }
     what = (
         f"temporal is worse than both others at {x:g} req/s per model, in throughput and attainment"
     )
-    return findings.claim(what, holds, shown, '"quite bad"', source)
+    return findings.claim(what, holds, ours, '"quite bad"', source)

@@ -258,7 +258,8 @@ def fairness(unit: str, found: Orders, source: str) -> Statement:
     """
     far = {name: unfairness(outcome) for name, outcome in found.items()}
     known = {name: value for name, value in far.items() if value is not None}
-    shown = ", ".join(f"{name} {value:.0f} points off" for name, value in known.items())
     holds = min(known, key=lambda name: known[name]) == "adbs" if len(known) == len(far) else None
     what = f"({unit}) ADBS' KV memory is closest to the fair parts of arrival rates"
-    return findings.claim(what, holds, shown or "-", "closest", source)
+    return findings.claim(
+        what, holds, {f"points off, {name}": v for name, v in known.items()}, "closest", source
+    )

@@ -86,8 +86,8 @@ def ttft_gpus(ttft: Lines, most: int) -> list[Statement]:
     for policy in EVEN_MORE:
         if policy in needed:
             gpus, more = needed[policy], f"more than {most}"
-            shown = f"not up to {most}" if gpus is None else f"{gpus:.4g} GPUs"
-            compared.append(findings.claim(f"{what}, {policy}", gpus is None, shown, more, source))
+            ours = f"not up to {most}" if gpus is None else {"GPUs": gpus}
+            compared.append(findings.claim(f"{what}, {policy}", gpus is None, ours, more, source))
     saved = findings.ratio(needed.get("muxserve++"), needed.get("prism"))
     return [*compared, findings.factor("GPUs, MuxServe++ over Prism", saved, SAVED, source)]
 
@@ -117,7 +117,7 @@ def improvements(found: Mapping[str, Lines]) -> list[Statement]:
             (fewest, first), (most, last) = ends
             holds = (last - first > bar) is rises if first < 100 - bar else None
             what = f"{metric.upper()} attainment, {policy}, from {fewest} to {most} GPUs"
-            shown = f"{first:.1f} %, then {last:.1f} %"
+            shares = {f"% with {fewest}": first, f"% with {most}": last}
             said = "improves" if rises else "does not improve"
-            compared.append(findings.claim(what, holds, shown, said, f"{SOURCE} (a)"))
+            compared.append(findings.claim(what, holds, shares, said, f"{SOURCE} (a)"))
     return compared

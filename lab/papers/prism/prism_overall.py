@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from lab.papers.prism import prism_sweeps as sweeps
 from lab.papers.prism.prism_setup import FAIR_TUNED, eighteen, model_names, prepared
 from lab.papers.study import findings
@@ -63,26 +61,22 @@ def _by_rate(lab: Lab, models: sweeps.Models, rates: Sequence[float]) -> Finding
 def more_requests(style: str, found: Lines) -> list[Statement]:
     """Compares the factors in requests at 99 % TTFT.
 
-    If a baseline is below the target at the lowest rate, the factor over this rate is a lower
-    bound.
+    A baseline below the target at the lowest rate counts with that rate, so that its factor is a
+    lower bound.
     """
-    held = {policy: up_to(line) for policy, line in found.items()}
-    what = f"{style}: requests at 99 % TTFT, Prism over"
-    source, prism, compared = f"{ROW_1} (factors: §7.2, {sweeps.OSDI})", held.get("prism"), []
+    held = {system: up_to(line) for system, line in found.items()}
+    held |= {s: held[s] or line[0][0] for s, line in found.items() if s != "prism"}
+    what = f"{style}: requests at 99 % TTFT, or at the lowest rate, Prism over"
+    source, compared = f"{ROW_1} (factors: §7.2, {sweeps.OSDI})", []
+    factors = {s: findings.ratio(held.get("prism"), most) for s, most in held.items()}
     for system, said in MORE_REQUESTS[style].items():
         if system not in found:
             continue
-        (lowest, share), most = found[system][0], held[system]
-        factor, bound = findings.ratio(prism, most), None
-        if prism and most is None and share is not None and prism > (1 + findings.EQUAL) * lowest:
-            bound = prism / lowest
-        one = findings.factor(f"{what} {system}", factor or bound, said, source)
-        if bound:
-            one = msgspec.structs.replace(one, ours=f"over {one.ours}", verdict="same direction")
+        one = findings.factor(f"{what} {system}", factors[system], said, source)
         compared.append(one)
         if system == "muxserve++" and sweeps.GIVEN in found and one.agrees is False:
-            given = findings.ratio(prism, held[sweeps.GIVEN])
-            compared.append(findings.cause(f"{what} {sweeps.AT_TP}", factor, given))
+            both = factors[system], factors[sweeps.GIVEN]
+            compared.append(findings.cause(f"{what} {sweeps.AT_TP}", *both))
     return compared
 
 
@@ -104,9 +98,9 @@ def degrades(style: str, system: str, line: Line) -> Statement:
     if ends is None:
         return findings.claim(what, None, "-", "significantly", ROW_1)
     (low, first), (high, last) = ends
-    shown = f"{first:.1f} % at rate scale {low:g}, {last:.1f} % at {high:g}"
+    shares = {f"% at rate scale {low:g}": first, f"% at {high:g}": last}
     holds = first - last > 100 * findings.EQUAL
-    return findings.claim(what, holds, shown, "significantly", ROW_1)
+    return findings.claim(what, holds, shares, "significantly", ROW_1)
 
 
 # --- by SLO scale --------------------------------------------------------------------------
@@ -253,7 +247,7 @@ def few_at_tpot(style: str, tpot: Lines) -> Statement:
 def up_to_higher(style: str, metric: str, found: Lines) -> Statement:
     """Compares the maximum factor of Prism over any baseline with the same number of GPUs."""
     known = [name for name in sweeps.BASELINES if name in found]
-    each = [(ratio, name, x) for name in known for x, ratio in ratios(found, "prism", name)]
-    best, name, gpus = max(each, default=(None, "a baseline", "as many"))
-    what = f"{style}: {metric.upper()} attainment, at most, Prism over {name} with {gpus} GPUs"
+    each = [ratio for name in known for _, ratio in ratios(found, "prism", name)]
+    best = max(each, default=None)
+    what = f"{style}: {metric.upper()} attainment, at most, Prism over a baseline with as many GPUs"
     return findings.factor(what, best, HIGHER[metric], f"§1 (TPOT: {sweeps.OSDI})")

@@ -127,7 +127,7 @@ def fig3(lab: Lab) -> Findings:
         findings.claim(
             "T1: QLM's KV memory drops to nearly nothing as it swaps",
             None if drops is None else drops > 0,
-            "-" if drops is None else f"{drops} times",
+            {"times": drops},
             "periodically",
             source,
         ),
@@ -156,7 +156,8 @@ def by_deadline_drops(drops: int | None, changed: int | None) -> list[Statement]
         return []
     verdict = "names the cause" if changed else "is not the cause"
     what = f"ablation: T1: drops of {BY_DEADLINE}"
-    return [Statement(what, f"{changed} times", "not published", verdict, "ours")]
+    found = Statement(what, "", "not published", verdict, "ours")
+    return [findings.noted(found, {"times": changed})]
 
 
 def _drops(line: Sequence[tuple[float, float]], until_s: float) -> int:
@@ -349,17 +350,14 @@ def published_statements(by_rate: Mapping[float, Sequence[Shares]]) -> list[Stat
     compared = []
     for reading, unit, gains in readings:
         best = max((points for points in gains if points is not None), default=None)
-        holds, shown = None if best is None else best > GAINED, "-"
-        if best is not None:
-            shown = f"{best:.1f} {unit} at most"
+        holds, ours = None if best is None else best > GAINED, {f"{unit} at most": best}
         compared.append(
-            findings.claim(f"{what}, read as {reading}", holds, shown, published, source)
+            findings.claim(f"{what}, read as {reading}", holds, ours, published, source)
         )
-    firsts = {rate: kept(pairs) for rate, pairs in by_rate.items()}
+    firsts = {f"% at {rate:g} req/s": kept(pairs) for rate, pairs in by_rate.items()}
     what = f"first model keeps a high attainment (above {KEPT:g} %) at every load"
-    shown = ", ".join(f"{rate:g} req/s {share:.1f} %" for rate, share in firsts.items())
     holds = min(firsts.values()) > KEPT
-    return [*compared, findings.claim(what, holds, shown, "consistently", source)]
+    return [*compared, findings.claim(what, holds, firsts, "consistently", source)]
 
 
 def load_causes(by_rate: Mapping[float, Sequence[Shares]]) -> list[Statement]:
@@ -385,10 +383,12 @@ def spare_time_cause(
     compared = []
     for rate, pairs in changed.items():
         before, after = kept(by_rate[rate]), kept(pairs)
-        shown = (
-            f"{gain(by_rate[rate]):+.1f} with the first at {before:.1f} %, "
-            f"changed {gain(pairs):+.1f} with the first at {after:.1f} %"
-        )
+        ours = {
+            "points": gain(by_rate[rate]),
+            "% for the first": before,
+            "points changed": gain(pairs),
+            "% for the first changed": after,
+        }
         verdict = "is not the cause"
         if after > before + 100 * findings.EQUAL:
             holds = after > KEPT and gain(pairs) > GAINED
@@ -397,12 +397,13 @@ def spare_time_cause(
             f"ablation: first model's SLO scale {LOOSE_SCALE:g} instead of {FIRST_SCALE:g}, "
             f"{rate:g} req/s: second model's points gained"
         )
-        compared.append(Statement(what, shown, "not published", verdict, "ours"))
+        found = Statement(what, "", "not published", verdict, "ours")
+        compared.append(findings.noted(found, ours))
     return compared
 
 
 def _by_load(what: str, gains: Mapping[float, float]) -> Statement:
-    shown = ", ".join(f"{points:+.1f} at {rate:g} req/s" for rate, points in gains.items())
     apart = max(gains.values()) - min(gains.values()) > 100 * findings.EQUAL
     verdict = "names a cause" if apart else "is not the cause"
-    return Statement(f"ablation: load: {what}", shown, "not published", verdict, "ours")
+    found = Statement(f"ablation: load: {what}", "", "not published", verdict, "ours")
+    return findings.noted(found, {f"at {rate:g} req/s": points for rate, points in gains.items()})

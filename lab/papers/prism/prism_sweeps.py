@@ -51,7 +51,6 @@ TPOT_SCALES = {"hyperbolic": 22.0, "arena-chat": 3.0}
 """Style -> SLO scale of TPOT at which Prism has 99 % on two GPUs."""
 RATES = (4.0, 8.0, 16.0, 24.0, 32.0, 48.0)
 SECONDS = 600.0
-TRACES = 3
 EIGHT = [(name, 1) for name in E2E_MODELS]
 EIGHT_8B = [("Llama-3.1-8B", 1)] * 8
 """Models whose weights take 83 % of the memory for models on two GPUs of 80 GB; EIGHT take 42 %."""
@@ -109,17 +108,6 @@ def tuned_on(lab: Lab, clusters: Sequence[Cluster], fixed: Settings, load: str) 
 
 def compared_systems(lab: Lab, whole: Systems = SYSTEMS) -> Systems:
     return {n: whole[n] for n in lab.pick(tuple(whole), ("prism", "muxserve++", "static"))}
-
-
-def several(lab: Lab, style: str) -> list[Cluster]:
-    """Returns the untuned setup of eight models on TRACES traces with different seeds.
-
-    A few bursts dominate a trace of minutes, so results may be reversed on the next trace.
-    """
-    return [
-        with_models(replace(lab, seed=lab.seed + i), f"eight-{style}-{i}", style, EIGHT)
-        for i in range(lab.pick(TRACES, 1))
-    ]
 
 
 def at(cluster: Cluster, system: str, **changes: Any) -> Trial:

@@ -89,8 +89,8 @@ def _gpus(found: Lines) -> list[Statement]:
             (few, first), (many, last) = ends
             what = f"more GPUs do not help, {system}"
             holds = last - first <= 100 * findings.EQUAL
-            shown = f"{first:.1f} % with {few}, {last:.1f} % with {many}"
-            compared.append(findings.claim(what, holds, shown, "does not improve", "§7.5"))
+            shares = {f"% with {few}": first, f"% with {many}": last}
+            compared.append(findings.claim(what, holds, shares, "does not improve", "§7.5"))
     return compared
 
 
@@ -115,9 +115,6 @@ def _outside(
 
 
 def _by_size(name: str, shares: Mapping[str, float | None]) -> Statement:
-    shown = ", ".join(
-        f"{size} {'not placed' if share is None else f'{share:.1f} %'}"
-        for size, share in shares.items()
-    )
     what = f"{SHOWN} by memory in addition to weights and KV, {name}"
-    return Statement(what, shown, "not published", "not counted", "ours")
+    found = Statement(what, "", "not published", "not counted", "ours")
+    return findings.noted(found, {f"% at {size}": share for size, share in shares.items()})

@@ -62,14 +62,14 @@ def fig6(lab: Lab) -> Findings:
         findings.claim(
             "SeaLLM's normalised latency is below 3 at every rate",
             max(worst) < 3 if worst else None,
-            f"{max(worst):.2f} at most" if worst else "-",
+            {"at most": max(worst, default=None)},
             "always",
             source,
         ),
         findings.claim(
             "SeaLLM's SLO attainment is above 90 % at every rate",
             min(lowest) > 90 if lowest else None,
-            f"{min(lowest):.1f} % at least" if lowest else "-",
+            {"% at least": min(lowest, default=None)},
             "always",
             source,
         ),
@@ -110,10 +110,7 @@ def worst_of(first: Lines, source: str) -> Statement:
     means = {name: mean(line) for name, line in first.items() if name != services.FIXED}
     known = {name: v for name, v in means.items() if v is not None}
     what = "mean TTFT over the rates, MuxServe's is the worst"
-    shown = ", ".join(f"{name} {v:.4g} ms" for name, v in known.items())
-    if "muxserve" not in known:
-        return findings.claim(what, None, shown or "-", "the worst", source)
-    return findings.best(what, "muxserve", known, "the worst", source, shown=shown)
+    return findings.best(what, "muxserve", known, "the worst", source, unit="ms")
 
 
 # --- Figure 8 ------------------------------------------------------------------------------
@@ -189,7 +186,7 @@ def fig14(lab: Lab) -> Findings:
         findings.claim(
             "the placement search takes less than a minute",
             longest < 60,
-            f"{longest:.1f} s on one core for {sizes[-1]} GPUs",
+            {f"s on one core for {sizes[-1]} GPUs": longest},
             "under 60 s with up to 8 processes",
             "§6.4, Figure 14",
         )

@@ -86,7 +86,7 @@ def falls(found: Lines, system: str, what: str, source: str, fall: Fall) -> Stat
         return findings.claim(what, None, "-", fall.text, source)
     down = first - last
     holds = findings.is_worse(last, first) and fall.least_points <= down <= fall.most_points
-    return findings.claim(what, holds, f"{first:.1f} % to {last:.1f} %", fall.text, source)
+    return findings.claim(what, holds, {"% first": first, "% last": last}, fall.text, source)
 
 
 def faster(found: Lines, over: str, what: str, said: str, source: str) -> Statement:
@@ -95,17 +95,20 @@ def faster(found: Lines, over: str, what: str, said: str, source: str) -> Statem
     If they are equal at some x, the statement neither agrees nor disagrees.
     """
     each = ratios(found, "seallm", over, smaller=True)
-    shown = ", ".join(f"{r:.2f}x at {x:g}" for x, r in each)
-    if len(each) < len(found["seallm"]):
-        return Statement(what, shown or "-", said, "cannot be formed here", source)
     slower = [f"{x:g}" for x, r in each if r < 1 - findings.EQUAL]
     equal = [f"{x:g}" for x, r in each if abs(r - 1) <= findings.EQUAL]
-    if slower:
-        return Statement(what, shown, said, f"not at {', '.join(slower)}", source, agrees=False)
-    if len(equal) == len(each):
-        return Statement(what, shown, said, "no difference here", source)
-    verdict = f"holds, but equal at {', '.join(equal)}" if equal else "holds"
-    return Statement(what, shown, said, verdict, source, None if equal else True)
+    verdict = "holds"
+    agrees: bool | None = True
+    if len(each) < len(found["seallm"]):
+        verdict, agrees = "cannot be formed here", None
+    elif slower:
+        verdict, agrees = f"not at {', '.join(slower)}", False
+    elif equal:
+        verdict, agrees = f"holds, but equal at {', '.join(equal)}", None
+        if len(equal) == len(each):
+            verdict = "no difference here"
+    made = Statement(what, "", said, verdict, source, agrees)
+    return findings.noted(made, {f"x at {x:g}": r for x, r in each})
 
 
 SIMILAR = 0.25
@@ -119,8 +122,8 @@ def similar(found: Lines, other: str, what: str, source: str) -> Statement:
     if len(each) < len(found["seallm"]):
         return findings.claim(what, None, "-", "similar", source)
     holds = all(abs(r - 1) <= SIMILAR for r in each)
-    shown = f"{min(each):.2f} to {max(each):.2f} of {other}'s"
-    return findings.claim(what, holds, shown, "similar", source)
+    ours = {f"of {other}'s at least": min(each), "at most": max(each)}
+    return findings.claim(what, holds, ours, "similar", source)
 
 
 def shrinks(found: Lines, what: str, source: str, *, smaller: bool) -> Statement:
@@ -129,8 +132,8 @@ def shrinks(found: Lines, what: str, source: str, *, smaller: bool) -> Statement
     first, last = (_lead_at(found, x, smaller=smaller) for x in ends)
     if first is None or last is None:
         return findings.claim(what, None, "-", "get smaller", source)
-    shown = f"{first:.2f}x at {ends[0]:g}, {last:.2f}x at {ends[-1]:g}"
-    return findings.claim(what, findings.is_worse(last, first), shown, "get smaller", source)
+    ours = {f"x at {ends[0]:g}": first, f"x at {ends[-1]:g}": last}
+    return findings.claim(what, findings.is_worse(last, first), ours, "get smaller", source)
 
 
 def _lead_at(found: Lines, x: Any, *, smaller: bool) -> float | None:

@@ -101,7 +101,7 @@ def _crowded(points: Points) -> list[Statement]:
         findings.claim(
             "SeaLLM is ahead of the best baseline most on the most crowded cluster",
             most_there,
-            ", ".join(f"{gain:+.1f} points at {x:g}" for x, gain in gains),
+            {f"points at {x:g}": gain for x, gain in gains},
             "especially there",
             source,
         ),
@@ -132,7 +132,7 @@ def _skewed(points: Points) -> list[Statement]:
             "SeaLLM's SLO attainment does not fluctuate much with the skew (read as: by up to "
             f"{STEADY_POINTS:g} points)",
             spans["seallm"] <= STEADY_POINTS if "seallm" in spans else None,
-            ", ".join(f"{name} by {span:.1f} points" for name, span in spans.items()),
+            {f"points, {name}": span for name, span in spans.items()},
             "does not fluctuate much",
             source,
         ),

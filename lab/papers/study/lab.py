@@ -19,11 +19,13 @@ from prism_sim.sweeps.points import Store, run_points
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
+Bars = Callable[[str], AbstractContextManager[Progress]]
+"""Function from a name to a context that shows progress."""
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Environment of a study.
+    """Environment of a study with one seed.
 
     Setups and traces are written to the study's folder, so that `prism-sim run` can open every
     point. Outcomes are stored in the parent folder. An interrupted study resumes from them, and all
@@ -32,13 +34,14 @@ class Lab:
 
     folder: Path
     """Folder of the study."""
-    bar: Callable[[str], AbstractContextManager[Progress]]
-    """Function from a name to a context that shows progress."""
+    bar: Bars
     quick: bool = False
     """True for the size for tests."""
     jobs: int = 1
     """Number of processes."""
     seed: int = 0
+    tuning_seed: int = 1000
+    """Seed of the first trace to tune on. Runs with several seeds share it and so their tuning."""
     sources: Sources = field(default_factory=Sources)
     written: dict[Path, str] = field(default_factory=dict)
     """File of a setup or trace of this run -> its digest."""
@@ -79,7 +82,7 @@ class Lab:
         partial.rename(path)
 
     def _setups(self) -> Path:
-        folder = self.folder / "setups"
+        folder = self.folder / "setups" / f"seed-{self.seed}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

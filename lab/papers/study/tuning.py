@@ -21,8 +21,6 @@ from lab.papers.study.trial import Trial, TrialOutcome
 
 TRIES = 4
 QUICK_TRIES = 2
-SEED = 1000
-"""Offset to the run's seed for traces to tune on."""
 Settings = Mapping[str, Any]
 Systems = Mapping[str, tuple[str, str]]
 """Name -> (policy, variant)."""
@@ -50,8 +48,8 @@ NO_CHANGES: Settings = {}
 RULE = (
     f"Every system is tuned with the same budget: at most {TRIES} settings of its knobs, starting "
     "with the shipped ones, on generated traces of the same kind that are not evaluated, at one "
-    "load. The best one (the first of equal ones) is used at every point. Systems with fewer knobs "
-    "have fewer settings."
+    "load. The best one (the first of equal ones) is used at every point of all seeds. "
+    "Systems with fewer knobs have fewer settings."
 )
 ONE_POLICY = "Parts of one policy are compared, which runs with the shipped settings."
 
@@ -89,7 +87,7 @@ def tuning_lab(lab: Lab, number: int = 0) -> Lab:
 
     With the user's files, another seed would draw other models of the same minutes.
     """
-    return replace(lab, seed=lab.seed + SEED + number, sources=Sources())
+    return replace(lab, seed=lab.tuning_seed + number, sources=Sources())
 
 
 def options(policy: str, variant: str) -> tuple[Settings, ...]:
