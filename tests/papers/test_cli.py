@@ -76,7 +76,7 @@ def test_the_same_bytes_on_any_number_of_cores_and_nothing_twice(
     monkeypatch.setattr(laboratory, "simulate", never)
     assert call(monkeypatch, OTHER, *two, "--out", str(tmp_path / "1"), "--jobs", "1") == 0
     table = (tmp_path / "1" / OTHER / "points.csv").read_text()
-    assert "ttft_attainment_ci95" in table
+    assert "requests_ci95" in table
     assert "seeds 0, 10" in (tmp_path / "1" / OTHER / "report.html").read_text()
 
 
