@@ -71,6 +71,14 @@ def test_other_claims_hold_if_they_hold_with_each_seed() -> None:
     assert statement(*[each[1]] * 3).agrees is True
     named = [findings.claim("x", True, text, "", "") for text in ("qlm", "qlm", "static")]
     assert statement(*named).ours == "qlm (2 of 3 seeds); static (1 of 3 seeds)"
+    placed = [findings.claim("x", True, {"%": y}, "", "") for y in (40.0, None, 40.0)]
+    assert statement(*placed).ours == "40 ± 0 % (2 of 3 seeds)"
+
+
+def test_a_seed_without_a_figure_is_left_out_of_the_pairs() -> None:
+    ours = [(90.0, 84.0), (70.0, None), (50.0, 46.0)]
+    found = statement(*(order({"a": a, "b": b}) for a, b in ours))
+    assert (found.ours, found.agrees) == ("a 70 ± 254 = b 65 ± 241 (2 of 3 seeds)", None)
 
 
 def run(ratio: float, share: float, *texts: str) -> Findings:

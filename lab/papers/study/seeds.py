@@ -56,49 +56,54 @@ def _aligned(runs: Sequence[Sequence[Statement]]) -> list[list[Statement]]:
 def over_seeds(found: Sequence[Statement], runs: int) -> Statement:
     """Returns one statement of the same one with several seeds.
 
-    Figures that some runs lack decide nothing.
-
     Args:
         runs: Number of all runs, of which some may lack the statement.
     """
+    made = _judged(found) if all(one.judge for one in found) else _counted(found)
+    ours = _noted(made.ours, len(found), runs)
+    return msgspec.structs.replace(made, ours=ours, figures={}, judge=None)
+
+
+def _noted(text: str, seeds: int, whole: int) -> str:
+    return text if seeds == whole else f"{text} ({seeds} of {whole} seeds)"
+
+
+def _samples(found: Sequence[Statement]) -> dict[str, list[float]]:
+    """Returns the figures that at least one seed has."""
     names = dict.fromkeys(name for one in found for name in one.figures)
     known = {name: [one.figures.get(name) for one in found] for name in names}
-    samples = {n: v for n, values in known.items() if (v := [x for x in values if x is not None])}
-    counts = {len(values) for values in samples.values()}
-    judge = found[0].judge
-    if judge is None or len(counts) > 1 or any(one.judge is None for one in found):
-        made = _counted(found, samples)
-    else:
-        made = judge(samples)
-        if counts and counts != {len(found)}:
-            made = msgspec.structs.replace(
-                made,
-                ours=f"{made.ours} ({counts.pop()} of {runs} seeds)",
-                verdict=UNKNOWN,
-                agrees=None,
-            )
-    if len(found) < runs:
-        made = msgspec.structs.replace(made, ours=f"{made.ours} ({len(found)} of {runs} seeds)")
-    return msgspec.structs.replace(made, figures={}, judge=None)
+    return {n: v for n, values in known.items() if (v := [x for x in values if x is not None])}
 
 
-def _counted(found: Sequence[Statement], samples: Mapping[str, Sequence[float]]) -> Statement:
+def _judged(found: Sequence[Statement]) -> Statement:
+    """Returns the statement for the figures of the seeds that have all of them.
+
+    The others may differ from them, so without them the verdict is unknown.
+    """
+    names, judge = _samples(found), found[0].judge
+    whole = [one for one in found if all(one.figures.get(name) is not None for name in names)]
+    assert judge is not None, "of over_seeds"
+    made = judge(_samples(whole))
+    if len(whole) == len(found):
+        return made
+    ours = _noted(made.ours, len(whole), len(found))
+    return msgspec.structs.replace(made, ours=ours, verdict=UNKNOWN, agrees=None)
+
+
+def _counted(found: Sequence[Statement]) -> Statement:
     """Returns the statement with the verdicts and their numbers of seeds."""
-    ours = listed(samples) if samples else _numbered([one.ours for one in found])
+    samples = {_noted(name, len(v), len(found)): v for name, v in _samples(found).items()}
     agreed = {one.agrees for one in found}
     return msgspec.structs.replace(
         found[0],
-        ours=ours,
+        ours=listed(samples) if samples else _numbered([one.ours for one in found]),
         verdict=_numbered([one.verdict for one in found]),
         agrees=agreed.pop() if len(agreed) == 1 else None,
     )
 
 
 def _numbered(texts: Sequence[str]) -> str:
-    counts = Counter(texts)
-    if len(counts) == 1:
-        return texts[0]
-    return "; ".join(f"{text} ({n} of {len(texts)} seeds)" for text, n in counts.items())
+    return "; ".join(_noted(text, n, len(texts)) for text, n in Counter(texts).items())
 
 
 def _row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
