@@ -56,6 +56,15 @@ def test_factor_over_seeds(
     assert (found.ours, found.verdict, found.agrees) == (ours, verdict, agrees)
 
 
+def test_a_cause_is_decided_by_the_differences_of_the_same_seed() -> None:
+    def verdict(*changed: float) -> str:
+        return statement(*(findings.cause("x", 0.9, ratio) for ratio in changed)).verdict
+
+    assert verdict(1.5, 1.6, 1.7) == "names the cause"
+    assert verdict(0.9, 0.9, 3.0) == "cannot be said here"
+    assert verdict(0.9, 0.9, 0.91) == "is not the cause"
+
+
 def test_a_value_is_that_of_the_mean() -> None:
     each = [findings.value("x", ours, 100.0, "Table 1", unit="%") for ours in (70.0, 80.0, 90.0)]
     assert [one.agrees for one in each] == [False, True, True]

@@ -358,8 +358,10 @@ def cause(
         text, verdict = "-", "cannot be formed here"
         if len(samples) == 2:
             text = ", changed ".join(map(times, samples.values()))
-            means = (fmean(values) for values in samples.values())
-            verdict = _explains(*means, wanted=wanted)
+            before, after = samples.values()
+            means = fmean(before), fmean(after)
+            unsure = tied(before, after) and not same(*means)
+            verdict = UNKNOWN if unsure else _explains(*means, wanted=wanted)
         return Statement(f"ablation: {what}", text, "not published", verdict, "ours")
 
     return judged(judge, {"here": here, "changed": changed})
