@@ -66,6 +66,7 @@ def study(
 
     Figures are means over several seeds with their 95 % confidence intervals. Systems are tuned
     once, on other traces.
+
     It writes report.html, study.json, comparisons.csv, points.csv and the setups (YAML for
     `prism-sim run`) to OUT/NAME. Points in OUT/points are not simulated again. `all` also writes
     OUT/studies.md.

@@ -18,7 +18,7 @@ from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to
 from prism_replay.results import write_json
 from prism_sim.output.results import write_csv
 
-SCHEMA = "prism-sim-study/1"
+SCHEMA = "prism-sim-study/2"
 SIZE = (6.2, 3.3)
 
 
