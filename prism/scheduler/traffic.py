@@ -45,21 +45,20 @@ class _Lengths:
     __slots__ = ("buckets", "count", "square", "tokens")
 
     def __init__(self) -> None:
-        self.buckets = [0] * BUCKETS
+        self.buckets: dict[int, int] = {}
         self.count = 0
         self.tokens = self.square = 0.0
 
     def add(self, number: int, tokens: float, count: int = 1) -> None:
         """Adds requests of one length, whose bucket is `number`."""
-        self.buckets[number] += count
+        self.buckets[number] = self.buckets.get(number, 0) + count
         self.count += count
         self.tokens += count * tokens
         self.square += count * tokens * tokens
 
     def merge(self, other: _Lengths, sign: int) -> None:
-        for number, count in enumerate(other.buckets):
-            if count:
-                self.buckets[number] += sign * count
+        for number, count in other.buckets.items():
+            self.buckets[number] = self.buckets.get(number, 0) + sign * count
         self.count += sign * other.count
         self.tokens += sign * other.tokens
         self.square += sign * other.square
@@ -72,11 +71,12 @@ class _Lengths:
         return mean, math.sqrt(max(0.0, self.square / self.count - mean * mean))
 
     def p99(self) -> float:
-        above, number = 0.01 * self.count, BUCKETS
-        while number and above >= 0:
-            number -= 1
+        above = 0.01 * self.count
+        for number in sorted(self.buckets, reverse=True):
             above -= self.buckets[number]
-        return length(number) if self.count else 0.0
+            if above < 0:
+                return length(number)
+        return 0.0
 
 
 @dataclass(slots=True)
@@ -96,6 +96,7 @@ class ModelTraffic:
     def __init__(self, since_s: float = 0.0) -> None:
         self._first = int(since_s / SLOT_S)
         self._open = _Slot(-1)
+        self._until_s = 0.0  # end of the open slot
         # Complete slots with requests, oldest first, and their sums.
         self._slots: deque[_Slot] = deque()
         self._sum = _Slot(-1)
@@ -130,15 +131,15 @@ class ModelTraffic:
 
     def _slot(self, now_s: float) -> _Slot:
         """Returns the open slot of this time."""
-        number = int(now_s / SLOT_S)
-        if self._open.number != number:
-            self._begin(number)
+        if now_s >= self._until_s:
+            self._begin(int(now_s / SLOT_S))
         return self._open
 
     def _begin(self, number: int) -> None:
         """Begins a slot, unless it is open. Completes the one before it and drops old ones."""
         if self._open.number < number:
             done, self._open = self._open, _Slot(number)
+            self._until_s = (number + 1) * SLOT_S
             if done.prompts.count or done.outputs.count:
                 self._slots.append(done)
                 self._sum.prompts.merge(done.prompts, 1)

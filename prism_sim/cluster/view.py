@@ -17,6 +17,7 @@ from prism.policies.data import (
     GpuView,
     ModelView,
     Settings,
+    Traffic,
     contending,
 )
 from prism.policies.planning import compute
@@ -56,9 +57,7 @@ class Viewer:
         self._absent: dict[int, ModelView] = {}
         # (Model, degree) -> its view without copies and requests.
         self._plain: dict[tuple[int, int], ModelView] = {}
-        # Traffic slot in which `_late` looked last.
-        self._late_slot = -1
-        self._degrees = {m.setup.index: degrees_of(m.setup) for m in models}
+        self._slot = -1  # traffic slot of the last `loads`
 
     def models(self, now_s: float, rates: Mapping[str, float]) -> tuple[ModelView, ...]:
         """Returns a view for each copy, and one for a model without copies, in the order of the
@@ -78,10 +77,14 @@ class Viewer:
         """Yields the loads for `Policy.is_balanced`.
 
         Only devices with several busy models, with little free memory, or with a model whose number
-        of copies may change can affect the result. free_part treats claims of runs in flight as
-        used, unless that brings it below `short_fraction`.
+        of copies may change can affect the result, and late models. free_part treats claims of runs
+        in flight as used, unless that brings it below `short_fraction`.
         """
         low_part = settings.short_fraction
+        # Traffic changes once in each slot, so late models are not looked for again in between.
+        slot = int(now_s / SLOT_S)
+        is_new = slot != self._slot
+        self._slot = slot
         running: dict[SimDevice, list[float]] = {}
         for name, rate in rates.items():
             model = self._by_name[name]
@@ -100,12 +103,15 @@ class Viewer:
                 free_part = device.room_bytes() / ledger.capacity_bytes
             if len(parts) > 1 or free_part < low_part or device in unsettled:
                 yield DeviceLoad(contending(parts), free_part, device in unsettled)
+        # Last, since this takes long, and one of the loads before may be enough to plan.
+        if is_new and self._is_any_late(now_s):
+            yield DeviceLoad(0.0, 1.0, unsettled=True)
 
     def _unsettled(
         self, now_s: float, rates: Mapping[str, float], settings: Settings
     ) -> set[SimDevice]:
-        """Returns the devices of models that may move, change their degree or get a copy."""
-        found = self._late(now_s)
+        """Returns the devices of models that may get a copy."""
+        found: set[SimDevice] = set()
         for model in self._models:
             residents, setup = model.residents, model.setup
             if not residents or setup.replicas_max == 1:
@@ -121,25 +127,16 @@ class Viewer:
                     found.update(resident.devices)
         return found
 
-    def _late(self, now_s: float) -> set[SimDevice]:
-        """Returns the devices of models that are late, or whose degree may be lowered.
-
-        Traffic changes once in each slot, so it is not compared again in between.
-        """
-        slot = int(now_s / SLOT_S)
-        if slot == self._late_slot:
-            return set()
-        self._late_slot = slot
+    def _is_any_late(self, now_s: float) -> bool:
+        """Returns whether a model is late, or its degree may be lowered."""
         views = tuple(
-            self._resident_view(model, resident, now_s, 0.0)
+            self._busy_view(model, resident, traffic)
             for model in self._models
-            if model.residents and model.traffic.seen(now_s).requests
+            if model.residents and (traffic := model.traffic.seen(now_s)).requests
             for resident in model.residents
             if resident.replaces is None
         )
-        late = {model.name for model, _ in compute.changes(ClusterView(now_s, views, ()))}
-        residents = (resident for name in late for resident in self._by_name[name].residents)
-        return {device for resident in residents for device in resident.devices}
+        return bool(compute.changes(ClusterView(now_s, views, ())))
 
     def sample(self, now_s: float, holding: Sequence[SimModel]) -> ClusterSample:
         """Returns a sample of the cluster. holding: all models with requests or KV memory."""
@@ -208,6 +205,17 @@ class Viewer:
             traffic=share_of(model.traffic.seen(now_s), copies),
         )
 
+    def _busy_view(self, model: SimModel, resident: Resident, traffic: Traffic) -> ModelView:
+        """Returns a view that has what `compute.changes` reads of a model."""
+        home, *peers = resident.devices
+        return structs.replace(
+            self._plain_view(model.setup, 1 + len(peers)),
+            device=home.name,
+            peers=tuple([d.name for d in peers]),
+            state=resident.state,
+            traffic=share_of(traffic, sum([r.replaces is None for r in model.residents])),
+        )
+
     def _plain_view(self, setup: ModelSetup, tp: int) -> ModelView:
         found = self._plain.get((setup.index, tp))
         if found is None:
@@ -226,7 +234,7 @@ class Viewer:
                 tp=tp,
                 startup_s=startup_s(setup, self._startup) if self._startup else {},
                 share_bytes=setup.share_bytes,
-                degrees=self._degrees[setup.index],
+                degrees=degrees_of(setup),
                 expected_rate=self._expected.get(setup.name, 0.0),
             )
         return found

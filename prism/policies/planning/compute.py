@@ -78,7 +78,7 @@ def changes(view: ClusterView) -> list[tuple[ModelView, int | None]]:
         late = lateness(model, model.tp, others)
         if late > 1.0 and (others or degrees.higher(model, others)):
             found.append((-model.traffic.requests * (1 - 1 / late), model, None))
-        elif (enough := degrees.lower(model, others)) is not None:
+        elif model.tp > 1 and (enough := degrees.lower(model, others)) is not None:
             found.append((0.0, model, enough))
     return [(model, enough) for _, model, enough in sorted(found, key=lambda each: each[0])]
 
@@ -96,6 +96,8 @@ def relieve(
     Args:
         wanted: Result of `changes`.
     """
+    if not wanted:
+        return
     late = [each for each in wanted if each[1] is None][:MOST_LATE]
     early = [each for each in wanted if each[1] is not None]
     busy = shares(builder.view.models)
