@@ -138,18 +138,19 @@ def print_table(
                         continue
                     met[gpus, policy].append(percent)
                     print(f"| {seed} | {gpus} | {policy} | {percent:.2f} | {rest} |", flush=True)
-    print_means(met)
+    print_means(met, asked.policies.split(",")[0])
 
 
-def print_means(met: Mapping[tuple[int, str], Sequence[float]]) -> None:
+def print_means(met: Mapping[tuple[int, str], Sequence[float]], first: str) -> None:
     """Prints means over the seeds, and the differences of the first policy from the others, over
     common seeds. Widths are those of 95 % confidence intervals."""
-    first = next(iter(met))[1]
     print(f"\n| GPUs | policy | both SLOs % | {first} less it |\n" + "|---" * 4 + "|")
     for (gpus, policy), values in met.items():
-        pairs = zip(met[gpus, first], values, strict=True)
-        mean, less = interval(values), interval([a - b for a, b in pairs])
-        ours = "" if policy == first else f"{less.mean:+.2f} ± {less.half_width:.2f}"
+        mean, ours = interval(values), ""
+        if policy != first and (gpus, first) in met:
+            pairs = zip(met[gpus, first], values, strict=True)
+            less = interval([a - b for a, b in pairs])
+            ours = f"{less.mean:+.2f} ± {less.half_width:.2f}"
         print(f"| {gpus} | {policy} | {mean.mean:.2f} ± {mean.half_width:.2f} | {ours} |")
 
 

@@ -96,7 +96,6 @@ class ModelTraffic:
     def __init__(self, since_s: float = 0.0) -> None:
         self._first = int(since_s / SLOT_S)
         self._open = _Slot(-1)
-        self._until_s = 0.0  # end of the open slot
         # Complete slots with requests, oldest first, and their sums.
         self._slots: deque[_Slot] = deque()
         self._sum = _Slot(-1)
@@ -131,15 +130,15 @@ class ModelTraffic:
 
     def _slot(self, now_s: float) -> _Slot:
         """Returns the open slot of this time."""
-        if now_s >= self._until_s:
-            self._begin(int(now_s / SLOT_S))
+        number = int(now_s / SLOT_S)
+        if self._open.number != number:
+            self._begin(number)
         return self._open
 
     def _begin(self, number: int) -> None:
         """Begins a slot, unless it is open. Completes the one before it and drops old ones."""
         if self._open.number < number:
             done, self._open = self._open, _Slot(number)
-            self._until_s = (number + 1) * SLOT_S
             if done.prompts.count or done.outputs.count:
                 self._slots.append(done)
                 self._sum.prompts.merge(done.prompts, 1)

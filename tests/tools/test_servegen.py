@@ -38,7 +38,7 @@ def test_a_draw_comes_out_the_same_again(
 
 
 def test_differences_are_over_common_seeds(capsys: pytest.CaptureFixture[str]) -> None:
-    servegen.print_means({(8, "prism"): [90.0, 80.0], (8, "static"): [88.0, 78.0]})
+    servegen.print_means({(8, "prism"): [90.0, 80.0], (8, "static"): [88.0, 78.0]}, "prism")
     *_, ours, static = capsys.readouterr().out.splitlines()
     assert ours.startswith("| 8 | prism | 85.00 ± ")
     assert static.endswith("| +2.00 ± 0.00 |")
@@ -55,3 +55,4 @@ def test_a_policy_that_refuses_the_gpus_does_not_end_the_table(
     assert "| aegaeon | refused: " in rows[0]
     assert "gpus.count: must be >= 2" in rows[0]
     assert [row.split(" | ")[1] for row in means] == ["static"]
+    assert means[0].endswith(" |  |")  # without a difference from the first policy
