@@ -137,8 +137,7 @@ def test_what_takes_too_long_ends_one_output(processes: GrammarProcesses, name: 
 def test_a_slow_process_is_ended_in_time(processes: GrammarProcesses) -> None:
     """Ends a process that takes no CPU time, too: its output is not at fault."""
     slot = opened(processes, WORD)
-    servers = processes_named("prism-grammars", os.getpid())
-    [pid] = [p for s in servers for p in processes_named("prism-grammar", s)]
+    pid = only_process()
     os.kill(pid, signal.SIGSTOP)
     slot.feed(ids("a"))
     processes.wait([slot], 0.05)
@@ -149,6 +148,20 @@ def test_a_slow_process_is_ended_in_time(processes: GrammarProcesses) -> None:
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def only_process() -> int:
+    """Returns the only process of the servers, once those of earlier tests have ended."""
+    deadline_s = time.monotonic() + WAIT_S
+    while len(found := grammar_processes()) != 1:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return found[0]
+
+
+def grammar_processes() -> list[int]:
+    servers = processes_named("prism-grammars", os.getpid())
+    return [pid for server in servers for pid in processes_named("prism-grammar", server)]
 
 
 def processes_named(name: str, parent_pid: int) -> list[int]:
@@ -254,8 +267,7 @@ def test_a_signal_to_all_processes_of_a_service_leaves_them_to_the_engine(
     processes: GrammarProcesses,
 ) -> None:
     slot = opened(processes, WORD)
-    servers = processes_named("prism-grammars", os.getpid())
-    for pid in (*servers, *(p for s in servers for p in processes_named("prism-grammar", s))):
+    for pid in (*processes_named("prism-grammars", os.getpid()), *grammar_processes()):
         os.kill(pid, signal.SIGTERM)
     slot.feed(ids("a"))
     processes.wait([slot], WAIT_S)
