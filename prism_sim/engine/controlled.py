@@ -7,7 +7,7 @@ The control includes admission: requests wait in the engine until it selects the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from prism.policies.multiplexing.steps import (
     DeviceStepView,
@@ -49,7 +49,8 @@ class ControlledEngine(SimEngine):
         self.lacks_memory = False
         self._clock_s = 0.0
         self._decode_since_s = 0.0
-        self._seen: set[int] = set()
+        # The view of the engine without requests, and its KV memory and peak then.
+        self._idle_view: tuple[tuple[int, int], EngineStepView] | None = None
 
     @property
     def busy(self) -> frozenset[Phase]:
@@ -69,6 +70,8 @@ class ControlledEngine(SimEngine):
 
     def readmit(self) -> None:
         """Moves retracted requests to the front of the waiting ones."""
+        if not self.prompts.retracted:
+            return
         back = {request.index: request for request in self.prompts.take_retracted()}
         for request in back.values():
             request.last_s = self._kernel.time_s
@@ -181,6 +184,14 @@ class ControlledEngine(SimEngine):
     # --- view -------------------------------------------------------------------------------
 
     def step_view(self, model: str) -> EngineStepView:
+        if self.running:
+            return self._view(model)
+        memory = (self.kv.kv_bytes, self.kv.peak_bytes)
+        if self._idle_view is None or self._idle_view[0] != memory:
+            self._idle_view = (memory, self._view(model))
+        return self._idle_view[1]
+
+    def _view(self, model: str) -> EngineStepView:
         busy, kv, load = self.busy, self.kv, self.load
         decodes = self._decodes(Phase.DECODE in busy)
         token_bytes = max(1, kv.quantum_bytes // kv.quantum_tokens)
@@ -265,7 +276,7 @@ class StepController:
         self._gpu = gpu
         self._ledger = ledger
         self._state: object = None
-        self._names: tuple[str, ...] = ()
+        self._names: Set[str] = frozenset()
         self._quotas: Mapping[str, int] | None = None
         self._version = 0
         self._asking = False
@@ -275,7 +286,7 @@ class StepController:
         """Consults the control if no consultation is under way. changed: a request arrived or
         ended, so runs in flight end with their present step."""
         self._again = True
-        if changed or tuple(sorted(engines)) != self._names:
+        if changed or engines.keys() != self._names:
             self._end_runs(engines)
             for engine in engines.values():
                 engine.lacks_memory = False
@@ -290,16 +301,17 @@ class StepController:
         self._asking = False
 
     def _ask(self, engines: Mapping[str, ControlledEngine]) -> None:
-        for engine in engines.values():
+        busy = [engine for engine in engines.values() if engine.running]
+        for engine in busy:
             engine.readmit()
+            engine.run.catch_up()
         view = self._view(engines)
-        names = tuple(sorted(engines))
-        if names != self._names:
-            self._names, self._state = names, self._control.start(view)
+        if engines.keys() != self._names:
+            self._names, self._state = frozenset(engines), self._control.start(view)
         choice, self._state = self._control.choose(view, self._state)
         self._note_quotas(engines)
         started = [self._start(job, engines[job.model], choice) for job in choice.jobs]
-        retracted = any(engine.prompts.retracted for engine in engines.values())
+        retracted = any(engine.prompts.retracted for engine in busy)
         if retracted or (any(started) and choice.holds_s <= 0):
             self._end_runs(engines)
         if any(started):
@@ -337,8 +349,6 @@ class StepController:
 
     def _view(self, engines: Mapping[str, ControlledEngine]) -> DeviceStepView:
         static_bytes = sum(account.static_bytes for account in self._ledger.accounts.values())
-        for engine in engines.values():
-            engine.run.catch_up()
         return DeviceStepView(
             self._kernel.time_s,
             tuple(engine.step_view(name) for name, engine in engines.items()),

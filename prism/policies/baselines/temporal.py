@@ -74,7 +74,8 @@ def fcfs(view: DeviceStepView, state: None) -> tuple[StepChoice, None]:
     if not idle(view):
         return WAIT, None
     free = kv_free_bytes(view)
-    for engine in sorted(view.engines, key=oldest_s):
+    waiting = (engine for engine in view.engines if engine.prefill or engine.decode)
+    for engine in sorted(waiting, key=oldest_s):
         job = next_job(engine, free)
         if job is not None:
             holds_s = math.inf if job.phase is Phase.DECODE else 0.0
