@@ -25,6 +25,8 @@ from lab.parity.setup import (
 )
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
+from prism.policies.placement import Placement
+from prism.scheduler.decision_journal import Planned
 from prism_replay.results import ReplayResults, RequestRecord
 from prism_sim.cluster.world import World
 from prism_sim.core.profile import loads
@@ -65,7 +67,7 @@ def compare(given: Inputs) -> ParityOutcome:
     setup = cluster_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)
     work = replayed(records, setup, lead_s)
-    world = World(setup, work, keep_queues=True)
+    world = World(setup, work, target=_searched(given.journals), keep_queues=True)
     world.run()
     simulated = simulated_run(world, lead_s)
     ours = simulated_records(world.records, records)
@@ -91,6 +93,13 @@ def compare(given: Inputs) -> ParityOutcome:
         samples=samples(records, ours),
     )
     return ParityOutcome(results, live, simulated, world)
+
+
+def _searched(journals: Journals) -> Placement | None:
+    """Returns the first placement that the live system has searched. It knew other rates than the
+    simulator, which knows the whole trace."""
+    views = (d.record.view for d in journals.cluster if isinstance(d.record, Planned))
+    return next((view.target for view in views), None)
 
 
 def _causes(given: Inputs, live: History, world: World) -> Causes:

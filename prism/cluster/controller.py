@@ -121,7 +121,8 @@ class ClusterController:
         await self._repair(moving)
         await self._monitor.recover_queues()
         self._seen = None
-        if state.book.all_heard(state.now_s()):
+        searching = state.policy.search is not None and state.target is None
+        if state.book.all_heard(state.now_s()) and not searching:
             self._plan()
         if not self._awaits_first_report():
             await self._publish()

@@ -22,6 +22,7 @@ from prism.cluster.controller import ClusterController
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator_commands import Operator
+from prism.cluster.placement_search import PlacementSearch
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.state.timing import SchedulerTiming, timing_of
 from prism.config.policy_knobs import live_policy
@@ -68,6 +69,8 @@ async def run(
     receiving = link.run(monitor.on_report, operator.take)
     try:
         loops = [controller.watch_arrivals(), controller.watch_traffic(), controller.run()]
+        if policy.search is not None:
+            loops.append(PlacementSearch(state, policy.search).run())
         if file is not None:
             loops.append(cluster_reload.watch(file, state, controller.scheduler))
         await _until_stopped(stop, receiving, *map(watchdog.watch, loops))

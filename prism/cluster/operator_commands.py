@@ -101,7 +101,7 @@ class Operator:
         state, demands, device = self._state, self._state.demands, command.device
         if device is None:
             return _result(False, f"{command.kind}: name a device")
-        if not state.policy.evicts:
+        if state.policy.never_moves:
             why = f"the policy {state.policy.name} never moves a model once it is placed"
             return _result(False, f"{command.kind}: {why}; use another policy")
         # The previous scheduler's drained devices are merged into this one's before any change.

@@ -17,7 +17,7 @@ from prism.config.schema.cluster_config import DeviceConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.model_spec import ModelSpec
 from prism.policies.bins import devices_of
-from prism.policies.data import ClusterView, Degree, GpuView, ModelView
+from prism.policies.data import NO_TRAFFIC, ClusterView, Degree, GpuView, ModelView, Traffic
 from prism.scheduler.traffic import share_of
 
 _MOVING = {"activate": "activating", "evict": "draining"}
@@ -36,7 +36,7 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
     )
     here = _by_device(state.book, state.actions.moves.values(), models)
     gpus = tuple(_gpu(state, device, here[device.name]) for device in state.config.devices)
-    return ClusterView(now_s, models, gpus)
+    return ClusterView(now_s, models, gpus, target=state.target)
 
 
 def copies_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
@@ -141,7 +141,17 @@ def _model(
             for n, each in sizes.items()
         },
         share_bytes=size.share_bytes if len(sizes) > 1 else 0,
+        expected=_expected(spec),
         startup_s=state.starts.of(spec, state.config) if state.policy.asks_startup else {},
+    )
+
+
+def _expected(spec: ModelSpec) -> Traffic:
+    load = spec.expected
+    if load is None:
+        return NO_TRAFFIC
+    return Traffic(
+        mean_rps=load.rate_rps, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens
     )
 
 

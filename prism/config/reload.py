@@ -32,6 +32,7 @@ CHANGEABLE = {
     "slo_least_tpot_s": "slo.least_tpot",
     "never_evict": "never_evict",
     "pinned_device": "device",
+    "expected": "expected",
     "tool_parser": "tool_parser",
     "reasoning_parser": "reasoning_parser",
     "replicas_min": "replicas.min",
@@ -223,7 +224,7 @@ def _fixed_models(
     running: ClusterConfig, loaded: ClusterConfig, known: dict[str, ModelSpec]
 ) -> Iterator[str]:
     names = {model.name for model in running.models}
-    if not live_policy(running).evicts and names != {model.name for model in loaded.models}:
+    if live_policy(running).never_moves and names != {model.name for model in loaded.models}:
         yield f"models (the policy {running.policy} places each model once)"
     for device in running.devices:
         # Fork servers and their imports are started with the cluster.

@@ -65,7 +65,7 @@ from prism.config.schema.journal import JournalYaml
 from prism.config.schema.lora import lora_spec
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
-from prism.messages.model_spec import ModelSpec
+from prism.messages.model_spec import ExpectedLoad, ModelSpec
 from prism.models.files import DTYPE_BYTES, ModelFiles, inspect_model
 from prism.models.hub.hub_model import cached
 from prism.scheduler import decision_journal
@@ -107,7 +107,7 @@ def _resolve(
     data: ServeYaml, source: Path, variable: Sequence[ApiKey], node: str, of_hub: OfHub
 ) -> ClusterConfig:
     base_dir = source.resolve().parent
-    live_policy(data)
+    _check_policy(data)
     _check_frontend(data.frontend)
     _check_scheduler(data.scheduler)
     _at_least(data.hang_timeout, HANG_LEAST_S, "hang_timeout")
@@ -162,6 +162,17 @@ def _resolve(
     check_memory(config)
     _check_shares(config)
     return config
+
+
+def _check_policy(data: ServeYaml) -> None:
+    """Raises ConfigError for a policy that does not run live, or a device that it does not read."""
+    searches = live_policy(data).search is not None
+    for index, model in enumerate(data.models):
+        if searches and model.device is not None:
+            raise ConfigError(
+                f"models[{index}].device: cannot be combined with policy {data.policy!r}, which"
+                " searches a placement; remove the key or use another policy"
+            )
 
 
 # --- tensor-parallel degrees ---------------------------------------------------------------
@@ -419,9 +430,7 @@ def _model(
     traits = adapter_named(adapter).traits()
     images = takes_images(data, path, key, traits, tp)
     files = _files(data, path, key, traits, images=images)
-    # CPU kernels of half precision are slow and less exact: host devices serve in float32.
-    auto = files.stored_dtype if on_gpus else "float32"
-    dtype = auto if data.dtype == "auto" else data.dtype
+    dtype = _dtype(data, files, on_gpus=on_gpus)
     if tp > 1:
         _check_divides(files, tp, adapter, traits, f"{key}.tp")
     if data.lora and not traits.lora:
@@ -444,6 +453,7 @@ def _model(
         never_evict=data.never_evict,
         pinned_device=data.device,
         static_share=data.static_share,
+        expected=_expected(data),
         tp=tp,
         tool_parser=data.tool_parser,
         reasoning_parser=data.reasoning_parser,
@@ -466,6 +476,13 @@ def _model(
     )
 
 
+def _dtype(data: ModelYaml, files: ModelFiles, *, on_gpus: bool) -> str:
+    if data.dtype != "auto":
+        return data.dtype
+    # CPU kernels of half precision are slow and less exact: host devices serve in float32.
+    return files.stored_dtype if on_gpus else "float32"
+
+
 def _files(
     data: ModelYaml, path: Path, key: str, traits: EngineTraits, *, images: bool
 ) -> ModelFiles:
@@ -481,6 +498,11 @@ def _files(
     return files
 
 
+def _expected(data: ModelYaml) -> ExpectedLoad | None:
+    load = data.expected
+    return ExpectedLoad(load.rate, load.prompt_tokens, load.output_tokens) if load else None
+
+
 def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:
     check_model_names(data, key)
     if not hub_name_of(base_dir, data.path):
@@ -493,5 +515,7 @@ def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:
         _at_least(data.tp, 1, f"{key}.tp")
     if data.adapter is not None:
         _one_of(data.adapter, adapter_names(), f"{key}.adapter")
+    if data.expected is not None:
+        data.expected.check(f"{key}.expected")
     if data.static_share is not None and not 0 < data.static_share <= 1:
         raise ConfigError(f"{key}.static_share: {data.static_share} is not in (0, 1]; write 0.5")

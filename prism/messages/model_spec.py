@@ -52,6 +52,14 @@ class ImageSpec(Wire, frozen=True):
     prompt_token_id: int | None = None  # in a rendered prompt, once for each image; None: the same
 
 
+class ExpectedLoad(Wire, frozen=True):
+    """Traffic that is expected of a model."""
+
+    rate_rps: float
+    prompt_tokens: float  # mean
+    output_tokens: float  # mean
+
+
 class ModelSpec(Wire, frozen=True):
     """Description of a model for every process, built once from the YAML and the model's files.
 
@@ -78,6 +86,7 @@ class ModelSpec(Wire, frozen=True):
     never_evict: bool = False
     pinned_device: str | None = None
     static_share: float | None = None  # fraction of the KV memory, static policy
+    expected: ExpectedLoad | None = None
     kv_arrangement: str = "per_layer"  # a `kvcached.layouts.Arrangement`
     # Numbers of a latent that are K's rotary part. None: the model has K and V heads.
     latent_rope_dim: int | None = None

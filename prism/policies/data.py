@@ -217,8 +217,8 @@ class ModelView(msgspec.Struct, frozen=True):
     saturated_rate: float = 0.0
     # Requests of this copy; of an absent model all of them.
     traffic: Traffic = NO_TRAFFIC
-    # Token rate that is expected before the first request, the same in all views; 0: not known.
-    expected_rate: float = 0.0
+    # Mean rate and mean lengths that are expected before the first request, the same in all views.
+    expected: Traffic = NO_TRAFFIC
 
 
 class GpuView(msgspec.Struct, frozen=True):

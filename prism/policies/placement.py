@@ -154,6 +154,9 @@ class Problem:
     times: StepTimes | None = None
     # Replays the recent requests on a placement with the policy's own scheduling.
     simulate: Callable[[Placement], PlacementOutcome] | None = None
+    # Placement of the models now. A search keeps it unless another one is clearly better, since
+    # every move has a cost.
+    present: Placement | None = None
 
 
 Search = Callable[[Problem], Placement]

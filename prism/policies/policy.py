@@ -32,13 +32,12 @@ PLACEMENT_SEARCH = "placement search"  # a search uses profiles and recent reque
 VIRTUAL_QUEUES = "virtual queues"  # requests are assigned to devices before their model is there
 TOKEN_TURNS = "token-level switching"  # weights and KV are swapped with host memory between tokens
 
-LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT})
+LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT, PLACEMENT_SEARCH})
 """Features of the live system's engines."""
 FEATURES = LIVE_ENGINES | {
     STEP_CONTROL,
     SM_SHARES,
     UNIFIED_KV,
-    PLACEMENT_SEARCH,
     VIRTUAL_QUEUES,
     TOKEN_TURNS,
 }
@@ -87,8 +86,8 @@ class Policy:
     restarts_engine: bool = False
     # True if `plan` reads `ModelView.startup_s`.
     asks_startup: bool = False
-    # True if `plan` reads `ModelView.expected_rate`.
-    asks_expected_rate: bool = False
+    # True if `plan` reads `ModelView.expected`.
+    asks_expected: bool = False
     # Returns True if device loads alone show that the plan is empty, unless a requested model is
     # absent or a model must leave its device (`policies/planning/evacuation.py`). None: the plan is
     # always made.
@@ -99,6 +98,11 @@ class Policy:
     # For another package's policy: the type of its knobs, and the factory that takes them.
     knobs: type[PolicyKnobs] | None = None
     make: Callable[[Any], Policy] | None = None
+
+    @property
+    def never_moves(self) -> bool:
+        """True if a model stays where it was placed first."""
+        return not self.evicts and self.search is None
 
 
 def always_balanced(loads: Iterable[DeviceLoad], settings: Settings) -> bool:

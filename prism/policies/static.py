@@ -14,7 +14,16 @@ from msgspec import structs
 
 from prism.policies import kvpr
 from prism.policies.bins import Bin, asked_for, empty_bins, part, size_text
-from prism.policies.data import Action, Activate, ClusterView, GpuView, ModelView, Refuse, Settings
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    GpuView,
+    ModelView,
+    Refuse,
+    Settings,
+    Traffic,
+)
 from prism.policies.policy import ADMISSION_ORDER, KV_LIMIT, Policy, always_balanced
 
 KV_PARTS = ("equal", "tokens", "rates")
@@ -80,7 +89,7 @@ def partition(
     """
     # A model's current devices and recent failures must not change the partition.
     fresh = [
-        structs.replace(m, device=None, peers=(), barred=(), token_rate=m.expected_rate)
+        structs.replace(m, device=None, peers=(), barred=(), token_rate=_expected_rate(m.expected))
         for m in models
     ]
     whole = [
@@ -97,6 +106,11 @@ def partition(
     for name in division.refused:
         division.devices.pop(name, None)
     return division
+
+
+def _expected_rate(expected: Traffic) -> float:
+    """Returns tokens per second."""
+    return expected.mean_rps * (expected.prompt_tokens + expected.output_tokens)
 
 
 def _share(b: Bin, division: Partition, chosen: StaticSettings) -> None:
@@ -150,5 +164,5 @@ POLICY = Policy(
     frozenset({ADMISSION_ORDER, KV_LIMIT}),
     evicts=False,
     is_balanced=always_balanced,
-    asks_expected_rate=True,
+    asks_expected=True,
 )

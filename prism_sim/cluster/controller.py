@@ -14,7 +14,7 @@ from prism_sim.cluster.device import Resident, Stage
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.view import Viewer
 from prism_sim.core.records import Decision
-from prism_sim.placement.search import expected_rates
+from prism_sim.placement.search import expected_traffic
 
 
 class SimController:
@@ -42,7 +42,7 @@ class SimController:
             parts.models,
             parts.devices,
             setup if policy.asks_startup else None,
-            expected_rates(setup, parts.records.work) if policy.asks_expected_rate else {},
+            expected_traffic(setup, parts.records.work) if policy.asks_expected else {},
         )
         self._rates = TokenRates(setup.rate_window_s)
         # Index -> model with requests since the last token count.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import structs
 
 from prism.policies.data import (
+    NO_TRAFFIC,
     ClusterView,
     Degree,
     DeviceLoad,
@@ -39,7 +40,7 @@ class Viewer:
     Args:
         startup: The setup if the policy needs the activation time of models on each device, else
             None.
-        expected: Model's name -> its token rate that policies may know beforehand.
+        expected: Model's name -> the traffic that policies may know beforehand.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Viewer:
         models: Sequence[SimModel],
         devices: Sequence[SimDevice],
         startup: ClusterSetup | None,
-        expected: Mapping[str, float],
+        expected: Mapping[str, Traffic],
     ) -> None:
         self._startup = startup
         self._expected = expected
@@ -235,7 +236,7 @@ class Viewer:
                 startup_s=startup_s(setup, self._startup) if self._startup else {},
                 share_bytes=setup.share_bytes,
                 degrees=degrees_of(setup),
-                expected_rate=self._expected.get(setup.name, 0.0),
+                expected=self._expected.get(setup.name, NO_TRAFFIC),
             )
         return found
 

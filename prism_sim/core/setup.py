@@ -223,5 +223,5 @@ class ClusterSetup:
     knobs: Knobs = field(default_factory=Knobs)
     # Requests that still wait this long after the last arrival fail with `unserved`.
     patience_s: float = 600.0
-    # Time until the first new placement, for policies that search again.
-    replacement_interval_s: float = 300.0
+    # Time until the first new placement, for policies that search again; infinity: never.
+    search_interval_s: float = 300.0

@@ -36,7 +36,7 @@ class Replacement:
         self._records = records
         self._base = base
         # Time to the next search.
-        self.interval_s = setup.replacement_interval_s
+        self.interval_s = setup.search_interval_s
         self._since = 0
 
     def update(

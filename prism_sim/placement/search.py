@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from prism.policies.data import Traffic
 from prism.policies.placement import (
     DeviceSpecView,
     ModelSpecView,
@@ -71,12 +72,17 @@ def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[Mod
     return [replace(load, rate_rps=max(count) / each_s) for load, count in pairs]
 
 
-def expected_rates(setup: ClusterSetup, work: Workload) -> dict[str, float]:
-    """Returns the token rates of `ModelView.expected_rate` by model, from the loads that searches
-    assume."""
+def expected_traffic(setup: ClusterSetup, work: Workload) -> dict[str, Traffic]:
+    """Returns `ModelView.expected` by model, from the loads that searches assume."""
     given = expected(profile.loads(setup, work), work, setup.search_rates)
-    rates = (load.rate_rps * (load.prompt_tokens + load.output_tokens) for load in given)
-    return dict(zip((model.name for model in setup.models), rates, strict=True))
+    return {
+        model.name: Traffic(
+            mean_rps=load.rate_rps,
+            prompt_tokens=load.prompt_tokens,
+            output_tokens=load.output_tokens,
+        )
+        for model, load in zip(setup.models, given, strict=True)
+    }
 
 
 def problem(

@@ -244,8 +244,6 @@ class SimYaml(Strict, frozen=True):
     search_requests: int = 600
     # Time after the last arrival at which open requests fail with `unserved`.
     patience: Seconds = Seconds("10m")
-    # Time to seallm's first new placement.
-    replacement_interval: Seconds = Seconds("5m")
     # "runs": a run of decode steps is one event. "single": each step is an event; the results are
     # the same, slower.
     steps: str = "runs"

@@ -191,7 +191,7 @@ def cluster_setup(
         search_rates=config.baselines.search_rates,
         knobs=_knobs(config),
         patience_s=float(config.patience),
-        replacement_interval_s=float(config.replacement_interval),
+        search_interval_s=float(config.scheduler.search_interval_s or math.inf),
     )
 
 

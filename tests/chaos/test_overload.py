@@ -222,7 +222,7 @@ SEEN_S = 1.0
 
 
 @contextmanager
-def crowded_cluster(folder: Path) -> Iterator[Cluster]:
+def crowded_cluster(folder: Path, **more: Any) -> Iterator[Cluster]:
     make_model(folder / LARGE, num_hidden_layers=24)
     for model in SMALL:
         make_model(folder / model)
@@ -236,6 +236,7 @@ def crowded_cluster(folder: Path) -> Iterator[Cluster]:
         "engine": {**ENGINE, "drain_timeout": "100ms", "max_running": 32},
         "scheduler": {"interval": "1s", "idle_threshold": "5s"},
         "frontend": {"port": 0, "processes": 2, "max_open_requests": STREAMS},
+        **more,
     }
     with chaos_cluster(folder, **changes) as cluster:
         yield cluster
@@ -334,3 +335,21 @@ def test_every_stream_ends_whole_or_with_the_name_of_a_refused_model(tmp_path: P
 
         until(served_again, "the large model is served again", 60)
         assert httpx.get(f"{cluster.url}/status").json()["overload"] == []
+
+
+def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path) -> None:
+    """Refuses the large model by name under muxserve++, which places the small ones.
+
+    Searches again all the time, by what is measured.
+    """
+    frontend = {"port": 0, "processes": 2, "max_open_requests": STREAMS, "refused_timeout": "1s"}
+    scheduler = {"interval": "1s", "search_interval": "5s"}
+    changes = {"policy": "muxserve++", "frontend": frontend, "scheduler": scheduler}
+    with crowded_cluster(tmp_path, **changes) as cluster:
+        streams = asyncio.run(ten_thousand(cluster.url, []))
+        ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
+        print(f"\n{len(streams)} streams ended: {dict(ends)}")
+        assert len(streams) == STREAMS
+        assert ends.keys() == {*((model, "whole") for model in SMALL), (LARGE, "named")}
+        messages = {stream.message for stream in streams if stream.error}
+        assert all("left after the models placed before it" in message for message in messages)

@@ -228,6 +228,14 @@ MISTAKES: list[tuple[Edit, str]] = [
         "models[0].static_share: 1.5 is not in (0, 1]; write 0.5",
     ),
     (
+        put("models", 0, "expected", value={"rate": -1, "prompt_tokens": 9, "output_tokens": 9}),
+        "models[0].expected.rate: -1.0 must be 0 or more requests per second",
+    ),
+    (
+        put("models", 0, "expected", value={"rate": 1, "prompt_tokens": 9, "output_tokens": 0}),
+        "models[0].expected.output_tokens: 0.0 must be at least 1",
+    ),
+    (
         put("models", 0, "slo", "ttft", value="fast"),
         "models[0].slo.ttft: 'fast' is not a time; write a number and one of us, ms, s, m, min, h,"
         " such as 500ms or 2s",
@@ -398,6 +406,14 @@ def test_text_that_is_not_the_yaml_wanted(tmp_path: Path, text: str, message: st
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory; correct the path"):
         load(tmp_path / "none.yaml")
+
+
+def test_a_search_does_not_read_the_device_of_a_model(folder: Path) -> None:
+    path = written(folder, {**GOOD, "policy": "muxserve++"})
+    with pytest.raises(
+        ConfigError, match=r"models\[1\].device: cannot be combined with policy 'mux"
+    ):
+        load(path)
 
 
 def test_a_model_over_two_devices_needs_two_of_a_kind(folder: Path) -> None:

@@ -150,6 +150,12 @@ def test_a_fixed_partition_keeps_its_models() -> None:
         reloaded(static[0], replace(static[1], models=[spec("a")]), [])
 
 
+def test_a_searched_placement_gets_new_models() -> None:
+    searched = [replace(each, policy="muxserve++") for each in (RUNNING, LOADED)]
+    only = reloaded(searched[0], replace(searched[1], models=[spec("a")]), [])
+    assert [model.name for model in only.models] == ["a"]
+
+
 def test_models_must_fit() -> None:
     with pytest.raises(ConfigError, match=r"models\[0\]"):
         reloaded(RUNNING, replace(LOADED, models=[spec("c", weight_bytes=1 << 27)]), [])

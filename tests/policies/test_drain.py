@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec import structs
 from prism.policies import registry
 from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView, Refuse
 from prism.policies.planning.evacuation import remaining
+from prism.policies.profiles import problem
 from prism.scheduler.cluster_scheduler import ClusterScheduler
 from tests.policies.clusters import SETTINGS, active, gpu, model, planned, summary, view
 
@@ -26,7 +28,8 @@ def steps(policy: str, models: list[ModelView], gpus: list[GpuView]) -> list[tup
 
     class Port:
         def view(self) -> ClusterView:
-            return view(models, gpus)
+            seen, search = view(models, gpus), registry.get(policy).search
+            return replace(seen, target=search(problem(seen))) if search else seen
 
         def apply(self, action: Any) -> None:
             done.append(action)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from prism.policies.baselines import mux_placement as mux
-from prism.policies.placement import Placement, Problem
+from prism.policies.placement import Hosted, Placement, Problem, Unit
 from tests.policies.loads import GB, devices, problem, random_models, spec
 
 
@@ -156,3 +157,16 @@ def test_same_input_same_placement_in_any_order() -> None:
     models = random_models(Random(5), 6)
     first = mux.search(problem(models, 4))
     assert mux.search(problem(models[::-1], 4)) == first
+
+
+def test_the_present_placement_stays_unless_another_one_is_clearly_better() -> None:
+    task = problem([spec("a", rate=8), spec("b", rate=8)], 2)
+    swapped = Placement((Unit(("g00",), (Hosted("b"),)), Unit(("g01",), (Hosted("a"),))))
+    assert mux.search(replace(task, present=swapped)).homes("a")[0].devices == ("g01",)
+    together = Placement((Unit(("g00",), (Hosted("a"), Hosted("b"))),))
+    busy = problem([spec("a", rate=30), spec("b", rate=30)], 2)
+    assert mux.search(replace(busy, present=together)).units == mux.search(busy).units
+    for left in (Unit(("g01",)), Unit(("lost",), (Hosted("b"),))):
+        part = Placement((Unit(("g00",), (Hosted("a"),)), left))
+        found = mux.search(replace(task, present=part))
+        assert [unit.devices for name in "ab" for unit in found.homes(name)] == [("g00",), ("g01",)]

@@ -7,9 +7,14 @@ from hypothesis import given, settings
 from msgspec import structs
 
 from prism.policies.bins import part
-from prism.policies.data import Activate, Refuse, Settings
+from prism.policies.data import NO_TRAFFIC, Activate, Refuse, Settings, Traffic
 from prism.policies.static import StaticSettings, partition, plan
 from tests.policies.clusters import active, clusters, gpu, model, view
+
+
+def expected(rate: float) -> Traffic:
+    """Returns traffic of `rate` tokens per second."""
+    return Traffic(mean_rps=rate / 4, prompt_tokens=3.0, output_tokens=1.0)
 
 
 def test_equal_split_of_what_weights_leave() -> None:
@@ -35,18 +40,18 @@ def test_or_with_room_for_as_many_tokens() -> None:
 
 def test_or_by_expected_rates_above_the_floors() -> None:
     models = [
-        model("busy", 10, 5, expected_rate=3.0),
-        model("calm", 10, 5, expected_rate=1.0),
+        model("busy", 10, 5, expected=expected(3.0)),
+        model("calm", 10, 5, expected=expected(1.0)),
         model("idle", 10, 10),
         model("given", 10, static_share=0.25),
     ]
     by_rates = StaticSettings("rates")
     found = partition(models, [gpu("g0", 140)], by_rates)
     assert found.limits_bytes == {"busy": 46, "calm": 18, "idle": 10, "given": 25}
-    unknown = [structs.replace(m, expected_rate=0.0) for m in models]
+    unknown = [structs.replace(m, expected=NO_TRAFFIC) for m in models]
     found = partition(unknown, [gpu("g0", 140)], by_rates)
     assert found.limits_bytes == {"busy": 23, "calm": 23, "idle": 28, "given": 25}
-    full = [model("a", static_share=0.9), model("b", 10, 20, expected_rate=1.0)]
+    full = [model("a", static_share=0.9), model("b", 10, 20, expected=expected(1.0))]
     assert set(partition(full, [gpu("g0", 120)], by_rates).refused) == {"b"}
 
 
@@ -147,7 +152,7 @@ def test_the_partition_ignores_everything_that_changes(view) -> None:
 
 def test_equal_models_are_spread_by_their_expected_rates() -> None:
     rates = {"a": 9.0, "b": 8.0, "c": 1.0, "d": 2.0}
-    models = [model(name, expected_rate=rate) for name, rate in rates.items()]
+    models = [model(name, expected=expected(rate)) for name, rate in rates.items()]
     homes = partition(models, [gpu("g0"), gpu("g1")]).devices
     assert homes == {"a": ("g0",), "b": ("g1",), "c": ("g0",), "d": ("g1",)}
 

@@ -143,7 +143,7 @@ def slower(setup: ClusterSetup) -> ClusterSetup:
     activation = scaled(setup.activation, 2, "layout_s", "restart_s")
     twice = scaled(setup, 2, "interval_s", "retry_s", "rate_window_s", "patience_s", "bar_s")
     return replace(
-        scaled(twice, 2, "activation_timeout_s", "replacement_interval_s"),
+        scaled(twice, 2, "activation_timeout_s", "search_interval_s"),
         models=tuple(map(slower_model, setup.models)),
         activation=scaled(activation, 0.5, *(f"{rate}_bytes_s" for rate in rates)),
         settings=scaled(setup.settings, 2, "idle_threshold_s", "min_idle_s"),

@@ -38,7 +38,7 @@ class Searches:
 
 def busy(seconds: float, slo_e2e_s: float = 3.0) -> tuple[ClusterSetup, Workload]:
     """Makes two models that together need more than one GPU can serve in time."""
-    setup = cluster(MODELS, 2, policy="seallm", replacement_interval_s=20.0)
+    setup = cluster(MODELS, 2, policy="seallm", search_interval_s=20.0)
     many = [request(0.25 * i, "ab"[i % 2], 200, 40) for i in range(int(seconds / 0.25))]
     found = work(setup, many)
     for i in range(len(found)):
@@ -119,7 +119,7 @@ def test_attainment_counts_what_is_known() -> None:
 def test_an_alarm_for_the_next_search_does_not_lengthen_the_run() -> None:
     """Keeps the GPUs' busy fraction independent of the interval."""
     setup, trace = busy(60.0)
-    setup = dataclasses.replace(setup, replacement_interval_s=500.0)
+    setup = dataclasses.replace(setup, search_interval_s=500.0)
     world = World(setup, trace, Searches().policy())
     records = world.run()
     assert world.kernel.time_s > records.end_time_s

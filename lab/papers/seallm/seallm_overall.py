@@ -131,7 +131,7 @@ The text has no figure for P, which is "degraded to vLLM", as it is here by cons
 
 
 def fig8(lab: Lab) -> Findings:
-    setup = {**services.cluster(), "replacement_interval": REPLACEMENT}
+    setup = {**services.cluster(), "scheduler": {"search_interval": REPLACEMENT}}
     setups: dict[float, str] = {}
     for rate in lab.pick((2.0, 5.0, 12.5), (1.0, 3.0)):
         work = services.trace(lab, services.ServiceLoad(rate, lab.pick(90.0, 5.0)))

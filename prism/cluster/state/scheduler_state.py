@@ -16,6 +16,7 @@ from prism.cluster.state.speeds import DegreeSpeeds
 from prism.cluster.state.start_times import StartTimes
 from prism.cluster.state.timing import SchedulerTiming
 from prism.config.schema.cluster_config import ClusterConfig
+from prism.policies.placement import Placement
 from prism.policies.policy import Policy
 from prism.scheduler.decision_journal import Sink
 from prism.scheduler.rates import TokenRates
@@ -64,6 +65,8 @@ class SchedulerState:
         self.routes = Routes(self.book, self.actions.moves)
         # controller; wanted models: actuator, agent_monitor
         self.startup = Startup(self.book, self.activations)
+        # placement_search; None: not searched yet, or the policy has no search
+        self.target: Placement | None = None
         # operator_commands; drained devices: controller
         self.demands = OperatorDemands()
 

@@ -13,6 +13,7 @@ import msgspec
 
 from prism.config.schema.access import AccessYaml, ApiKey
 from prism.config.schema.endpoints import Endpoints, local_name, node_of
+from prism.config.schema.expected import ExpectedYaml
 from prism.config.schema.image_limits import ImagesConfig
 from prism.config.schema.journal import JournalYaml
 from prism.config.schema.lora import LoraConfig, LoraYaml
@@ -42,6 +43,9 @@ class ModelYaml(Strict, frozen=True):
     path: str
     # The SLO of requests that do not have one.
     slo: ModelSloYaml = ModelSloYaml()
+    # Its expected traffic, for policies that place models before there is any (static, muxserve++).
+    # Default: not known.
+    expected: ExpectedYaml | None = None
     # The most tokens of a prompt and its answer. Default and maximum: the value of config.json.
     context_length: int | None = None
     # "auto" is float32 on host devices and the files' dtype on GPUs.
@@ -145,6 +149,7 @@ class SchedulerConfig(
         "idle_threshold_s": "idle_threshold",
         "min_idle_s": "min_idle",
         "rate_window_s": "rate_window",
+        "search_interval_s": "search_interval",
     },
 ):
     """The cluster scheduler, which places models on devices."""
@@ -163,6 +168,9 @@ class SchedulerConfig(
     contended_requests: float = _POLICY.contended_requests
     # The time over which token rates are averaged.
     rate_window_s: Seconds = Seconds("60s")
+    # The interval after which policies with a placement search, such as muxserve++, search again by
+    # the traffic measured so far. null: only at the start, and when models or devices change.
+    search_interval_s: Seconds | None = Seconds("5m")
     # The handling of running requests when their model moves: "finish" lets them finish (for at
     # most engine.drain_timeout), "move" moves them to the target with their KV. To another machine,
     # KV is sent, or computed again there if that is faster: see nodes[].network_rate.
@@ -277,7 +285,8 @@ class ServeYaml(Strict, frozen=True, kw_only=True):
     # folder.
     cluster_key: str | None = None
     # The placement and eviction of models: "prism", "static" (fixed shares, no eviction),
-    # "serverlessllm" or "dedicated". `prism-sim policies` lists all, with their requirements.
+    # "serverlessllm", "dedicated" or "muxserve++". `prism-sim policies` lists all, with their
+    # requirements.
     policy: str = "prism"
     # Policy -> its settings, for policies of other packages.
     knobs: dict[str, dict[str, Any]] = {}

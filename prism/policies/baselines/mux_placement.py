@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,6 +33,9 @@ from prism.policies.placement import (
 T = TypeVar("T")
 Key = Callable[[ModelSpecView], float]
 
+KEEPS = 1.05
+"""The present placement is kept unless another one has more than this many times its throughput, or
+places more models."""
 GROUPS_MAX = 512
 """Largest number of mesh groups to try. More are sampled evenly (§3.2 prunes as well)."""
 
@@ -71,7 +74,17 @@ def search(problem: Problem) -> Placement:
     best = best_of(planner, groups, computation)
     if _placed(best) < len(problem.models):
         best = max(best, best_of(planner, groups, lambda m: float(m.weight_bytes)), key=_placed)
-    return planner.placement(best)
+    return planner.placement(_kept(planner, problem, best))
+
+
+def _kept(planner: Planner, problem: Problem, best: list[MeshUnit]) -> list[MeshUnit]:
+    """Returns the present placement with the models that it lacks, or `best` if that is clearly
+    better."""
+    if problem.present is None or not problem.present.units:
+        return best
+    now = planner.extended(problem.present, problem.devices)
+    (placed, throughput_rps, _), (most, best_rps, _) = _rank(now), _rank(best)
+    return now if placed >= most and best_rps <= KEEPS * throughput_rps else best
 
 
 def best_of(planner: Planner, groups: Sequence[Sequence[Mesh]], key: Key) -> list[MeshUnit]:
@@ -119,13 +132,36 @@ class Planner:
 
         These are the inner loops of Algorithm 1.
         """
-        units = [MeshUnit(mesh) for mesh in group]
-        for model in sorted(self._models, key=key, reverse=True):
+        return self._place([MeshUnit(mesh) for mesh in group], self._models, key)
+
+    def _place(
+        self, units: list[MeshUnit], models: Iterable[ModelSpecView], key: Key
+    ) -> list[MeshUnit]:
+        for model in sorted(models, key=key, reverse=True):
             best = max(self._options(model, units), key=lambda o: o[0], default=None)
             if best is not None:
                 _, index, unit = best
                 units[index] = unit
         return units
+
+    def extended(self, placement: Placement, devices: Sequence[DeviceSpecView]) -> list[MeshUnit]:
+        """Returns the units of a placement that are still possible. The models that they lack are
+        placed on them, or on one of the other devices."""
+        units = self._units_of(placement, devices)
+        used = {name for unit in units for name in unit.mesh.devices}
+        units += [MeshUnit(_mesh([device])) for device in devices if device.name not in used]
+        placed = {c.model.name for unit in units for c in unit.models}
+        return self._place(units, (m for m in self._models if m.name not in placed), computation)
+
+    def _units_of(self, placement: Placement, devices: Sequence[DeviceSpecView]) -> list[MeshUnit]:
+        known, found = {device.name: device for device in devices}, []
+        for unit in placement.units:
+            here = [known[name] for name in unit.devices if name in known]
+            options = [self.candidates.get(h.model, {}).get(unit.tp) for h in unit.models]
+            models = tuple(option for option in options if option is not None)
+            if len(here) == unit.tp and kv_bytes(mesh := _mesh(here), models) is not None:
+                found.append(MeshUnit(mesh, models, self.estimate(mesh, models)))
+        return found
 
     def _options(
         self, model: ModelSpecView, units: Sequence[MeshUnit]
@@ -271,8 +307,14 @@ def thinned(items: list[T], most: int) -> list[T]:
 def _meshes(node: Sequence[DeviceSpecView], cut: Sequence[int]) -> Iterator[Mesh]:
     start = 0
     for size in cut:
-        part = node[start : start + size]
+        yield _mesh(node[start : start + size])
         start += size
-        names = tuple(d.name for d in part)
-        models_max = min(d.models_max for d in part)
-        yield Mesh(names, min(d.capacity_bytes for d in part), part[0].node, models_max)
+
+
+def _mesh(devices: Sequence[DeviceSpecView]) -> Mesh:
+    return Mesh(
+        tuple(d.name for d in devices),
+        min(d.capacity_bytes for d in devices),
+        devices[0].node,
+        min(d.models_max for d in devices),
+    )
