@@ -35,6 +35,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float | None = None
     """(time of the last token - first token) / (tokens - 1); null with fewer than 2 tokens."""
     e2e_ms: float | None = None
+    failed_ms: float | None = None
+    """Time from arrival_s to the error of a failed request."""
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     slo_e2e_ms: float | None = None
@@ -103,6 +105,20 @@ class Attainment(msgspec.Struct, frozen=True):
     all: float | None = None
 
 
+class Throughput(msgspec.Struct, frozen=True):
+    """Finished requests, and output tokens of all requests, per second (MuxServe §4.1).
+
+    Rates per active second leave out idle time (Prism §7.2); null if no request was open.
+    """
+
+    requests_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    active_s: float | None = None
+    """Time in which at least one request was open, from its arrival to its last token or error."""
+    requests_per_active_s: float | None = None
+    output_tokens_per_active_s: float | None = None
+
+
 class GroupSummary(msgspec.Struct, frozen=True):
     """Summary of all requests, or of one model's."""
 
@@ -116,6 +132,10 @@ class GroupSummary(msgspec.Struct, frozen=True):
     e2e_ms: Latency
     attainment: dict[str, Attainment]
     """`scale_key` of each SLO scale, such as "0.5" -> its attainment."""
+    normalized_latency: float | None = None
+    """Mean of E2E / mean execution time of the model's requests alone (SeaLLM eq. 1); null without
+    execution times."""
+    throughput: Throughput = Throughput()
 
 
 class Summary(msgspec.Struct, frozen=True):

@@ -94,8 +94,8 @@ is installed.
 |---|---|
 | `attainment_ttft`, `attainment_tpot` | Part of the requests within that SLO, 0 to 1. |
 | `attainment_e2e`, `attainment_all` | Likewise, the end-to-end SLO, and all three. |
-| `ttft_p99_ms`, `tpot_p99_ms` | P99 over completed requests. |
-| `requests_per_s` | Completed requests, per second of the simulation. |
+| `ttft_p99_ms`, `tpot_p99_ms`, `e2e_p99_ms` | P99 over completed requests. |
+| `normalized_latency` to `output_tokens_per_active_s` | As in `models`, over all requests. |
 | `busy` | The part of the time in which an engine computed, mean over the GPUs. |
 | `activations`, `migrations`, `retractions` | Numbers of these. |
 | `unserved`, `context_length_exceeded`, `kv_memory_exceeded` | Requests that ended with the code. |

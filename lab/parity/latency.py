@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from lab.parity.parity_results import Figure, RequestLatencies
-from prism_replay.metrics import attainment, latency_of
+from prism_replay.metrics import Columns, Floats, attainment, columns, latency, normalized_latency
 from prism_replay.results import METRICS, RequestRecord, scale_key
 from prism_sim.core.records import Records
 from prism_sim.output.summary import request_records
 
 Records_ = Sequence[RequestRecord]
-Pairs = Sequence[tuple[RequestRecord, RequestRecord]]
-"""(live, simulated) records of each request."""
-Value = Callable[[RequestRecord], float | None]
 
 
 def simulated_records(records: Records, live: Records_) -> list[RequestRecord]:
@@ -58,21 +55,23 @@ def figures(
             equation 1).
     """
     found: list[Figure] = []
+    names = sorted(execution_s)
+    execution_ms = {name: 1000 * seconds for name, seconds in execution_s.items()}
+    both = [columns(records, names, execution_ms) for records in (live, simulated)]
     for scale in scales:
-        ours, theirs = attainment(live, scale), attainment(simulated, scale)
+        ours, theirs = (attainment(each, scale) for each in both)
         for metric in (*METRICS, "all"):
             pair = getattr(ours, metric), getattr(theirs, metric)
             name = f"{metric.upper() if metric != 'all' else 'all'} at SLO x{scale_key(scale)}"
             found.append(Figure("attainment", name, "part", *pair))
-    done = [(a, b) for a, b in zip(live, simulated, strict=True) if a.ok and b.ok]
-
-    def normalized(record: RequestRecord) -> float:
-        return (record.e2e_ms or 0.0) / 1000 / execution_s[record.model]
-
+    finished = both[0].ok & both[1].ok
+    done = [each.where(finished) for each in both]
     found += _latencies("all models", done)
-    found.append(_mean("all models", "latency / execution time", "x", done, normalized))
+    times = [normalized_latency(each) for each in done]
+    found.append(Figure("all models", "latency / execution time", "x", *times))
     for model in sorted({record.model for record in live}):
-        found += _latencies(model, [pair for pair in done if pair[0].model == model])
+        own = [each.where(each.model == names.index(model)) for each in done]
+        found += _latencies(model, own)
     return found
 
 
@@ -83,24 +82,17 @@ def samples(live: Records_, simulated: Records_) -> list[RequestLatencies]:
     ]
 
 
-def _latencies(group: str, done: Pairs) -> list[Figure]:
-    found = [_mean(group, "mean normalised latency", "s/token", done, _per_token_s)]
+def _latencies(group: str, both: Sequence[Columns]) -> list[Figure]:
+    means = [latency(_per_token_s(each)).mean for each in both]
+    found = [Figure(group, "mean normalised latency", "s/token", *means)]
     for metric in METRICS:
-        ours, theirs = (latency_of([pair[world] for pair in done], metric) for world in (0, 1))
+        ours, theirs = (latency(getattr(each, f"{metric}_ms")) for each in both)
         name = metric.upper()
         found.append(Figure(group, f"mean {name}", "ms", ours.mean, theirs.mean))
         found.append(Figure(group, f"P95 {name}", "ms", ours.p95, theirs.p95))
     return found
 
 
-def _mean(group: str, name: str, unit: str, done: Pairs, of: Value) -> Figure:
-    means = []
-    for world in (0, 1):
-        values = [value for pair in done if (value := of(pair[world])) is not None]
-        means.append(statistics.fmean(values) if values else None)
-    return Figure(group, name, unit, *means)
-
-
-def _per_token_s(record: RequestRecord) -> float | None:
-    """Returns the E2E latency per output token, as in Orca and vLLM."""
-    return None if record.e2e_ms is None else record.e2e_ms / 1000 / max(1, record.output_tokens)
+def _per_token_s(found: Columns) -> Floats:
+    """Returns the E2E latencies per output token, as in Orca and vLLM."""
+    return found.e2e_ms / 1000 / np.maximum(1, found.output_tokens)

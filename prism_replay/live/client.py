@@ -167,6 +167,7 @@ class Sender:
     ) -> RequestRecord:
         due_s = self.start_s + request.arrival_s
         first_s, last_s = stream.first_s, stream.last_s
+        failed_ms = None if stream.error is None else _ms(time.monotonic() - due_s)
         return RequestRecord(
             index=index,
             model=request.model,
@@ -178,6 +179,7 @@ class Sender:
             ttft_ms=None if first_s is None else _ms(first_s - due_s),
             tpot_ms=stream.tpot_ms,
             e2e_ms=None if last_s is None else _ms(last_s - due_s),
+            failed_ms=failed_ms,
             slo_ttft_ms=request.slo_ttft_ms,
             slo_tpot_ms=request.slo_tpot_ms,
             slo_e2e_ms=request.slo_e2e_ms,

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from prism_replay.metrics import meets_all
-from prism_replay.report.page import milliseconds, percent
+from prism_replay.metrics import attainment, columns
+from prism_replay.report.page import RATE_HEADS, milliseconds, percent, rate_rows
 from prism_replay.report.stats import TraceStats
 from prism_replay.report.trace_page import HEADS, comparison_rows, model_cells
 from prism_replay.results import ReplayResults, RequestRecord
@@ -58,9 +58,9 @@ class LiveProgress:
     def done(self, record: RequestRecord) -> None:
         self.done_count += 1
         self.error_count += not record.ok
-        verdict = meets_all(record, self.scale)
-        if verdict is not None:
-            self.recent.append(verdict)
+        found = attainment(columns([record], [record.model], {}), self.scale).all
+        if found is not None:
+            self.recent.append(bool(found))
         self._show()
 
     @property
@@ -80,9 +80,10 @@ class LiveProgress:
 
 
 def print_results(console: Console, results: ReplayResults) -> None:
-    """Prints attainment at each SLO scale, latencies and the server's counters."""
+    """Prints attainment at each SLO scale, latencies, throughput and the server's counters."""
     console.print(attainment_table(results))
     console.print(latency_table(results))
+    console.print(rates_table(results))
     summary, total = results.summary, results.summary.total
     console.print(
         f"{total.completed} of {total.requests} requests finished in {summary.duration_s:.1f} s, "
@@ -129,6 +130,14 @@ def latency_table(results: ReplayResults) -> Table:
             head = name if label == "TTFT" else ""
             cells = (milliseconds(value) for value in values)
             table.add_row(head, label, *cells, end_section=label == "E2E")
+    return table
+
+
+def rates_table(results: ReplayResults) -> Table:
+    """Returns a table of throughput, with idle time and without it, and of normalised latency."""
+    table = new_table("Throughput and normalised latency (E2E / alone)", *RATE_HEADS)
+    for cells in rate_rows(results):
+        table.add_row(*cells)
     return table
 
 

@@ -7,9 +7,18 @@ from typing import Any
 
 import jinja2
 
-from prism_replay.results import LABELS, Attainment, GroupSummary, Latency, ReplayResults, scale_key
+from prism_replay.results import (
+    LABELS,
+    Attainment,
+    GroupSummary,
+    Latency,
+    ReplayResults,
+    scale_key,
+)
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "End to end"}
+RATE_HEADS = ("model", "req/s", "tok/s", "active", "req/s active", "tok/s active", "E2E / alone")
+"""Heads of throughput, with idle time and without it, and of the normalised latency."""
 
 
 def write_report(results: ReplayResults, path: Path) -> None:
@@ -44,6 +53,8 @@ def sections(results: ReplayResults) -> dict[str, Any]:
         "metrics": list(LABELS.items()),
         "attainment": attainment_rows(results),
         "latency": latency_rows(results),
+        "rate_heads": RATE_HEADS,
+        "rates": rate_rows(results),
         "errors": results.summary.total.errors,
         "plots": all_plots(results),
     }
@@ -90,6 +101,24 @@ def latency_rows(results: ReplayResults) -> list[tuple[str, int, list[str]]]:
         (name, group.output_tokens, [c for key in LATENCIES for c in _times(getattr(group, key))])
         for name, group in results.summary.groups.items()
     ]
+
+
+def rate_rows(results: ReplayResults) -> list[list[str]]:
+    """Returns the cells under RATE_HEADS of each model, the total last."""
+    return [[name, *rate_cells(group)] for name, group in results.summary.groups.items()]
+
+
+def rate_cells(group: GroupSummary) -> list[str]:
+    """Returns the cells under RATE_HEADS without the model."""
+    found = group.throughput
+    rates = (found.requests_per_s, found.output_tokens_per_s)
+    active = (found.requests_per_active_s, found.output_tokens_per_active_s)
+    shown_s = "-" if found.active_s is None else f"{found.active_s:.1f} s"
+    return [*map(factor, rates), shown_s, *map(factor, active), factor(group.normalized_latency)]
+
+
+def factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def percent(value: float | None) -> str:

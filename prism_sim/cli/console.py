@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from prism_replay.report.console import attainment_table, latency_table, new_table
-from prism_replay.report.page import percent
-from prism_replay.results import ReplayResults
+from prism_replay.report.console import attainment_table, latency_table, new_table, rates_table
+from prism_replay.report.page import RATE_HEADS, milliseconds, percent, rate_cells
+from prism_replay.results import LABELS, METRICS, ReplayResults
 from prism_sim.output.results import SimResults
 
 MODELS_SHOWN = 12
@@ -47,6 +47,9 @@ def print_run(console: Console, found: SimResults, replay: ReplayResults, since_
     if len(found.summary.models) <= MODELS_SHOWN:
         console.print(attainment_table(replay))
         console.print(latency_table(replay))
+        console.print(rates_table(replay))
+    else:
+        console.print(latencies_and_rates(found))
     console.print(overview(found))
     wall_s = time.perf_counter() - since_s
     total = found.summary.total
@@ -64,23 +67,33 @@ def overview(*runs: SimResults) -> Table:
     """Returns a table of attainment over all requests, with a row per policy and SLO scale."""
     policies = [found.config.policy for found in runs]
     title = f"{', '.join(policies)} on {len(runs[0].gpus)} x {runs[0].config.gpus.type}"
-    heads = ("SLO x", "TTFT", "TPOT", "E2E", "all", "P99 TTFT", "GPU busy", "activations")
+    heads = ("SLO x", "TTFT", "TPOT", "E2E", "all", "GPU busy", "activations")
     table = new_table(title, *(("policy",) if len(runs) > 1 else ()), *heads)
     for found in runs:
         _add_rows(table, found, (found.config.policy,) if len(runs) > 1 else ())
     return table
 
 
+def latencies_and_rates(*runs: SimResults) -> Table:
+    """Returns a table of tail latencies, normalised latency and throughput over all requests, with
+    a row per policy."""
+    p99s = [f"P99 {LABELS[metric]}" for metric in METRICS]
+    table = new_table("All models", "policy", *p99s, *RATE_HEADS[1:])
+    for found in runs:
+        total = found.summary.total
+        times = (getattr(total, f"{metric}_ms").p99 for metric in METRICS)
+        table.add_row(found.config.policy, *map(milliseconds, times), *rate_cells(total))
+    return table
+
+
 def _add_rows(table: Table, found: SimResults, first: tuple[str, ...]) -> None:
     total = found.summary.total
     busy = sum(gpu.busy for gpu in found.gpus) / len(found.gpus)
-    p99_ms = total.ttft_ms.p99
     for scale, part in total.attainment.items():
         table.add_row(
             *first,
             scale,
             *(percent(value) for value in (part.ttft, part.tpot, part.e2e, part.all)),
-            "-" if p99_ms is None else f"{p99_ms:.0f} ms",
             percent(busy),
             str(found.counts.get("active", 0)),
         )

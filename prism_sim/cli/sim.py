@@ -20,7 +20,7 @@ from prism_replay.cli.replay import parse_scales
 from prism_sim.api import Comparison, Results, compare, run_scenario
 from prism_sim.cli import costs as calibrate_cli
 from prism_sim.cli import options as opts
-from prism_sim.cli.console import Bar, overview, print_run
+from prism_sim.cli.console import Bar, latencies_and_rates, overview, print_run
 from prism_sim.cli.sweep import difference_table, plan, sweep, sweep_table
 from prism_sim.output.results import SimResults
 from prism_sim.output.tables import has_polars
@@ -95,6 +95,7 @@ def run(
         changes = {**given, "policy": name}
         runs.append(_run_one(config, changes, scales, folder, requests=requests, timeline=timeline))
     new_console().print(overview(*runs))
+    new_console().print(latencies_and_rates(*runs))
 
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")

@@ -21,6 +21,7 @@ from prism_replay.results import (
     Summary,
 )
 from prism_sim.cluster.world import World
+from prism_sim.core.profile import loads
 from prism_sim.core.records import ClusterSample, Decision, Records
 from prism_sim.output.summary import prefix_hits, request_records, summarize
 from prism_sim.scenario.config import SimYaml
@@ -65,7 +66,7 @@ def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimRes
     seconds = max(records.end_time_s, 1e-9)
     return SimResults(
         config=config,
-        summary=summarize(records, scales),
+        summary=summarize(records, scales, loads(world.setup, records.work)),
         counts=dict(sorted(records.counts.items())),
         gpus=[
             GpuUse(

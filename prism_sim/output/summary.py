@@ -1,127 +1,55 @@
-"""Latencies and SLO attainment of a simulation, in prism-replay's structs.
-
-The definitions are those of `prism_replay.metrics`, over columns instead of records: a million
-requests take a second.
-"""
+"""Summary of a simulation, by the functions and in the structs of prism-replay."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prism_replay.results import (
-    Attainment,
-    GroupSummary,
-    Latency,
-    RequestRecord,
-    Summary,
-    scale_key,
-)
+from prism_replay.metrics import Columns, summarize_columns
+from prism_replay.results import RequestRecord, Summary
+from prism_sim.core.profile import ModelLoad
 from prism_sim.core.records import Records
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Columns of requests. Times are in ms, NaN if a request has no such time."""
-
-    model: NDArray[np.int32]
-    # True if the request ended without an error.
-    ok: Bools
-    prompt_tokens: NDArray[np.int32]
-    output_tokens: NDArray[np.int32]
-    ttft_ms: Floats
-    tpot_ms: Floats
-    e2e_ms: Floats
-    slo_ttft_ms: Floats
-    slo_tpot_ms: Floats
-    slo_e2e_ms: Floats
-
-    def __len__(self) -> int:
-        return len(self.model)
-
-    def of(self, model: int) -> Columns:
-        """Returns the rows of one model."""
-        chosen = self.model == model
-        return Columns(*(getattr(self, name)[chosen] for name in Columns.__slots__))
-
-
-def columns(records: Records) -> Columns:
-    """Returns the columns of a run. REQUIRES: every request has ended."""
+def columns(records: Records, loads: Sequence[ModelLoad] = ()) -> Columns:
+    """Returns the columns of a run. loads: As in `summarize`. REQUIRES: every request has ended."""
     work = records.work
     arrival_s, first_s = np.array(work.arrival_s), np.array(records.first_s)
     end_s, output = np.array(records.end_s), np.array(records.output_tokens)
+    model, error = np.array(work.model), np.full(len(work), None, dtype=object)
+    for index, code in records.errors.items():
+        error[index] = code
     ok = np.ones(len(work), dtype=np.bool_)
     ok[list(records.errors)] = False
     nothing = np.full(len(work), np.nan)
     first_ms = np.where(first_s >= 0, (first_s - arrival_s) * 1000, nothing)
     several = ok & (output > 1)
     gaps = np.maximum(output - 1, 1)
+    execution_ms = np.array([load.execution_s * 1000 for load in loads])
     return Columns(
-        model=np.array(work.model),
-        ok=ok,
-        prompt_tokens=np.array(work.prompt_tokens),
+        model=model,
+        error=error,
+        input_tokens=np.array(work.prompt_tokens),
         output_tokens=output,
+        arrival_s=arrival_s,
+        end_s=end_s,
         ttft_ms=first_ms,
         tpot_ms=np.where(several, (end_s - first_s) * 1000 / gaps, nothing),
         e2e_ms=np.where(ok, (end_s - arrival_s) * 1000, nothing),
         slo_ttft_ms=np.array(work.slo_ttft_s) * 1000,
         slo_tpot_ms=np.array(work.slo_tpot_s) * 1000,
         slo_e2e_ms=np.array(work.slo_e2e_s) * 1000,
+        execution_ms=execution_ms[model] if loads else nothing,
     )
 
 
-def attainment(found: Columns, scale: float) -> Attainment:
-    """Returns the attainment, as `metrics.attainment` does. An error misses every SLO; an output of
-    a single token meets its TPOT SLO."""
-    if not len(found):
-        return Attainment(0)
-    within = met(found, scale)
-    every = within["ttft"] & within["tpot"] & within["e2e"]
-    parts = {name: float(values.mean()) for name, values in within.items()}
-    return Attainment(len(found), **parts, all=float(every.mean()))
-
-
-def met(found: Columns, scale: float) -> dict[str, Bools]:
-    """Returns metric -> mask of the requests within their SLO."""
-    return {
-        "ttft": found.ok & (found.ttft_ms <= found.slo_ttft_ms * scale),
-        "tpot": found.ok & ~(found.tpot_ms > found.slo_tpot_ms * scale),
-        "e2e": found.ok & (found.e2e_ms <= found.slo_e2e_ms * scale),
-    }
-
-
-def summarize(records: Records, scales: Sequence[float]) -> Summary:
-    """Returns the summary of a run. Models are sorted by number of requests, then by name; those
-    without requests are left out."""
-    found, work = columns(records), records.work
-    seconds = max(float(np.max(np.array(records.end_s))), 1e-9)
-    codes = [records.errors.get(i) for i in range(len(work))] if records.errors else []
-    total = _group(found, codes, scales)
-    groups: dict[str, GroupSummary] = {}
-    for index, name in enumerate(work.models):
-        chosen = found.of(index)
-        if len(chosen):
-            own = [c for c, m in zip(codes, work.model, strict=False) if m == index]
-            groups[name] = _group(chosen, own, scales)
-    names = sorted(groups, key=lambda name: (-groups[name].requests, name))
-    return Summary(
-        duration_s=seconds,
-        requests_per_s=total.completed / seconds,
-        output_tokens_per_s=total.output_tokens / seconds,
-        total_tokens_per_s=(total.input_tokens + total.output_tokens) / seconds,
-        maps_per_minute=0.0,
-        unmaps_per_minute=0.0,
-        send_lag_p99_ms=0.0,
-        total=total,
-        models={name: groups[name] for name in names},
-    )
+def summarize(
+    records: Records, scales: Sequence[float], loads: Sequence[ModelLoad] = ()
+) -> Summary:
+    """Returns the summary of a run. loads: Loads of the models, for the normalised latency."""
+    end_s = float(np.max(np.array(records.end_s)))
+    return summarize_columns(columns(records, loads), records.work.models, scales, end_s)
 
 
 def prefix_hits(records: Records) -> dict[str, float]:
@@ -154,6 +82,7 @@ def request_records(records: Records, at_most: int) -> list[RequestRecord]:
             ttft_ms=_or_none(found.ttft_ms[i]),
             tpot_ms=_or_none(found.tpot_ms[i]),
             e2e_ms=_or_none(found.e2e_ms[i]),
+            failed_ms=_failed_ms(records, i),
             slo_ttft_ms=float(found.slo_ttft_ms[i]),
             slo_tpot_ms=float(found.slo_tpot_ms[i]),
             slo_e2e_ms=float(found.slo_e2e_ms[i]),
@@ -163,26 +92,10 @@ def request_records(records: Records, at_most: int) -> list[RequestRecord]:
     ]
 
 
-def _group(found: Columns, codes: Sequence[str | None], scales: Sequence[float]) -> GroupSummary:
-    return GroupSummary(
-        requests=len(found),
-        completed=int(found.ok.sum()),
-        errors=dict(sorted(Counter(code for code in codes if code).items())),
-        input_tokens=int(found.prompt_tokens[found.ok].sum()),
-        output_tokens=int(found.output_tokens.sum()),
-        ttft_ms=_latency(found.ttft_ms[found.ok]),
-        tpot_ms=_latency(found.tpot_ms[found.ok]),
-        e2e_ms=_latency(found.e2e_ms[found.ok]),
-        attainment={scale_key(scale): attainment(found, scale) for scale in scales},
-    )
-
-
-def _latency(values_ms: Floats) -> Latency:
-    known = values_ms[~np.isnan(values_ms)]
-    if not len(known):
-        return Latency()
-    p50, p95, p99 = (float(value) for value in np.percentile(known, [50, 95, 99]))
-    return Latency(float(known.mean()), p50, p95, p99)
+def _failed_ms(records: Records, index: int) -> float | None:
+    if index not in records.errors:
+        return None
+    return (records.end_s[index] - records.work.arrival_s[index]) * 1000
 
 
 def _or_none(value: float) -> float | None:

@@ -15,16 +15,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from prism.errors import ConfigError
+from prism_replay.metrics import met
 from prism_replay.results import METRICS, GroupSummary
 from prism_sim.core.records import Decision, Records
 from prism_sim.core.setup import ClusterSetup
 from prism_sim.costs.table import TableCost
 from prism_sim.output.results import SimResults
-from prism_sim.output.summary import columns, met
+from prism_sim.output.summary import columns
 
 if TYPE_CHECKING:
     import polars as pl
@@ -79,13 +81,13 @@ def requests(run: TableSource) -> Data:
                 ("end_s", records.end_s),
             )
         },
-        "prompt_tokens": timed.prompt_tokens,
+        "prompt_tokens": timed.input_tokens,
         "output_tokens": timed.output_tokens,
         "cached_tokens": np.asarray(records.cached_tokens),
         **{f"{m}_s": getattr(timed, f"{m}_ms") / 1000 for m in METRICS},
         **{f"slo_{m}_s": np.asarray(getattr(work, f"slo_{m}_s")) for m in METRICS},
         **{f"met_{m}": within[m] for m in METRICS},
-        "error": _errors(records),
+        "error": timed.error,
     }
 
 
@@ -191,6 +193,17 @@ MODELS = (
     Column("attainment_e2e", NUMBER, "Likewise, end to end."),
     Column("attainment_all", NUMBER, "Likewise, all three."),
     *LATENCIES,
+    Column(
+        "normalized_latency",
+        NUMBER,
+        "Mean of end-to-end latency / mean execution time of the model's requests alone (SeaLLM"
+        " eq. 1).",
+    ),
+    Column("requests_per_s", NUMBER, "Completed requests per second of the simulation."),
+    Column("output_tokens_per_s", NUMBER, "Output tokens of all requests, likewise."),
+    Column("active_s", NUMBER, "Time in which at least one of the requests was open."),
+    Column("requests_per_active_s", NUMBER, "Completed requests per second of `active_s`."),
+    Column("output_tokens_per_active_s", NUMBER, "Output tokens of all requests, likewise."),
 )
 DEVICES = (
     Column("device", TEXT, "GPU."),
@@ -321,13 +334,6 @@ def _names(names: Sequence[str | None], places: Sequence[int]) -> NDArray[np.obj
     return found
 
 
-def _errors(records: Records) -> NDArray[np.object_]:
-    found = np.full(len(records.work), None, dtype=object)
-    for index, code in records.errors.items():
-        found[index] = code
-    return found
-
-
 def _group_rows(group: GroupSummary) -> Iterator[Row]:
     times = {
         f"{metric}_ms_{part}": getattr(getattr(group, f"{metric}_ms"), part)
@@ -336,9 +342,11 @@ def _group_rows(group: GroupSummary) -> Iterator[Row]:
     }
     counts = ("requests", "completed", "input_tokens", "output_tokens")
     counted = {name: getattr(group, name) for name in counts}
+    rates = msgspec.structs.asdict(group.throughput)
+    measured = {**times, "normalized_latency": group.normalized_latency, **rates}
     for scale, found in group.attainment.items():
         parts = {f"attainment_{m}": getattr(found, m) for m in (*METRICS, "all")}
-        yield {**counted, "slo_scale": float(scale), **parts, **times}
+        yield {**counted, "slo_scale": float(scale), **parts, **measured}
 
 
 def _by_column(rows: Sequence[Row], described: Sequence[Column]) -> Data:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from prism.errors import ContextLengthError
 from prism_sim.core.setup import KV_MEMORY_EXCEEDED
 from prism_sim.sweeps.intervals import interval
@@ -41,7 +43,9 @@ def _measured(outcome: PointOutcome, scale: str) -> dict[str, float | None]:
         **{f"attainment_{m}": getattr(found, m) for m in METRICS},
         "ttft_p99_ms": summary.total.ttft_ms.p99,
         "tpot_p99_ms": summary.total.tpot_ms.p99,
-        "requests_per_s": summary.requests_per_s,
+        "e2e_p99_ms": summary.total.e2e_ms.p99,
+        "normalized_latency": summary.total.normalized_latency,
+        **msgspec.structs.asdict(summary.total.throughput),
         "busy": outcome.busy,
         "activations": outcome.counts.get("active", 0),
         "migrations": outcome.counts.get("migrated", 0),

@@ -14,10 +14,13 @@ from prism.errors import ConfigError
 from prism_replay import metrics
 from prism_replay.report.page import milliseconds, percent
 from prism_replay.results import (
+    Attainment,
     Counters,
     Latency,
     ReplayResults,
+    RequestRecord,
     RunConfig,
+    Throughput,
     read_results,
     scale_key,
     write_results,
@@ -25,6 +28,10 @@ from prism_replay.results import (
 from tests.replay.records import a_record
 
 Values = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
+
+
+def judged(records: list[RequestRecord], scale: float) -> Attainment:
+    return metrics.attainment(metrics.columns(records, ["good"], {}), scale)
 
 
 @given(Values)
@@ -62,9 +69,8 @@ def test_percentiles_on_known_values() -> None:
 def test_which_slos_a_request_meets(
     fields: dict[str, object], scale: float, meets: tuple[bool | None, ...]
 ) -> None:
-    record = a_record(**fields)
-    judged = [metrics.meets(record, metric, scale) for metric in ("ttft", "tpot", "e2e")]
-    assert (*judged, metrics.meets_all(record, scale)) == meets
+    found = judged([a_record(**fields)], scale)
+    assert (found.ttft, found.tpot, found.e2e, found.all) == meets
 
 
 def test_attainment_counts_failures_but_not_interrupted_requests() -> None:
@@ -75,20 +81,20 @@ def test_attainment_counts_failures_but_not_interrupted_requests() -> None:
         a_record(3, error="interrupted"),
         a_record(4, slo_ttft_ms=None, slo_tpot_ms=None, slo_e2e_ms=None),
     ]
-    found = metrics.attainment(records, 1.0)
+    found = judged(records, 1.0)
     assert found.judged == 4
     assert (found.ttft, found.tpot, found.all) == (
         pytest.approx(1 / 3),
         pytest.approx(2 / 3),
         pytest.approx(1 / 3),
     )
-    assert metrics.attainment(records[4:], 1.0).all is None
+    assert judged(records[4:], 1.0).all is None
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=30))
 def test_attainment_never_falls_with_the_scale(ttfts: list[float]) -> None:
     records = [a_record(i, ttft_ms=ttft, e2e_ms=ttft + 80) for i, ttft in enumerate(ttfts)]
-    parts = [metrics.attainment(records, scale).all or 0.0 for scale in (0.5, 1, 2, 10)]
+    parts = [judged(records, scale).all or 0.0 for scale in (0.5, 1, 2, 10)]
     assert parts == sorted(parts)
     assert parts[-1] == 1.0
 
@@ -111,6 +117,51 @@ def test_the_summary_counts_tokens_errors_and_rates() -> None:
     assert list(total.attainment) == ["0.5", "1"]
     assert total.attainment["0.5"].all == 0.0
     assert summary.models["b"].attainment["1"].all == 1.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15)), min_size=1, max_size=12))
+def test_a_second_is_active_if_a_request_is_open_in_it(spans: list[tuple[int, int]]) -> None:
+    records = [
+        a_record(i, arrival_s=float(start), error="timeout", failed_ms=1000.0 * length)
+        if length % 2
+        else a_record(i, arrival_s=float(start), e2e_ms=1000.0 * length)
+        for i, (start, length) in enumerate(spans)
+    ]
+    seconds = {s for start, length in spans for s in range(start, start + length)}
+    found = metrics.active_s(metrics.columns(records, ["good"], {}))
+    assert found == pytest.approx(len(seconds))
+
+
+def test_throughput_with_idle_time_and_without() -> None:
+    """Has requests of two models in 3 and 2 of 20 s, and of both in one."""
+    records = [
+        a_record(0, "a", arrival_s=2.0, e2e_ms=2000.0, output_tokens=8),
+        a_record(1, "a", arrival_s=3.0, e2e_ms=2000.0, output_tokens=4),
+        a_record(2, "b", arrival_s=4.0, error="engine_died", failed_ms=2000.0, output_tokens=3),
+    ]
+    summary = metrics.summarize(records, [1.0], 20.0, None)
+    a, b = (summary.models[name].throughput for name in "ab")
+    assert a == Throughput(0.1, 0.6, 3.0, pytest.approx(2 / 3), 4.0)
+    assert b == Throughput(0.0, 0.15, 2.0, 0.0, 1.5)
+    assert summary.total.throughput == Throughput(0.1, 0.75, 4.0, 0.5, 3.75)
+    assert metrics.summarize([], [1.0], 1.0, None).total.throughput.requests_per_active_s is None
+
+
+def test_normalised_latency_is_equation_1_of_seallm() -> None:
+    """Divides by each service's mean execution time, and leaves out failed requests."""
+    records = [
+        a_record(0, "short", e2e_ms=300.0),
+        a_record(1, "short", e2e_ms=100.0),
+        a_record(2, "long", e2e_ms=4000.0),
+        a_record(3, "long", error="timeout", e2e_ms=None),
+    ]
+    alone_ms = {"short": 100.0, "long": 2000.0}
+    summary = metrics.summarize(records, [1.0], 9.0, None, alone_ms)
+    assert summary.models["short"].normalized_latency == pytest.approx(2.0)
+    assert summary.models["long"].normalized_latency == pytest.approx(2.0)
+    expected = (300 / 100 + 100 / 100 + 4000 / 2000) / 3
+    assert summary.total.normalized_latency == pytest.approx(expected)
+    assert metrics.summarize(records, [1.0], 9.0, None).total.normalized_latency is None
 
 
 def test_shown_numbers() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
 from prism_replay.metrics import summarize
-from prism_replay.report.page import render
+from prism_replay.report.console import print_results
+from prism_replay.report.page import rate_rows, render
 from prism_replay.report.plots import OTHERS, all_plots
 from prism_replay.report.theme import MARKERS
 from prism_replay.results import Counters, ReplayResults, RunConfig, StatusSample
@@ -91,6 +94,23 @@ def test_the_numbers_are_on_the_page() -> None:
         expected = number if number != "420/min" else f"{7 * 40 / 40 * 60:.0f}/min"
         assert expected in text
     assert "40 requests" in text
+
+
+def test_throughput_and_normalised_latency_are_on_the_page_and_the_terminal() -> None:
+    records = [
+        a_record(0, arrival_s=1.0, e2e_ms=4000.0, output_tokens=30),
+        a_record(1, arrival_s=9.0, e2e_ms=1000.0, output_tokens=5),
+    ]
+    summary = summarize(records, (1.0,), 20.0, None, {"good": 2000.0})
+    config = RunConfig(trace="t", url="u", requests=2)
+    found = ReplayResults(config, records, [], None, summary)
+    cells = ["0.10", "1.75", "5.0 s", "0.40", "7.00", "1.25"]
+    assert rate_rows(found) == [["good", *cells], ["total", *cells]]
+    console = Console(record=True, width=80, file=io.StringIO())
+    print_results(console, found)
+    assert "good" + "".join(cells) in Page(render(found)).text
+    (line,) = re.findall(r"good .* 5\.0 s .*", console.export_text())
+    assert line.replace("│", "").split() == ["good", *" ".join(cells).split()]
 
 
 def test_every_figure_is_well_formed_and_has_units() -> None:

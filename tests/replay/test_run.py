@@ -91,6 +91,12 @@ def test_failed_requests_are_named_and_miss_their_slos(
     failed, good = results.records
     assert (failed.error, good.error) == (error, None)
     assert says in failed.message
+    assert failed.failed_ms is not None
+    assert failed.failed_ms >= (300 if model == "stuck" else 0)
+    assert good.failed_ms is None
+    assert results.summary.total.throughput.active_s == pytest.approx(
+        max(failed.failed_ms, good.e2e_ms or 0.0) / 1000
+    )
     assert results.summary.total.attainment["1"].ttft == 0.5
 
 

@@ -308,7 +308,8 @@ def _rescaled(
 
 
 def _share(found: TrialOutcome, model: str) -> float:
-    return 100 * found.models[model].ttft
+    assert found.summary is not None, found.problem
+    return 100 * (found.summary.models[model].attainment["1"].ttft or 0.0)
 
 
 def _each(found: TrialOutcome) -> dict[str, float]:

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from lab.papers.ablations import variants as ablations
 from prism.errors import ConfigError
 from prism_sim.cluster.world import World
-from prism_sim.core.profile import loads
 from prism_sim.core.records import NEVER, Records
 from prism_sim.output.results import results_of
-from prism_sim.output.summary import Columns, columns
+from prism_sim.output.summary import columns
 from prism_sim.scenario.scenario import Scenario, load
 from prism_sim.sweeps.points import Point, PointOutcome
 
@@ -32,13 +31,6 @@ class ModelMeasure(msgspec.Struct, frozen=True):
     requests: int
     in_window: int
     """Number of requests that finished before the last arrival of the trace."""
-    normalized_latency: float | None
-    """Mean latency of the served requests, relative to the mean execution time of a request on an
-    idle engine (SeaLLM eq. 1)."""
-    ttft: float
-    """Attainment of the TTFT SLO."""
-    tpot: float
-    """Attainment of the TPOT SLO."""
     kv_bytes: float
     """Mean KV memory until the last arrival."""
     asked_kv_bytes: float = 0.0
@@ -61,7 +53,6 @@ class TrialOutcome(PointOutcome, frozen=True):
     models: dict[str, ModelMeasure] = msgspec.field(default_factory=dict)
     window_s: float = 0.0
     """Time until the last arrival."""
-    normalized_latency: float | None = None
     lost: int = 0
     """Number of requests that ended with an error."""
     gpu_bytes: int = 0
@@ -70,6 +61,10 @@ class TrialOutcome(PointOutcome, frozen=True):
     def percent(self, metric: str) -> float | None:
         """Returns the attainment at SLO scale 1; None for a point that was not simulated."""
         return None if self.summary is None else 100 * self.attainment(metric, "1")
+
+    @property
+    def normalized_latency(self) -> float | None:
+        return None if self.summary is None else self.summary.total.normalized_latency
 
     @property
     def completed_rps(self) -> float:
@@ -97,27 +92,22 @@ def simulate(trial: Trial) -> TrialOutcome:
     world = World(scenario.setup, scenario.work, policy)
     records = world.run()
     found = results_of(scenario.config, world, trial.judge)
-    table = columns(records)
-    execution_s = np.array([load.execution_s for load in loads(scenario.setup, scenario.work)])
     return TrialOutcome(
         trial.changes,
         found.summary,
         found.counts,
         sum(gpu.busy for gpu in found.gpus) / len(found.gpus),
-        models=_models(scenario, records, table, execution_s),
+        models=_models(scenario, records),
         window_s=scenario.work.end_s,
-        normalized_latency=_mean_normalized(table, execution_s),
         lost=len(records.errors),
         gpu_bytes=sum(gpu.capacity_bytes for gpu in found.gpus),
         series=_series(records) if trial.series else None,
     )
 
 
-def _models(
-    scenario: Scenario, records: Records, table: Columns, execution_s: NDArray[np.float64]
-) -> dict[str, ModelMeasure]:
+def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
     """Returns the measures of the models with requests, in the order of the setup."""
-    work = scenario.work
+    work, table = scenario.work, columns(records)
     ended = np.array(records.end_s) <= work.end_s
     tokens = np.array(work.prompt_tokens) + np.array(work.output_tokens)
     samples = [sample for sample in records.samples if sample.time_s <= work.end_s]
@@ -126,28 +116,14 @@ def _models(
         chosen = table.model == index
         if not chosen.any():
             continue
-        served = table.e2e_ms[chosen & table.ok]
         held = [sample.kv_bytes.get(index, 0) for sample in samples]
         found[name] = ModelMeasure(
             requests=int(chosen.sum()),
             in_window=int((chosen & table.ok & ended).sum()),
-            normalized_latency=float(served.mean() / 1000 / execution_s[index])
-            if len(served)
-            else None,
-            ttft=float((table.ok & (table.ttft_ms <= table.slo_ttft_ms))[chosen].mean()),
-            tpot=float((table.ok & ~(table.tpot_ms > table.slo_tpot_ms))[chosen].mean()),
             kv_bytes=float(np.mean(held)),
             asked_kv_bytes=float(tokens[chosen].sum()) * scenario.setup.models[index].token_bytes,
         )
     return found
-
-
-def _mean_normalized(table: Columns, execution_s: NDArray[np.float64]) -> float | None:
-    """Returns the mean normalised latency over all served requests; None without any."""
-    served = table.ok
-    if not served.any():
-        return None
-    return float((table.e2e_ms[served] / 1000 / execution_s[table.model[served]]).mean())
 
 
 def _series(records: Records) -> Series:
