@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from prism.errors import ConfigError
 from prism_replay.metrics import met
 from prism_replay.results import METRICS, GroupSummary
+from prism_sim.core.columns import columns
 from prism_sim.core.records import Decision, Records
 from prism_sim.core.setup import ClusterSetup
 from prism_sim.costs.table import TableCost
 from prism_sim.output.results import SimResults
-from prism_sim.output.summary import columns
 
 if TYPE_CHECKING:
     import polars as pl

@@ -18,7 +18,9 @@ from prism.policies.placement import (
     Search,
     StepTimes,
 )
+from prism_replay.metrics import met, normalized_latency
 from prism_sim.core import profile
+from prism_sim.core.columns import columns
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.records import Records
 from prism_sim.core.setup import ClusterSetup
@@ -136,21 +138,15 @@ def outcome(records: Records, loads: Sequence[ModelLoad]) -> PlacementOutcome:
     A request is unserved if it missed its end-to-end SLO or failed. Latencies are rounded, so that
     they do not depend on the mode of `steps`.
     """
-    work = records.work
-    names = work.models
-    requests, unserved = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-    normalized: dict[str, list[float]] = {name: [] for name in names}
-    for i, model in enumerate(work.model):
-        requests[names[model]] += 1
-        latency_s = records.end_s[i] - work.arrival_s[i]
-        if i in records.errors or latency_s > work.slo_e2e_s[i]:
-            unserved[names[model]] += 1
-        else:
-            normalized[names[model]].append(latency_s / loads[model].execution_s)
-    means = {
-        name: round(sum(v) / len(v), LATENCY_DIGITS) if v else 0.0 for name, v in normalized.items()
-    }
-    return PlacementOutcome(requests, unserved, means)
+    found, names = columns(records, loads), records.work.models
+    served = met(found, 1.0)["e2e"]
+    by_model = [found.model == index for index in range(len(names))]
+    latencies = [normalized_latency(found.where(served & own)) or 0.0 for own in by_model]
+    return PlacementOutcome(
+        {name: int(own.sum()) for name, own in zip(names, by_model, strict=True)},
+        {name: int((own & ~served).sum()) for name, own in zip(names, by_model, strict=True)},
+        {name: round(x, LATENCY_DIGITS) for name, x in zip(names, latencies, strict=True)},
+    )
 
 
 def sample_of(work: Workload, size: int) -> Workload:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-
-import numpy as np
+from typing import NamedTuple
 
 from prism.policies import registry
 from prism.policies.placement import Hosted, Placement, Unit
+from prism_replay.metrics import latency
+from prism_replay.results import METRICS
 from prism_sim.cluster.world import World
-from prism_sim.core.records import Records
+from prism_sim.core.columns import columns
 from prism_sim.core.setup import ClusterSetup, DeviceSetup
 from prism_sim.core.workload import Workload
 
-Latencies = tuple[float, float]
-"""(TTFT, TPOT) in seconds."""
+
+class Slos(NamedTuple):
+    """SLOs in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
 
 
-def base_slos(setup: ClusterSetup, work: Workload) -> list[Latencies]:
+def base_slos(setup: ClusterSetup, work: Workload) -> list[Slos]:
     """Returns for each model the P95 of its requests on as many dedicated GPUs as its tp. A model
     without requests gets the maximum over the other models."""
     devices: list[DeviceSetup] = []
@@ -34,7 +41,10 @@ def base_slos(setup: ClusterSetup, work: Workload) -> list[Latencies]:
         warm=True,
     )
     policy = registry.get("dedicated")
-    return _p95(World(alone, work, policy, Placement(tuple(units))).run())
+    found = columns(World(alone, work, policy, Placement(tuple(units))).run())
+    groups = [found.where(found.ok & (found.model == model.index)) for model in setup.models]
+    parts = ([latency(getattr(g, f"{m}_ms")).p95 for g in groups] for m in METRICS)
+    return [Slos(*values) for values in zip(*map(_seconds, parts), strict=True)]
 
 
 def with_base_slos(
@@ -42,32 +52,18 @@ def with_base_slos(
 ) -> ClusterSetup:
     """Returns the cluster with the SLOs from `base`, times `scale`. Overwrites the SLOs in
     `work`."""
-    found = [(ttft_s * scale, tpot_s * scale) for ttft_s, tpot_s in base_slos(setup, base)]
+    found = [Slos(*(scale * time_s for time_s in slos)) for slos in base_slos(setup, base)]
     for i, model in enumerate(work.model):
-        ttft_s, tpot_s = found[model]
-        work.slo_ttft_s[i], work.slo_tpot_s[i] = ttft_s, tpot_s
-        work.slo_e2e_s[i] = ttft_s + tpot_s * (work.output_tokens[i] - 1)
+        work.slo_ttft_s[i], work.slo_tpot_s[i], work.slo_e2e_s[i] = found[model]
     models = (
-        replace(model, slo_ttft_s=slo[0], slo_tpot_s=slo[1])
+        replace(model, slo_ttft_s=slo.ttft_s, slo_tpot_s=slo.tpot_s)
         for model, slo in zip(setup.models, found, strict=True)
     )
     return replace(setup, models=tuple(models))
 
 
-def _p95(records: Records) -> list[Latencies]:
-    work = records.work
-    ttfts_s: list[list[float]] = [[] for _ in work.models]
-    tpots_s: list[list[float]] = [[] for _ in work.models]
-    for i, model in enumerate(work.model):
-        if i not in records.errors:
-            ttfts_s[model].append(records.first_s[i] - work.arrival_s[i])
-            if work.output_tokens[i] > 1:
-                seconds = records.end_s[i] - records.first_s[i]
-                tpots_s[model].append(seconds / (work.output_tokens[i] - 1))
-    return list(zip(_percentiles(ttfts_s), _percentiles(tpots_s), strict=True))
-
-
-def _percentiles(groups: list[list[float]]) -> list[float]:
-    found = [float(np.percentile(group, 95)) if group else None for group in groups]
-    largest = max((value for value in found if value is not None), default=1.0)
-    return [largest if value is None else value for value in found]
+def _seconds(values_ms: Iterable[float | None]) -> list[float]:
+    """Returns the values in seconds, with the maximum in place of None."""
+    values = [None if value_ms is None else value_ms / 1000 for value_ms in values_ms]
+    largest = max((value for value in values if value is not None), default=1.0)
+    return [largest if value is None else value for value in values]

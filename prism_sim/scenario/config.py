@@ -226,8 +226,8 @@ class SimYaml(Strict, frozen=True):
     rate_scale: float = 1.0
     # Factor on every SLO.
     slo_scale: float = 1.0
-    # True: SLOs are the P95 latencies of each model on dedicated GPUs at rate scale 1 (Prism §7.2),
-    # times slo_scale. They replace those of `slo` and of the trace.
+    # True: SLOs are the P95 TTFT, TPOT and end-to-end latency of each model on dedicated GPUs at
+    # rate scale 1 (Prism §7.2), times slo_scale. They replace those of `slo` and of the trace.
     base_slos: bool = False
     # Seed of all random numbers.
     seed: int = 0
