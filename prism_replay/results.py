@@ -167,12 +167,19 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     rate_scale: float = 1.0
     time_scale: float = 1.0
     slo_scales: tuple[float, ...] = (1.0,)
+    """Scales of the attainment."""
+    sent_slo_scale: float = 1.0
+    """Scale of the SLOs that the server got."""
     seed: int = 0
     timeout_s: float = 600.0
     block_tokens: int = 512
     token_ids: tuple[int, int] = (100, 1000)
     started_unix_s: float = 0.0
     interrupted: bool = False
+    base_slos: str = ""
+    """File of the SLOs, if they are not the trace's."""
+    execution_ms: dict[str, float] = {}
+    """Model -> mean execution time of its requests alone, from this file."""
 
     @property
     def main_scale(self) -> float:

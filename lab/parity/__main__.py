@@ -18,7 +18,7 @@ from prism.cli.exit_codes import new_app, run
 from prism.cli.terminal import new_console
 from prism.config.resolve import load
 from prism.errors import ConfigError
-from prism_replay.cli.replay import parse_scales
+from prism_replay.cli.options import parse_scales
 from prism_replay.results import read_results, write_json
 from prism_replay.trace import read_trace
 from prism_sim.cli.options import make_folder

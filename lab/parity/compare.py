@@ -66,7 +66,7 @@ def compare(given: Inputs) -> ParityOutcome:
     found, lead_s = initial(given.journals, start_s, found)
     setup = cluster_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)
-    work = replayed(records, setup, lead_s)
+    work = replayed(given.results, setup, lead_s)
     world = World(setup, work, target=_searched(given.journals), keep_queues=True)
     world.run()
     simulated = simulated_run(world, lead_s)

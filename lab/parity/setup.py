@@ -27,7 +27,7 @@ from prism.policies.knobs import Knobs
 from prism.policies.multiplexing.kv_blocks import KvShape
 from prism.scheduler.decision_journal import Ended, Queued, Served, Started
 from prism.scheduler.local_scheduler import Limits
-from prism_replay.results import RequestRecord
+from prism_replay.results import ReplayResults, RequestRecord
 from prism_sim.core.setup import (
     ActivationSettings,
     ClusterSetup,
@@ -178,11 +178,13 @@ def cluster_setup(
     )
 
 
-def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: float) -> Workload:
+def replayed(results: ReplayResults, setup: ClusterSetup, lead_s: float) -> Workload:
     """Returns the replayed requests, `lead_s` later, at the times when the client sent them.
 
-    The client's lag is not part of the system. Raises ConfigError for a model not in `setup`.
+    The client's lag is not part of the system. SLOs are those that the server got. Raises
+    ConfigError for a model not in `setup`.
     """
+    records, scale = results.records, results.config.sent_slo_scale
     number = {model.name: model.index for model in setup.models}
     unknown = sorted({record.model for record in records} - number.keys())
     if unknown:
@@ -196,9 +198,9 @@ def replayed(records: Sequence[RequestRecord], setup: ClusterSetup, lead_s: floa
         model=array("i", (number[record.model] for record in records)),
         prompt_tokens=array("i", (record.input_tokens for record in records)),
         output_tokens=array("i", (record.expected_tokens for record in records)),
-        slo_ttft_s=array("d", (slo_s(record.slo_ttft_ms) for record in records)),
-        slo_tpot_s=array("d", (slo_s(record.slo_tpot_ms) for record in records)),
-        slo_e2e_s=array("d", (slo_s(record.slo_e2e_ms) for record in records)),
+        slo_ttft_s=array("d", (slo_s(record.slo_ttft_ms, scale) for record in records)),
+        slo_tpot_s=array("d", (slo_s(record.slo_tpot_ms, scale) for record in records)),
+        slo_e2e_s=array("d", (slo_s(record.slo_e2e_ms, scale) for record in records)),
         priority=array("i", (record.priority for record in records)),
     )
 

@@ -74,6 +74,17 @@ def parse_names(option: str, text: str) -> list[str]:
     return names
 
 
+def parse_scales(text: str, option: str) -> tuple[float, ...]:
+    """Parses "0.5,1,2" to numbers. Raises ConfigError that names the option."""
+    try:
+        scales = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write numbers such as 0.5,1,2") from error
+    if not all(0 < scale < float("inf") for scale in scales):
+        raise ConfigError(f"{option} {text!r}: every scale must be > 0 and finite")
+    return scales
+
+
 def parse_token_counts(inputs: str, outputs: str) -> Lengths:
     """Parses token counts such as "40:1024", median and maximum. Raises ConfigError."""
     try:

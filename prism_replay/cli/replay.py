@@ -6,22 +6,33 @@ import asyncio
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from prism.cli.exit_codes import new_app
 from prism.cli.exit_codes import run as run_command
 from prism.cli.terminal import new_console
-from prism.errors import ConfigError
+from prism_replay.base_slos import read_base_slos
 from prism_replay.cli import options as opts
 from prism_replay.cli import trace_commands
 from prism_replay.live.prompts import parse_token_range
-from prism_replay.results import ReplayResults, RunConfig, read_results, write_results
+from prism_replay.results import (
+    ReplayResults,
+    RunConfig,
+    read_results,
+    write_json,
+    write_results,
+)
 from prism_replay.trace import TraceRequest, read_trace
 
 app = new_app(
     "Replay multi-model traces against a live server and report SLO attainment.", "prism-replay"
 )
 INTERRUPTED = 130
+
+Timeout = Annotated[float, typer.Option(help="Timeout of a request, in seconds.", min=0.001)]
+BlockTokens = Annotated[int, typer.Option(help="Tokens per hash id.", min=1)]
+TokenIds = Annotated[str, typer.Option(help="Range of synthetic token ids.")]
 
 
 @app.command(
@@ -36,14 +47,19 @@ def run(
     ),
     rate_scale: opts.RateScale = 1.0,
     time_scale: opts.TimeScale = 1.0,
-    slo_scale: Annotated[str, typer.Option(help="Scales to judge SLOs at: 0.5,1,2")] = "1",
+    slo_scale: Annotated[
+        str,
+        typer.Option(help="Scales to judge SLOs at: 0.5,1,2. The server gets that nearest to 1."),
+    ] = "1",
     seed: opts.Seed = 0,
-    timeout: Annotated[
-        float, typer.Option(help="Timeout of a request, in seconds.", min=0.001)
-    ] = 600.0,
+    base_slos: Annotated[
+        Path | None,
+        typer.Option(help="SLOs and execution times of `base-slos`, instead of the trace's SLOs."),
+    ] = None,
+    timeout: Timeout = 600.0,
     limit: opts.Limit = None,
-    block_tokens: Annotated[int, typer.Option(help="Tokens per hash id.", min=1)] = 512,
-    token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
+    block_tokens: BlockTokens = 512,
+    token_ids: TokenIds = "100-1000",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Results as JSON.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", "--report", help="One-page report.")
@@ -56,18 +72,23 @@ def run(
     partial results.
     """
     requests = trace_commands.scaled(read_trace(trace), rate_scale, time_scale, limit, seed)
+    base = read_base_slos(base_slos) if base_slos else None
+    requests = base.apply(requests) if base else requests
     config = RunConfig(
         trace=trace.name,
         url=url.rstrip("/"),
         requests=len(requests),
         rate_scale=rate_scale,
         time_scale=time_scale,
-        slo_scales=parse_scales(slo_scale, "--slo-scale"),
+        slo_scales=opts.parse_scales(slo_scale, "--slo-scale"),
         seed=seed,
         timeout_s=timeout,
         block_tokens=block_tokens,
         token_ids=parse_token_range(token_ids),
+        base_slos=base_slos.name if base_slos else "",
+        execution_ms=base.execution_ms if base else {},
     )
+    config = msgspec.structs.replace(config, sent_slo_scale=config.main_scale)
     for path in (out, html):
         opts.check_writable(path)
     results = _replay(requests, config)
@@ -91,18 +112,69 @@ def report(
     new_console().print(f"report: {out}")
 
 
+@app.command(
+    epilog="Example: prism-replay base-slos prism.yaml trace.jsonl --out slos.json; then"
+    " prism-replay run trace.jsonl --base-slos slos.json --slo-scale 2,5,10"
+)
+def base_slos(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML of prism-serve.")],
+    trace: opts.TraceFile,
+    *,
+    out: opts.Out,
+    executions: Annotated[
+        int, typer.Option(help="Requests of each model that run one at a time.", min=1)
+    ] = 32,
+    settle: Annotated[
+        float, typer.Option(help="Idle seconds after a first request, for CUDA graphs.", min=0)
+    ] = 10.0,
+    seed: opts.Seed = 0,
+    timeout: Timeout = 600.0,
+    limit: opts.Limit = None,
+    block_tokens: BlockTokens = 512,
+    token_ids: TokenIds = "100-1000",
+    logs: Annotated[Path, typer.Option(help="Folder of the servers' logs.")] = Path("logs"),
+) -> None:
+    """Measures each model of the trace alone on its devices, as SLOs of `run --base-slos`.
+
+    Starts prism-serve with one model at a time. Requests that run one at a time give its mean
+    execution time, and the model's part of the trace at rate scale 1 the P95 of TTFT, TPOT and E2E.
+    """
+    from prism_replay.live.dedicated import Measurement, measure
+    from prism_replay.report.console import LiveProgress, base_slos_table
+
+    opts.check_writable(out)
+    requests = trace_commands.scaled(read_trace(trace), 1.0, 1.0, limit, seed)
+    console = new_console()
+
+    def observer(model: str, sent: int) -> LiveProgress:
+        console.print(f"measuring {model}: {sent} requests", highlight=False)
+        return LiveProgress(console, sent, 1.0)
+
+    options = RunConfig(
+        trace=trace.name,
+        url="",
+        requests=len(requests),
+        seed=seed,
+        timeout_s=timeout,
+        block_tokens=block_tokens,
+        token_ids=parse_token_range(token_ids),
+    )
+    measurement = Measurement(
+        config=config,
+        trace=requests,
+        options=options,
+        executions=executions,
+        settle_s=settle,
+        logs=logs,
+        observer=observer,
+    )
+    found = measure(measurement)
+    write_json(out, found)
+    console.print(base_slos_table(found))
+    console.print(f"base SLOs: {out}")
+
+
 app.add_typer(trace_commands.commands("prism-replay"))
-
-
-def parse_scales(text: str, option: str) -> tuple[float, ...]:
-    """Parses "0.5,1,2" to numbers. Raises ConfigError that names the option."""
-    try:
-        scales = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: write numbers such as 0.5,1,2") from error
-    if not all(0 < scale < float("inf") for scale in scales):
-        raise ConfigError(f"{option} {text!r}: every scale must be > 0 and finite")
-    return scales
 
 
 def main() -> None:

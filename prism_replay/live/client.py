@@ -121,6 +121,8 @@ class Sender:
     timeout_s: float
     start_s: float = field(default_factory=time.monotonic)
     """The replay's zero on time.monotonic()."""
+    slo_scale: float = 1.0
+    """Factor on the SLOs that the server gets. Records have the SLOs without it."""
 
     async def send(
         self, index: int, request: TraceRequest, prompt: str | list[int]
@@ -137,7 +139,7 @@ class Sender:
         """Sends one request and collects the response or the error in `stream`."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._read(completion_body(request, prompt), stream)
+                await self._read(completion_body(request, prompt, self.slo_scale), stream)
             stream.check_complete(request.output_length)
         except TimeoutError:
             stream.fail("timeout", f"no complete response in {self.timeout_s:g} s")
@@ -203,11 +205,11 @@ async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     yield rest
 
 
-def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
+def completion_body(request: TraceRequest, prompt: str | list[int], slo_scale: float) -> bytes:
     """Returns a greedy request for exactly `output_length` tokens.
 
-    The server must support `ignore_eos`. The body includes the trace's SLOs and priority, so that a
-    server that schedules by deadline (Prism §6.3) has the SLOs that the replay measures.
+    The server must support `ignore_eos`. The body includes the scaled SLOs and the priority, so
+    that a server that schedules by deadline (Prism §6.3) has the SLOs that the replay measures.
     """
     body: dict[str, Any] = {
         "model": request.model,
@@ -220,7 +222,8 @@ def completion_body(request: TraceRequest, prompt: str | list[int]) -> bytes:
         "return_token_ids": True,
     }
     slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
-    optional = slos | {"priority": request.priority or None}
+    scaled = {key: slo_ms and slo_ms * slo_scale for key, slo_ms in slos.items()}
+    optional = scaled | {"priority": request.priority or None}
     return msgspec.json.encode(body | {key: v for key, v in optional.items() if v is not None})
 
 

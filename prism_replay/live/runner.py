@@ -75,7 +75,7 @@ class Replay:
     async def run(self, trace: Trace) -> ReplayResults:
         await self._first_status()
         started_unix_s = time.time()
-        sender = Sender(self.http, self.config.timeout_s)
+        sender = Sender(self.http, self.config.timeout_s, slo_scale=self.config.sent_slo_scale)
         sampler = asyncio.create_task(
             sample_status(self.http, sender.start_s, self.samples, self.tracker)
         )
@@ -140,7 +140,7 @@ class Replay:
             self.config, started_unix_s=started_unix_s, interrupted=self.stop.is_set()
         )
         records = sorted(self.records, key=lambda record: record.index)
-        summary = summarize(records, config.slo_scales, duration_s, counters)
+        summary = summarize(records, config.slo_scales, duration_s, counters, config.execution_ms)
         return ReplayResults(config, records, self.samples, counters, summary)
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from prism_replay.base_slos import BaseSlos
 from prism_replay.metrics import attainment, columns
 from prism_replay.report.page import RATE_HEADS, milliseconds, percent, rate_rows
 from prism_replay.report.stats import TraceStats
@@ -138,6 +139,16 @@ def rates_table(results: ReplayResults) -> Table:
     table = new_table("Throughput and normalised latency (E2E / alone)", *RATE_HEADS)
     for cells in rate_rows(results):
         table.add_row(*cells)
+    return table
+
+
+def base_slos_table(found: BaseSlos) -> Table:
+    """Returns a table of latencies on dedicated devices."""
+    heads = ("requests", "P95 TTFT", "P95 TPOT", "P95 E2E", "mean E2E alone")
+    table = new_table("Latencies of each model alone", "model", *heads)
+    for name, base in found.models.items():
+        times_ms = (base.ttft_ms, base.tpot_ms, base.e2e_ms, base.execution_ms)
+        table.add_row(name, str(base.requests), *map(milliseconds, times_ms))
     return table
 
 

@@ -16,7 +16,7 @@ from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism_replay.cli import trace_commands
-from prism_replay.cli.replay import parse_scales
+from prism_replay.cli.options import parse_scales
 from prism_sim.api import Comparison, Results, compare, run_scenario
 from prism_sim.cli import costs as calibrate_cli
 from prism_sim.cli import options as opts

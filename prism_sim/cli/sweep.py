@@ -13,7 +13,7 @@ from rich.table import Table
 
 from prism.cli.terminal import new_console
 from prism.errors import ConfigError
-from prism_replay.cli.replay import parse_scales
+from prism_replay.cli.options import parse_scales
 from prism_replay.report.console import new_table
 from prism_replay.report.page import percent
 from prism_sim.cli.console import Bar

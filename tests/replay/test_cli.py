@@ -50,6 +50,19 @@ def test_a_run_writes_results_and_report_and_prints_both_tables(
     assert (tmp_path / "again.html").read_text() == html.read_text()
 
 
+@pytest.mark.parametrize(("scales", "sent"), [("0.5,1,2", 1.0), ("5", 5.0), ("8,4", 4.0)])
+def test_the_server_gets_the_slos_of_the_scale_nearest_to_1(
+    server: ScriptedServer, trace: Path, tmp_path: Path, scales: str, sent: float
+) -> None:
+    out = tmp_path / "r.json"
+    assert cli("run", trace, "--url", server.url, "--slo-scale", scales, "--out", out) == 0
+    assert {body["slo_ttft_ms"] for body in server.requests} == {60_000.0 * sent}
+    assert {body["slo_tpot_ms"] for body in server.requests} == {60_000.0 * sent}
+    results = read_results(out)
+    assert {record.slo_ttft_ms for record in results.records} == {60_000.0}
+    assert results.config.sent_slo_scale == sent
+
+
 def test_strict_runs_fail_when_a_request_did(server: ScriptedServer, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     write_trace(path, [a_request(model="refused")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from prism.errors import ConfigError
 from prism_replay import metrics
 from prism_replay.report.page import milliseconds, percent
 from prism_replay.results import (
+    METRICS,
     Attainment,
     Counters,
+    GroupSummary,
     Latency,
     ReplayResults,
     RequestRecord,
@@ -162,6 +165,19 @@ def test_normalised_latency_is_equation_1_of_seallm() -> None:
     expected = (300 / 100 + 100 / 100 + 4000 / 2000) / 3
     assert summary.total.normalized_latency == pytest.approx(expected)
     assert metrics.summarize(records, [1.0], 9.0, None).total.normalized_latency is None
+
+
+def test_the_document_has_every_metric_under_its_name() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "prism-replay.md").read_text()
+    table = text.partition("## Metrics")[2].partition("## Base SLOs")[0]
+    heads = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    counts = {"requests", "completed", "errors", "input_tokens", "output_tokens", "throughput"}
+    expected = {*GroupSummary.__struct_fields__, *Throughput.__struct_fields__} - counts
+    assert {name for head in heads for name in re.findall(r"`(\w+)`", head)} == {
+        *expected,
+        *METRICS,
+        "all",
+    }
 
 
 def test_shown_numbers() -> None:

@@ -149,7 +149,7 @@ def test_the_simulation_begins_so_that_the_initial_placement_ends_as_live() -> N
     assert lead_s == pytest.approx(5.0)
     assert found.first_activation_s == {"a": pytest.approx(3.0), "b": pytest.approx(2.0)}
     setup = cluster_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
-    world = World(setup, replayed(results_of("a", "b").records, setup, lead_s))
+    world = World(setup, replayed(results_of("a", "b"), setup, lead_s))
     world.run()
     came_s = {d.model: d.time_s for d in world.records.decisions if d.kind == "active"}
     assert came_s == {"a": pytest.approx(3.0), "b": pytest.approx(2.0)}
@@ -187,15 +187,19 @@ def test_tables_are_found_by_model(tmp_path: Path) -> None:
 
 def test_the_workload_is_what_was_replayed() -> None:
     setup = cluster_setup(config(spec("a"), spec("b")), LiveMeasurements(), {"a": table("a")}, 2.0)
-    work = replayed(results_of("b", "a").records, setup, 2.5)
+    results = results_of("b", "a")
+    work = replayed(results, setup, 2.5)
     assert list(work.arrival_s) == [2.5, 3.5]
-    first, second = results_of("b", "a").records
+    first, second = results.records
     late = [msgspec.structs.replace(first, send_lag_ms=1200.0), second]
-    assert list(replayed(late, setup, 2.5).arrival_s) == [3.7, 3.7]
+    scaled = msgspec.structs.replace(results.config, sent_slo_scale=4.0)
+    found = replayed(msgspec.structs.replace(results, records=late, config=scaled), setup, 2.5)
+    assert list(found.arrival_s) == [3.7, 3.7]
+    assert found.slo_ttft_s[0] == pytest.approx(0.4)
     assert list(work.model) == [1, 0]
     assert work.slo_ttft_s[0] == 0.1
     with pytest.raises(ConfigError, match="--results: other is not among the models of --config"):
-        replayed(results_of("other").records, setup, 0.0)
+        replayed(results_of("other"), setup, 0.0)
 
 
 @pytest.mark.parametrize("spread", [{"tp": 2}, {"degrees": (1, 2)}])
