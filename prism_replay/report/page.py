@@ -13,11 +13,12 @@ from prism_replay.results import (
     GroupSummary,
     Latency,
     ReplayResults,
+    Throughput,
     scale_key,
 )
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "End to end"}
-RATE_HEADS = ("model", "req/s", "tok/s", "active", "req/s active", "tok/s active", "E2E / alone")
+RATE_HEADS = ("model", "req/s", "req/s active", "tok/s", "tok/s active", "active", "E2E / alone")
 """Heads of throughput, with idle time and without it, and of the normalised latency."""
 
 
@@ -105,16 +106,22 @@ def latency_rows(results: ReplayResults) -> list[tuple[str, int, list[str]]]:
 
 def rate_rows(results: ReplayResults) -> list[list[str]]:
     """Returns the cells under RATE_HEADS of each model, the total last."""
-    return [[name, *rate_cells(group)] for name, group in results.summary.groups.items()]
+    return [
+        [name, *rate_cells(group.throughput, group.normalized_latency)]
+        for name, group in results.summary.groups.items()
+    ]
 
 
-def rate_cells(group: GroupSummary) -> list[str]:
+def rate_cells(found: Throughput, normalized_latency: float | None) -> list[str]:
     """Returns the cells under RATE_HEADS without the model."""
-    found = group.throughput
-    rates = (found.requests_per_s, found.output_tokens_per_s)
-    active = (found.requests_per_active_s, found.output_tokens_per_active_s)
+    rates = (
+        found.requests_per_s,
+        found.requests_per_active_s,
+        found.output_tokens_per_s,
+        found.output_tokens_per_active_s,
+    )
     shown_s = "-" if found.active_s is None else f"{found.active_s:.1f} s"
-    return [*map(factor, rates), shown_s, *map(factor, active), factor(group.normalized_latency)]
+    return [*map(factor, rates), shown_s, factor(normalized_latency)]
 
 
 def factor(value: float | None) -> str:

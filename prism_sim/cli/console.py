@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -10,8 +11,10 @@ from rich.table import Table
 
 from prism_replay.report.console import attainment_table, latency_table, new_table, rates_table
 from prism_replay.report.page import RATE_HEADS, milliseconds, percent, rate_cells
-from prism_replay.results import LABELS, METRICS, ReplayResults
+from prism_replay.results import LABELS, METRICS, ReplayResults, Throughput
 from prism_sim.output.results import SimResults
+from prism_sim.sweeps.points import SeedGroup, outcome_of
+from prism_sim.sweeps.rows import sweep_rows
 
 MODELS_SHOWN = 12
 
@@ -49,7 +52,7 @@ def print_run(console: Console, found: SimResults, replay: ReplayResults, since_
         console.print(latency_table(replay))
         console.print(rates_table(replay))
     else:
-        console.print(latencies_and_rates(found))
+        console.print(tail_table([group_of(found)], ["policy"]))
     console.print(overview(found))
     wall_s = time.perf_counter() - since_s
     total = found.summary.total
@@ -74,16 +77,25 @@ def overview(*runs: SimResults) -> Table:
     return table
 
 
-def latencies_and_rates(*runs: SimResults) -> Table:
-    """Returns a table of tail latencies, normalised latency and throughput over all requests, with
-    a row per policy."""
+def tail_table(groups: Sequence[SeedGroup], keys: Sequence[str]) -> Table:
+    """Returns a table of P99 latencies, throughput and normalised latency over all requests, with a
+    row per group: means over its seeds. Leaves out requests per second, to fit 80 columns."""
     p99s = [f"P99 {LABELS[metric]}" for metric in METRICS]
-    table = new_table("All models", "policy", *p99s, *RATE_HEADS[1:])
-    for found in runs:
-        total = found.summary.total
-        times = (getattr(total, f"{metric}_ms").p99 for metric in METRICS)
-        table.add_row(found.config.policy, *map(milliseconds, times), *rate_cells(total))
+    table = new_table(None, *keys, *p99s, *RATE_HEADS[3:])
+    for group in groups:
+        row = sweep_rows([group])[0]
+        if row["problem"]:
+            continue
+        times = (milliseconds(row[f"{metric}_p99_ms"]) for metric in METRICS)
+        rates = Throughput(**{name: row[name] for name in Throughput.__struct_fields__})
+        cells = rate_cells(rates, row["normalized_latency"])
+        table.add_row(*(str(group.changes[key]) for key in keys), *times, *cells[2:])
     return table
+
+
+def group_of(found: SimResults) -> SeedGroup:
+    """Returns one run as a group of `tail_table`."""
+    return SeedGroup({"policy": found.config.policy}, [outcome_of(found, {})])
 
 
 def _add_rows(table: Table, found: SimResults, first: tuple[str, ...]) -> None:

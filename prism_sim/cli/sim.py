@@ -20,7 +20,7 @@ from prism_replay.cli.options import parse_scales
 from prism_sim.api import Comparison, Results, compare, run_scenario
 from prism_sim.cli import costs as calibrate_cli
 from prism_sim.cli import options as opts
-from prism_sim.cli.console import Bar, latencies_and_rates, overview, print_run
+from prism_sim.cli.console import Bar, group_of, overview, print_run, tail_table
 from prism_sim.cli.sweep import difference_table, plan, sweep, sweep_table
 from prism_sim.output.results import SimResults
 from prism_sim.output.tables import has_polars
@@ -95,7 +95,7 @@ def run(
         changes = {**given, "policy": name}
         runs.append(_run_one(config, changes, scales, folder, requests=requests, timeline=timeline))
     new_console().print(overview(*runs))
-    new_console().print(latencies_and_rates(*runs))
+    new_console().print(tail_table(list(map(group_of, runs)), ["policy"]))
 
 
 @app.command(epilog="Example: prism-sim example > cluster.yaml")
@@ -175,6 +175,7 @@ def _run_seeds(
     with Bar(console, "simulating") as bar:
         found = compared(against=against, on_run=ran)
     console.print(sweep_table(found.groups, ["policy"]))
+    console.print(tail_table(found.groups, ["policy"]))
     if rows := found.difference_rows():
         console.print(difference_table(rows, ["policy"]))
     if out is not None:

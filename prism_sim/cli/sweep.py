@@ -16,7 +16,7 @@ from prism.errors import ConfigError
 from prism_replay.cli.options import parse_scales
 from prism_replay.report.console import new_table
 from prism_replay.report.page import percent
-from prism_sim.cli.console import Bar
+from prism_sim.cli.console import Bar, tail_table
 from prism_sim.cli.options import (
     EXAMPLE,
     Against,
@@ -34,7 +34,7 @@ from prism_sim.cli.options import (
     warn_of_policies,
 )
 from prism_sim.sweeps.intervals import Interval, interval
-from prism_sim.sweeps.planning import CapacityPlan, Search, plans, tried_groups
+from prism_sim.sweeps.planning import CapacityPlan, Search, answers, plans, tried_groups
 from prism_sim.sweeps.points import (
     Point,
     PointOutcome,
@@ -105,6 +105,7 @@ def sweep(
     write_sweep(out, groups, differences, f"{config.stem}: {' x '.join(varied)}")
     console = new_console()
     console.print(sweep_table(groups, list(varied)))
+    console.print(tail_table(groups, list(varied)))
     if differences:
         console.print(difference_table(differences, list(varied)))
     console.print(f"results: {out}")
@@ -154,6 +155,7 @@ def plan(
         found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
     console = new_console()
     console.print(plan_table(found))
+    console.print(tail_table(answers(found), ["policy", "gpus"]))
     differences = difference_rows(tried_groups(found), against)
     if differences:
         console.print(difference_table(differences, ["policy", "gpus"]))

@@ -135,6 +135,12 @@ def fewest_gpus(
     return plan(high, high)
 
 
+def answers(plans: Sequence[CapacityPlan]) -> list[SeedGroup]:
+    """Returns the group of each plan at its number of GPUs, or at the most that were tried."""
+    at = {plan.policy: plan.gpus or max(plan.tried) for plan in plans}
+    return [g for g in tried_groups(plans) if g.changes["gpus"] == at[g.changes["policy"]]]
+
+
 def tried_groups(plans: Sequence[CapacityPlan]) -> list[SeedGroup]:
     """Returns a group for each policy and number of GPUs, in the order of the plans."""
     found = []

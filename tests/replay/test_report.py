@@ -104,7 +104,7 @@ def test_throughput_and_normalised_latency_are_on_the_page_and_the_terminal() ->
     summary = summarize(records, (1.0,), 20.0, None, {"good": 2000.0})
     config = RunConfig(trace="t", url="u", requests=2)
     found = ReplayResults(config, records, [], None, summary)
-    cells = ["0.10", "1.75", "5.0 s", "0.40", "7.00", "1.25"]
+    cells = ["0.10", "0.40", "1.75", "7.00", "5.0 s", "1.25"]
     assert rate_rows(found) == [["good", *cells], ["total", *cells]]
     console = Console(record=True, width=80, file=io.StringIO())
     print_results(console, found)

@@ -63,6 +63,10 @@ def test_nineteen_of_twenty_intervals_hold_the_mean() -> None:
     assert held / 4000 == pytest.approx(0.95, abs=0.01)
 
 
+MEASURED = ("attainment_all", "ttft_p99_ms", "e2e_p99_ms", "normalized_latency", "busy")
+MEASURED += ("requests_per_s", "requests_per_active_s", "output_tokens_per_active_s")
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
@@ -80,7 +84,9 @@ def test_a_sweep_over_seeds_has_means_and_intervals(
     vary = ("--vary", "policy=prism,static", "--jobs", "1")
     seeds = ("--seeds", "3", "--set", "seed=5")
     assert call(monkeypatch, "sweep", str(config), *vary, *seeds, "--out", str(out)) == 0
-    assert "±" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "±" in shown
+    assert "E2E / alone" in shown
     by_seed = ("--vary", "seed=5,6,7", "--out", str(alone))
     assert call(monkeypatch, "sweep", str(config), *vary, *by_seed) == 0
     rows = list(csv.DictReader((out / "sweep.csv").read_text().splitlines()))
@@ -88,7 +94,7 @@ def test_a_sweep_over_seeds_has_means_and_intervals(
     assert [(row["policy"], row["seeds"]) for row in rows] == [("prism", "3"), ("static", "3")]
     for row in rows:
         own = [s for s in single if s["policy"] == row["policy"]]
-        for column in ("attainment_all", "ttft_p99_ms", "busy", "requests_per_s"):
+        for column in MEASURED:
             mean, half = interval([float(s[column]) for s in own])
             assert float(row[column]) == pytest.approx(mean)
             assert float(row[f"{column}_ci95"]) == pytest.approx(half)
@@ -107,7 +113,9 @@ def test_a_plan_over_seeds_meets_the_target_in_the_mean(
     given = ("--policies", "prism", "--seeds", "3", "--max-gpus", "2", "--target", "0.9")
     command = ("plan", str(config), *given, "--metric", "all", "--jobs", "1")
     assert call(monkeypatch, *command, "--out", str(tmp_path / "out")) == 0
-    assert "±" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "±" in shown
+    assert "E2E / alone" in shown
     (plan,) = json.loads((tmp_path / "out" / "plan.json").read_text())
     (row,) = csv.DictReader((tmp_path / "out" / "plan.csv").read_text().splitlines())
     assert len(list((tmp_path / "out" / "points").iterdir())) == 3 * len(plan["tried"])
