@@ -33,9 +33,9 @@ import yaml
 from prism.errors import ConfigError
 from prism_replay.formats.rows import ReadOptions
 from prism_replay.formats.servegen import WINDOW_S, read_servegen
+from prism_replay.intervals import interval
 from prism_replay.trace import TraceRequest, write_trace
 from prism_sim import simulate
-from prism_sim.sweeps.intervals import interval
 
 SHAPES = (
     *(("Llama-3.2-1B", 1),) * 14, *(("Llama-3.2-3B", 1),) * 12, *(("Llama-3.1-8B", 1),) * 13,

@@ -69,6 +69,10 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+KV_MEMORY_EXCEEDED = "kv_memory_exceeded"
+"""Error code of a simulated request whose KV does not fit on the devices of an idle engine."""
+
+
 class EngineError(PrismError):
     """An engine process failed."""
 

@@ -7,10 +7,12 @@ the only absolute time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from prism.config.schema.units import encoded
 from prism.errors import ConfigError
 
 SCHEMA = "prism-replay/1"
@@ -206,8 +208,9 @@ def write_results(path: Path, results: ReplayResults) -> None:
     write_json(path, results)
 
 
-def write_json(path: Path, value: msgspec.Struct) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+def write_json(path: Path, value: msgspec.Struct | Sequence[msgspec.Struct]) -> None:
+    text = msgspec.json.encode(value, enc_hook=encoded)
+    path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
 
 
 def read_results(path: Path) -> ReplayResults:

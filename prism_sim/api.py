@@ -15,10 +15,11 @@ from prism.config.reader import convert
 from prism.errors import ConfigError, TraceError
 from prism.policies import registry
 from prism.policies.policy import Policy
-from prism_replay.results import ReplayResults, Summary
+from prism_replay.outcomes import SeedGroup, difference_rows, seed_rows, sweep_rows
+from prism_replay.results import ReplayResults, Summary, write_json
 from prism_replay.trace import TraceRequest
 from prism_sim.cluster.world import World
-from prism_sim.output.results import SimResults, as_replay, results_of, write_json
+from prism_sim.output.results import SimResults, as_replay, results_of
 from prism_sim.output.tables import (
     TABLES,
     TableSource,
@@ -30,8 +31,7 @@ from prism_sim.output.tables import (
 from prism_sim.output.timeline import write_timeline
 from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.scenario import Scenario, read_config, resolve, with_changes
-from prism_sim.sweeps.points import SeedGroup, outcome_of
-from prism_sim.sweeps.rows import difference_rows, seed_rows, sweep_rows
+from prism_sim.sweeps.points import outcome_of
 
 if TYPE_CHECKING:
     import polars as pl

@@ -13,10 +13,10 @@ from lab.papers.catalog import Study, StudyTexts
 from lab.papers.study.findings import Findings, Plot, Statement, overall
 from lab.papers.study.seeds import merged
 from lab.papers.study.sources import Sources
+from prism_replay.outcomes import write_csv
 from prism_replay.report.page import environment
 from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to_svg
 from prism_replay.results import write_json
-from prism_sim.output.results import write_csv
 
 SCHEMA = "prism-sim-study/2"
 SIZE = (6.2, 3.3)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from prism_replay.outcomes import SeedGroup
 from prism_replay.report.console import attainment_table, latency_table, new_table, rates_table
-from prism_replay.report.page import RATE_HEADS, milliseconds, percent, rate_cells
-from prism_replay.results import LABELS, METRICS, ReplayResults, Throughput
+from prism_replay.report.outcome_tables import tail_table
+from prism_replay.report.page import percent
+from prism_replay.results import ReplayResults
 from prism_sim.output.results import SimResults
-from prism_sim.sweeps.points import SeedGroup, outcome_of
-from prism_sim.sweeps.rows import sweep_rows
+from prism_sim.sweeps.points import outcome_of
 
 MODELS_SHOWN = 12
 
@@ -74,22 +74,6 @@ def overview(*runs: SimResults) -> Table:
     table = new_table(title, *(("policy",) if len(runs) > 1 else ()), *heads)
     for found in runs:
         _add_rows(table, found, (found.config.policy,) if len(runs) > 1 else ())
-    return table
-
-
-def tail_table(groups: Sequence[SeedGroup], keys: Sequence[str]) -> Table:
-    """Returns a table of P99 latencies, throughput and normalised latency over all requests, with a
-    row per group: means over its seeds. Leaves out requests per second, to fit 80 columns."""
-    p99s = [f"P99 {LABELS[metric]}" for metric in METRICS]
-    table = new_table(None, *keys, *p99s, *RATE_HEADS[3:])
-    for group in groups:
-        row = sweep_rows([group])[0]
-        if row["problem"]:
-            continue
-        times = (milliseconds(row[f"{metric}_p99_ms"]) for metric in METRICS)
-        rates = Throughput(**{name: row[name] for name in Throughput.__struct_fields__})
-        cells = rate_cells(rates, row["normalized_latency"])
-        table.add_row(*(str(group.changes[key]) for key in keys), *times, *cells[2:])
     return table
 
 

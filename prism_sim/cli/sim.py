@@ -17,11 +17,12 @@ from prism.errors import ConfigError
 from prism.policies import registry
 from prism_replay.cli import trace_commands
 from prism_replay.cli.options import parse_scales
+from prism_replay.report.outcome_tables import difference_table, outcome_table, tail_table
 from prism_sim.api import Comparison, Results, compare, run_scenario
 from prism_sim.cli import costs as calibrate_cli
 from prism_sim.cli import options as opts
-from prism_sim.cli.console import Bar, group_of, overview, print_run, tail_table
-from prism_sim.cli.sweep import difference_table, plan, sweep, sweep_table
+from prism_sim.cli.console import Bar, group_of, overview, print_run
+from prism_sim.cli.sweep import plan, sweep
 from prism_sim.output.results import SimResults
 from prism_sim.output.tables import has_polars
 from prism_sim.scenario.scenario import check, load, read_config
@@ -174,7 +175,7 @@ def _run_seeds(
     console = new_console()
     with Bar(console, "simulating") as bar:
         found = compared(against=against, on_run=ran)
-    console.print(sweep_table(found.groups, ["policy"]))
+    console.print(outcome_table(found.groups, ["policy"]))
     console.print(tail_table(found.groups, ["policy"]))
     if rows := found.difference_rows():
         console.print(difference_table(rows, ["policy"]))

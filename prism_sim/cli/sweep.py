@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +13,11 @@ from rich.table import Table
 from prism.cli.terminal import new_console
 from prism.errors import ConfigError
 from prism_replay.cli.options import parse_scales
+from prism_replay.intervals import Interval
+from prism_replay.outcomes import PointOutcome, SeedGroup, difference_rows
 from prism_replay.report.console import new_table
-from prism_replay.report.page import percent
-from prism_sim.cli.console import Bar, tail_table
+from prism_replay.report.outcome_tables import difference_table, outcome_table, shown, tail_table
+from prism_sim.cli.console import Bar
 from prism_sim.cli.options import (
     EXAMPLE,
     Against,
@@ -33,12 +34,9 @@ from prism_sim.cli.options import (
     seeds_of,
     warn_of_policies,
 )
-from prism_sim.sweeps.intervals import Interval, interval
 from prism_sim.sweeps.planning import CapacityPlan, Search, answers, plans, tried_groups
 from prism_sim.sweeps.points import (
     Point,
-    PointOutcome,
-    SeedGroup,
     Store,
     grid,
     refuse_mistakes,
@@ -46,7 +44,6 @@ from prism_sim.sweeps.points import (
     seeded,
     simulate,
 )
-from prism_sim.sweeps.rows import METRICS, Rows, difference_rows
 
 Jobs = Annotated[
     int, typer.Option(help="Number of processes; 0: one per core. Does not change the results.")
@@ -91,12 +88,12 @@ def sweep(
     points = [Point(str(config), {**fixed, **changes}, scales, tables) for changes in all_]
     refuse_mistakes(points)
     outcomes = _run(points, jobs, Store(out / "points", PointOutcome), "sweep")
-    shown = [
+    named = [
         msgspec.structs.replace(outcome, changes=changes)
         for changes, outcome in zip(all_, outcomes, strict=True)
     ]
     groups = [
-        SeedGroup(changes, shown[i * len(each) : (i + 1) * len(each)])
+        SeedGroup(changes, named[i * len(each) : (i + 1) * len(each)])
         for i, changes in enumerate(combinations)
     ]
     from prism_sim.sweeps.pages import write_sweep
@@ -104,7 +101,7 @@ def sweep(
     differences = difference_rows(groups, against)
     write_sweep(out, groups, differences, f"{config.stem}: {' x '.join(varied)}")
     console = new_console()
-    console.print(sweep_table(groups, list(varied)))
+    console.print(outcome_table(groups, list(varied)))
     console.print(tail_table(groups, list(varied)))
     if differences:
         console.print(difference_table(differences, list(varied)))
@@ -190,53 +187,17 @@ def parse_varies(texts: list[str]) -> dict[str, list[Any]]:
     return found
 
 
-def sweep_table(groups: Sequence[SeedGroup], keys: list[str]) -> Table:
-    """Returns a table with a row per group, at the SLO scale nearest to 1."""
-    table = new_table(None, *keys, "TTFT", "TPOT", "E2E", "all", "busy")
-    for group in groups:
-        heads = [str(group.changes[key]) for key in keys]
-        if group.problem:
-            table.add_row(*heads, group.problem.rpartition(": ")[2], "", "", "", "")
-            continue
-        found = [group.attainment(metric) for metric in ("ttft", "tpot", "e2e", "all")]
-        found.append(interval([outcome.busy for outcome in group.outcomes]))
-        many = len(group.outcomes) > 1
-        table.add_row(*heads, *(_shown(value, many=many) for value in found))
-    return table
-
-
-def difference_table(rows: Rows, keys: list[str]) -> Table:
-    """Returns a table of differences at the SLO scale nearest to 1. REQUIRES: there are some."""
-    scales = {row["judged_at"] for row in rows if "judged_at" in row}
-    scale = min(scales, key=lambda scale: abs(float(scale) - 1), default=None)
-    title = f"Difference from {rows[0]['against']} over common seeds, in points"
-    table = new_table(title, *keys, "TTFT", "TPOT", "E2E", "all")
-    for row in rows:
-        heads = [str(row[key]) for key in keys]
-        if row["problem"]:
-            table.add_row(*heads, row["problem"].rpartition(": ")[2], "", "", "")
-        elif row["judged_at"] == scale:
-            names = [f"attainment_{metric}" for metric in METRICS]
-            pairs = [(100 * row[name], 100 * row[f"{name}_ci95"]) for name in names]
-            table.add_row(*heads, *(f"{mean:+.2f} ± {half:.2f}" for mean, half in pairs))
-    return table
-
-
 def plan_table(made: list[CapacityPlan]) -> Table:
     title = f"GPUs for {made[0].target:.0%} {made[0].metric} attainment"
     table = new_table(title, "policy", "GPUs", "attainment", "points tried")
     for found in made:
         gpus = str(found.gpus) if found.gpus is not None else f"{max(found.tried)}+"
         at = found.gpus if found.gpus is not None else max(found.tried)
-        shown = _shown(
+        text = shown(
             Interval(found.attainment, found.half_widths.get(at, 0.0)), many=found.seeds > 1
         )
-        table.add_row(found.policy, gpus, shown, str(len(found.tried)))
+        table.add_row(found.policy, gpus, text, str(len(found.tried)))
     return table
-
-
-def _shown(found: Interval, *, many: bool) -> str:
-    return percent(found.mean) + (f" ± {100 * found.half_width:.1f}" if many else "")
 
 
 def _run(

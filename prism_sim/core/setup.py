@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from prism.errors import ContextLengthError
+from prism.errors import KV_MEMORY_EXCEEDED, ContextLengthError
 from prism.policies.data import Settings, request_kv_tokens, side_kv_tokens
 from prism.policies.knobs import Knobs
 from prism.policies.multiplexing.kv_blocks import KvShape
@@ -14,8 +14,6 @@ from prism_sim.costs.model import CostModel
 
 UNBOUNDED_STEPS = 1 << 40
 UNLIMITED_TOKENS = 1 << 40
-KV_MEMORY_EXCEEDED = "kv_memory_exceeded"
-"""Error code of a request whose KV does not fit on the devices of an idle engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from prism.config.schema.units import encoded
 from prism_replay.results import (
     Counters,
     ReplayResults,
@@ -83,25 +79,6 @@ def results_of(config: SimYaml, world: World, scales: Sequence[float]) -> SimRes
         events=records.events,
         prefix_hits=prefix_hits(records) if config.engine.prefix_reuse else msgspec.UNSET,
     )
-
-
-def write_json(path: Path, found: SimResults | Sequence[msgspec.Struct]) -> None:
-    encoded_ = msgspec.json.encode(found, enc_hook=encoded)
-    path.write_bytes(msgspec.json.format(encoded_, indent=1) + b"\n")
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a column for each key of any row; cells of missing keys are empty."""
-    heads = heads_of(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(heads)
-        writer.writerows([row.get(head, "") for head in heads] for row in rows)
-
-
-def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the keys of all rows, in the order of their first appearance."""
-    return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def as_replay(results: SimResults, records: Records, scales: Sequence[float]) -> ReplayResults:

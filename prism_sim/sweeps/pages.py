@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-
-from prism_replay.report.page import environment, percent
+from prism_replay.outcomes import METRICS, Rows, SeedGroup, seed_rows, sweep_rows
+from prism_replay.report.outcome_page import Contents, write_outcomes
 from prism_replay.report.theme import HALF, SERIES_MAX, draw, legend_below, new_axes, series_color
-from prism_sim.output.results import heads_of, write_csv, write_json
 from prism_sim.sweeps.planning import CapacityPlan, tried_groups
-from prism_sim.sweeps.points import SeedGroup
-from prism_sim.sweeps.rows import METRICS, Rows, seed_rows, sweep_rows
 
 LinePoint = tuple[Any, float, float]
 """x, per cent, half-width of the interval (0: none)."""
@@ -29,47 +25,15 @@ def write_sweep(
     seeds, differences.csv to `out`. The last varied key is the x axis."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     given = Contents(name, outcomes, sweep_rows(groups), seed_rows(groups), differences)
-    _write(out, given, title, figures(groups))
+    write_outcomes(out, given, "prism-sim", title, figures(groups))
 
 
 def write_plans(out: Path, plans: Sequence[CapacityPlan], differences: Rows, title: str) -> None:
     """Writes the same files for a plan."""
     plots = draw({"plan": partial(_plan_figure, plans)})
     seeds = seed_rows(tried_groups(plans))
-    _write(out, Contents("plan", plans, plan_rows(plans), seeds, differences), title, plots)
-
-
-class Contents(NamedTuple):
-    """Contents of the files of one command."""
-
-    name: str
-    # For the JSON.
-    found: Sequence[msgspec.Struct]
-    rows: Rows
-    seeds: Rows
-    differences: Rows
-
-
-def _write(out: Path, given: Contents, title: str, plots: Mapping[str, str]) -> None:
-    write_json(out / f"{given.name}.json", given.found)
-    write_csv(out / f"{given.name}.csv", given.rows)
-    write_csv(out / "seeds.csv", given.seeds)
-    tables = [_table("", given.rows)]
-    if given.differences:
-        write_csv(out / "differences.csv", given.differences)
-        against = given.differences[0]["against"]
-        heading = f"Differences from {against} over common seeds"
-        tables.append(_table(heading, given.differences))
-    else:
-        (out / "differences.csv").unlink(missing_ok=True)
-    template = environment("prism_sim", "prism_replay").get_template("sweep.html")
-    page = template.render(title=title, tables=tables, plots=plots)
-    (out / "report.html").write_text(page, encoding="utf-8")
-
-
-def _table(heading: str, rows: Rows) -> tuple[str, list[str], list[list[str]]]:
-    heads = heads_of(rows)
-    return heading, heads, [[_cell(head, row.get(head)) for head in heads] for row in rows]
+    given = Contents("plan", plans, plan_rows(plans), seeds, differences)
+    write_outcomes(out, given, "prism-sim", title, plots)
 
 
 def plan_rows(plans: Sequence[CapacityPlan]) -> Rows:
@@ -150,11 +114,3 @@ def _attainment_figure(
 
 def _axis_value(value: Any) -> Any:
     return value if isinstance(value, int | float) else str(value)
-
-
-def _cell(head: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if head.startswith("attainment"):
-        return percent(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

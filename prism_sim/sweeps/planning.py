@@ -8,17 +8,9 @@ from typing import Any
 
 import msgspec
 
-from prism_sim.sweeps.intervals import Interval
-from prism_sim.sweeps.points import (
-    Point,
-    PointOutcome,
-    SeedGroup,
-    Store,
-    in_processes,
-    run_points,
-    seeded,
-    simulate,
-)
+from prism_replay.intervals import Interval
+from prism_replay.outcomes import PointOutcome, SeedGroup
+from prism_sim.sweeps.points import Point, Store, in_processes, run_points, seeded, simulate
 
 
 class CapacityPlan(msgspec.Struct, frozen=True):

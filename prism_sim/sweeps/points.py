@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ from prism.config.schema.units import encoded
 from prism.errors import ConfigError, TooLargeError
 from prism.models.files import config_file
 from prism.policies import registry
-from prism_replay.results import Summary
+from prism_replay.outcomes import SCHEMA, PointOutcome
 from prism_sim.cluster.world import World
 from prism_sim.output.results import SimResults, results_of
 from prism_sim.output.tables import TableSource, write_tables
@@ -34,9 +34,7 @@ from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.models import shape_source
 from prism_sim.scenario.scenario import check, load, read_config, resolve
 from prism_sim.scenario.traces import trace_paths
-from prism_sim.sweeps.intervals import Interval, interval
 
-SCHEMA = "prism-sim-point/1"
 SIMULATED = ("config", "models", "policies", "scheduler")
 """Packages of prism that a simulation runs."""
 
@@ -51,48 +49,6 @@ class Point(msgspec.Struct, frozen=True):
     judge: tuple[float, ...] = (1.0,)
     # Folder for the table of its requests; empty: it is not written.
     tables: str = ""
-
-
-class PointOutcome(msgspec.Struct, frozen=True):
-    """Outcome of one point: a summary, or the problem that prevented its simulation, such as a
-    model larger than its GPUs."""
-
-    changes: dict[str, Any]
-    summary: Summary | None = None
-    counts: dict[str, int] = {}
-    busy: float = 0.0
-    problem: str = ""
-    # Path of the table of its requests in `Point.tables`, if that was written.
-    requests: str = ""
-    schema: str = SCHEMA
-
-    def attainment(self, metric: str, scale: str) -> float:
-        """Returns the part of the requests that met `metric` ("ttft", "tpot", "e2e", "all") at an
-        SLO scale; 0 for a point that could not be simulated."""
-        if self.summary is None:
-            return 0.0
-        value = getattr(self.summary.total.attainment[scale], metric)
-        return 0.0 if value is None else float(value)
-
-
-class SeedGroup(NamedTuple):
-    """Outcomes that differ only by their seed."""
-
-    # Changes without the seed.
-    changes: dict[str, Any]
-    outcomes: Sequence[PointOutcome]
-
-    @property
-    def problem(self) -> str:
-        return next((o.problem for o in self.outcomes if o.summary is None), "")
-
-    def attainment(self, metric: str) -> Interval:
-        """Returns the attainment at the SLO scale nearest to 1. Outcomes that could not be
-        simulated count as 0."""
-        summary = self.outcomes[0].summary
-        scales = summary.total.attainment if summary else {"1"}
-        scale = min(scales, key=lambda scale: abs(float(scale) - 1))
-        return interval([o.attainment(metric, scale) for o in self.outcomes])
 
 
 def simulate(point: Point) -> PointOutcome:

@@ -14,11 +14,12 @@ from prism.errors import ConfigError
 from prism.policies import prism, registry
 from prism.policies.data import Action, Activate, Evict, Refuse
 from prism.policies.policy import Policy
+from prism_replay.outcomes import PointOutcome
 from prism_sim.api import run_scenario
 from prism_sim.cluster.world import World
 from prism_sim.scenario.scenario import load
 from prism_sim.sweeps import points
-from prism_sim.sweeps.points import Point, PointOutcome
+from prism_sim.sweeps.points import Point
 from tests.policies.clusters import SETTINGS, active, gpu, model, view
 from tests.policies.installed import importable, install_example, write_package
 from tests.sim.command import call

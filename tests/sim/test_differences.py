@@ -11,8 +11,8 @@ from statistics import fmean
 import pytest
 
 from prism.errors import ConfigError
+from prism_replay.intervals import interval
 from prism_sim import Results, compare
-from prism_sim.sweeps.intervals import interval
 from tests.sim.command import call
 
 CONFIG = """

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from prism.errors import ConfigError
+from prism_replay.outcomes import PointOutcome
 from prism_sim.costs.table import TableCost
 from prism_sim.scenario.scenario import load
 from prism_sim.sweeps import points
-from prism_sim.sweeps.points import Point, PointOutcome
+from prism_sim.sweeps.points import Point
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "own_hardware"
 

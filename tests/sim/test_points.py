@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.errors import ConfigError
+from prism_replay.outcomes import PointOutcome
 from prism_replay.results import Attainment, GroupSummary, Latency, Summary
 from prism_sim.cli import sweep as sweep_cli
 from prism_sim.cli.sweep import parse_vary
 from prism_sim.cluster.world import World
 from prism_sim.sweeps import planning, points
 from prism_sim.sweeps.planning import fewest_gpus
-from prism_sim.sweeps.points import Point, PointOutcome, Store, grid, run_points
+from prism_sim.sweeps.points import Point, Store, grid, run_points
 from tests.sim.command import call
 
 CONFIG = """

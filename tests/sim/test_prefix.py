@@ -17,6 +17,7 @@ from lab.calibration.measured import traces_folder
 from prism.errors import ConfigError
 from prism_replay.formats.reader import read_window
 from prism_replay.formats.rows import ReadOptions
+from prism_replay.results import write_json
 from prism_replay.trace import TraceRequest, read_trace, write_trace
 from prism_sim.cluster.world import World
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
@@ -24,7 +25,7 @@ from prism_sim.core.records import Records
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import ClusterSetup
 from prism_sim.engine.engine import SimEngine
-from prism_sim.output.results import results_of, write_json
+from prism_sim.output.results import results_of
 from prism_sim.scenario.scenario import load
 from tests.sim.clusters import cluster, model, parts, request, work
 from tests.sim.test_conservation import POLICIES, known, setups

@@ -14,12 +14,12 @@ import pytest
 from prism.policies import registry
 from prism.policies.knobs import Knobs
 from prism.scheduler import traffic
+from prism_replay.intervals import interval
 from prism_replay.trace import TraceRequest
 from prism_sim.cluster import view as sim_view
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
 from prism_sim.core.setup import ActivationSettings, ClusterSetup, ModelSetup
-from prism_sim.sweeps.intervals import interval
 from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, work
 
 SEEDS = range(4)

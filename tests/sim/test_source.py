@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from prism_replay.formats.reader import FORMATS
+from prism_replay.outcomes import PointOutcome
 from prism_sim.cli.sim import main
 from prism_sim.scenario.scenario import Scenario, load
 from prism_sim.sweeps import points
-from prism_sim.sweeps.points import Point, PointOutcome
+from prism_sim.sweeps.points import Point
 
 BASE = """
 models:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from prism_sim.sweeps.intervals import interval
+from prism_replay.intervals import interval
 
 EQUAL = 0.02
 """Largest relative difference of figures that count as equal."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from lab.papers.study.findings import UNKNOWN, Findings, Plot, Statement, listed
-from prism_sim.sweeps.intervals import interval
+from prism_replay.intervals import interval
 
 SPACING = 10
 """Difference of two seeds of a study, which may use several traces with consecutive seeds."""

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from lab.papers.ablations import variants as ablations
 from prism.errors import ConfigError
+from prism_replay.outcomes import PointOutcome
 from prism_sim.cluster.world import World
 from prism_sim.core.columns import columns
 from prism_sim.core.records import NEVER, Records
 from prism_sim.output.results import results_of
 from prism_sim.scenario.scenario import Scenario, load
-from prism_sim.sweeps.points import Point, PointOutcome
+from prism_sim.sweeps.points import Point
 
 SERIES_POINTS = 120
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from prism.errors import ConfigError, TooLargeError
+from prism.errors import KV_MEMORY_EXCEEDED, ConfigError, TooLargeError
 from prism.policies.placement import Placement, Unit
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.turns.turn_decode import DecodeDevice
@@ -17,7 +17,7 @@ from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.cluster.turns.turn_prefill import PrefillDevice
 from prism_sim.core.records import ClusterSample, Decision
 from prism_sim.core.request import SimRequest
-from prism_sim.core.setup import KV_MEMORY_EXCEEDED, ModelSetup
+from prism_sim.core.setup import ModelSetup
 from prism_sim.engine.compute import Compute
 
 

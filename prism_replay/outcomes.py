@@ -1,22 +1,67 @@
-"""Rows of the tables over seeds: means, single seeds, and differences between policies."""
+"""Outcomes of one cluster under several policies and seeds, and rows of their tables: means, single
+seeds, and differences between policies."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
-from prism.errors import ContextLengthError
-from prism_sim.core.setup import KV_MEMORY_EXCEEDED
-from prism_sim.sweeps.intervals import interval
-from prism_sim.sweeps.points import PointOutcome, SeedGroup
+from prism.errors import KV_MEMORY_EXCEEDED, ContextLengthError
+from prism_replay.intervals import Interval, interval
+from prism_replay.results import Summary
 
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "all SLOs"}
+SCHEMA = "prism-sim-point/1"
 ENDS = ("unserved", ContextLengthError.code, KV_MEMORY_EXCEEDED)
-"""Error codes of requests."""
-
+"""Error codes of simulated requests."""
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "all SLOs"}
 Rows = list[dict[str, Any]]
+
+
+class PointOutcome(msgspec.Struct, frozen=True):
+    """Outcome of one simulation or replay: a summary, or the problem that prevented it, such as a
+    model larger than its GPUs."""
+
+    changes: dict[str, Any]
+    summary: Summary | None = None
+    counts: dict[str, int] = {}
+    # Mean part of the time in which an engine computed on a GPU; None: not measured.
+    busy: float | None = None
+    problem: str = ""
+    # Path of the table of its requests, if that was written.
+    requests: str = ""
+    schema: str = SCHEMA
+
+    def attainment(self, metric: str, scale: str) -> float:
+        """Returns the part of the requests that met `metric` ("ttft", "tpot", "e2e", "all") at an
+        SLO scale; 0 for a point that could not be simulated."""
+        if self.summary is None:
+            return 0.0
+        value = getattr(self.summary.total.attainment[scale], metric)
+        return 0.0 if value is None else float(value)
+
+
+class SeedGroup(NamedTuple):
+    """Outcomes that differ only by their seed."""
+
+    # Changes without the seed.
+    changes: dict[str, Any]
+    outcomes: Sequence[PointOutcome]
+
+    @property
+    def problem(self) -> str:
+        return next((o.problem for o in self.outcomes if o.summary is None), "")
+
+    def attainment(self, metric: str) -> Interval:
+        """Returns the attainment at the SLO scale nearest to 1. Outcomes that could not be
+        simulated count as 0."""
+        summary = self.outcomes[0].summary
+        scales = summary.total.attainment if summary else {"1"}
+        scale = min(scales, key=lambda scale: abs(float(scale) - 1))
+        return interval([o.attainment(metric, scale) for o in self.outcomes])
 
 
 def sweep_rows(groups: Sequence[SeedGroup]) -> Rows:
@@ -46,6 +91,7 @@ def _measured(outcome: PointOutcome, scale: str) -> dict[str, float | None]:
         "e2e_p99_ms": summary.total.e2e_ms.p99,
         "normalized_latency": summary.total.normalized_latency,
         **msgspec.structs.asdict(summary.total.throughput),
+        "failed": summary.total.requests - summary.total.completed,
         "busy": outcome.busy,
         "activations": outcome.counts.get("active", 0),
         "migrations": outcome.counts.get("migrated", 0),
@@ -118,3 +164,20 @@ def _less(values: Mapping[str, float | None], others: Mapping[str, float | None]
         name: None if value is None or (other := others[name]) is None else value - other
         for name, value in values.items()
     }
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a column for each key of any row; cells of missing keys are empty."""
+    heads = heads_of(rows)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(heads)
+        writer.writerows([row.get(head, "") for head in heads] for row in rows)
+
+
+def heads_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys of all rows, in the order of their first appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prism_sim.sweeps.intervals import Interval, interval, t_quantile
+from prism_replay.intervals import Interval, interval, t_quantile
 from tests.sim.command import call
 
 CONFIG = """
