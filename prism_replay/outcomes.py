@@ -58,10 +58,18 @@ class SeedGroup(NamedTuple):
     def attainment(self, metric: str) -> Interval:
         """Returns the attainment at the SLO scale nearest to 1. Outcomes that could not be
         simulated count as 0."""
+        return interval([o.attainment(metric, self._scale) for o in self.outcomes])
+
+    def judges(self, metric: str) -> bool:
+        """Returns whether any request has an SLO of this metric, or whether this is unknown."""
+        found = [o.summary.total.attainment[self._scale] for o in self.outcomes if o.summary]
+        return not found or any(getattr(each, metric) is not None for each in found)
+
+    @property
+    def _scale(self) -> str:
         summary = self.outcomes[0].summary
         scales = summary.total.attainment if summary else {"1"}
-        scale = min(scales, key=lambda scale: abs(float(scale) - 1))
-        return interval([o.attainment(metric, scale) for o in self.outcomes])
+        return min(scales, key=lambda scale: abs(float(scale) - 1))
 
 
 def sweep_rows(groups: Sequence[SeedGroup]) -> Rows:

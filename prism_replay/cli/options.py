@@ -32,6 +32,13 @@ SloOption = Annotated[
         help="TTFT/TPOT or TTFT/TPOT/E2E in ms, for all models or as MODEL=...; may be repeated.",
     ),
 ]
+Timeout = Annotated[float, typer.Option(help="Timeout of a request, in seconds.", min=0.001)]
+BlockTokens = Annotated[int, typer.Option(help="Tokens per hash id.", min=1)]
+TokenIds = Annotated[str, typer.Option(help="Range of synthetic token ids.")]
+BaseSlosOption = Annotated[
+    Path | None,
+    typer.Option(help="SLOs and execution times of `base-slos`, instead of the trace's SLOs."),
+]
 LengthsOption = Annotated[
     str | None,
     typer.Option(

@@ -15,6 +15,7 @@ from prism.cli.terminal import new_console
 from prism_replay.base_slos import read_base_slos
 from prism_replay.cli import options as opts
 from prism_replay.cli import trace_commands
+from prism_replay.cli.compare import EXAMPLE, compare
 from prism_replay.live.prompts import parse_token_range
 from prism_replay.results import (
     ReplayResults,
@@ -29,10 +30,6 @@ app = new_app(
     "Replay multi-model traces against a live server and report SLO attainment.", "prism-replay"
 )
 INTERRUPTED = 130
-
-Timeout = Annotated[float, typer.Option(help="Timeout of a request, in seconds.", min=0.001)]
-BlockTokens = Annotated[int, typer.Option(help="Tokens per hash id.", min=1)]
-TokenIds = Annotated[str, typer.Option(help="Range of synthetic token ids.")]
 
 
 @app.command(
@@ -52,14 +49,11 @@ def run(
         typer.Option(help="Scales to judge SLOs at: 0.5,1,2. The server gets that nearest to 1."),
     ] = "1",
     seed: opts.Seed = 0,
-    base_slos: Annotated[
-        Path | None,
-        typer.Option(help="SLOs and execution times of `base-slos`, instead of the trace's SLOs."),
-    ] = None,
-    timeout: Timeout = 600.0,
+    base_slos: opts.BaseSlosOption = None,
+    timeout: opts.Timeout = 600.0,
     limit: opts.Limit = None,
-    block_tokens: BlockTokens = 512,
-    token_ids: TokenIds = "100-1000",
+    block_tokens: opts.BlockTokens = 512,
+    token_ids: opts.TokenIds = "100-1000",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Results as JSON.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", "--report", help="One-page report.")
@@ -128,10 +122,10 @@ def base_slos(
         float, typer.Option(help="Idle seconds after a first request, for CUDA graphs.", min=0)
     ] = 10.0,
     seed: opts.Seed = 0,
-    timeout: Timeout = 600.0,
+    timeout: opts.Timeout = 600.0,
     limit: opts.Limit = None,
-    block_tokens: BlockTokens = 512,
-    token_ids: TokenIds = "100-1000",
+    block_tokens: opts.BlockTokens = 512,
+    token_ids: opts.TokenIds = "100-1000",
     logs: Annotated[Path, typer.Option(help="Folder of the servers' logs.")] = Path("logs"),
 ) -> None:
     """Measures each model of the trace alone on its devices, as SLOs of `run --base-slos`.
@@ -174,6 +168,7 @@ def base_slos(
     console.print(f"base SLOs: {out}")
 
 
+app.command(epilog=EXAMPLE)(compare)
 app.add_typer(trace_commands.commands("prism-replay"))
 
 

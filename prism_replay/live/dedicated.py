@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
-import yaml
 
-from prism.config.reader import read_mapping
 from prism.config.resolve import load
-from prism.errors import ConfigError, PrismError
-from prism.serve.background import free_port, serving
+from prism.errors import PrismError
 from prism_replay import transforms
 from prism_replay.base_slos import BaseLatencies, BaseSlos
+from prism_replay.live import variants
 from prism_replay.live.client import Sender, connect, served_models
 from prism_replay.live.prompts import PromptSource
 from prism_replay.live.runner import Observer, Replay, check_served
@@ -30,10 +26,6 @@ from prism_replay.metrics import INTERRUPTED
 from prism_replay.results import GroupSummary, RequestRecord, RunConfig
 from prism_replay.trace import Trace, models_of
 
-MACHINES = ("nodes", "ray")
-# Each measurement has a separate Redis, and one client on this machine.
-LEFT_OUT = ("redis", "cluster_key", "access", "policy")
-LEFT_OUT_OF_FRONTEND = ("host", "port", "admin", "tls_certificate", "tls_key", "shed")
 LEFT_OUT_OF_MODEL = ("replicas", "static_share")
 
 
@@ -63,31 +55,10 @@ def measure(given: Measurement) -> BaseSlos:
 
     Raises ConfigError, ServeFailedError or MeasurementError.
     """
-    data = _data(given.config)
-    known = [model.name for model in load(given.config).models]
-    names = models_of(given.trace)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(
-            f"the trace's models {', '.join(unknown)} are not in {given.config}, which has"
-            f" {', '.join(known)} (`prism-replay convert` renames models)"
-        )
-    found = {name: _measure_model(given, data, name) for name in names}
+    data = variants.read(given.config, given.trace)
+    load(given.config)  # checks it
+    found = {name: _measure_model(given, data, name) for name in models_of(given.trace)}
     return BaseSlos(given.config.name, given.options.trace, found)
-
-
-def _data(path: Path) -> dict[str, Any]:
-    try:
-        data = read_mapping(path)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    several = next((key for key in MACHINES if data.get(key)), None)
-    if several:
-        raise ConfigError(
-            f"{path}: {several}: base SLOs are measured on one machine; give a YAML with `devices`"
-            " of this one"
-        )
-    return data
 
 
 def _measure_model(given: Measurement, data: dict[str, Any], model: str) -> BaseLatencies:
@@ -95,8 +66,7 @@ def _measure_model(given: Measurement, data: dict[str, Any], model: str) -> Base
     own = transforms.window(own, own[0].arrival_s)
     logs = given.logs / model.replace("/", "_")
     with (
-        _yaml_file(given.config, alone(data, model)) as config,
-        serving(config, free_port(), logs, "base-slos") as server,
+        variants.served(given.config, alone(data, model), logs, "base-slos") as server,
         given.observer(model, len(own)) as observer,
     ):
         options = msgspec.structs.replace(given.options, url=server.url, requests=len(own))
@@ -109,11 +79,8 @@ def alone(data: dict[str, Any], model: str) -> dict[str, Any]:
     The policy is "static" as that of the whole YAML may move, evict or copy the model, and
     "dedicated" takes only models on one device.
     """
-    kept = {key: value for key, value in data.items() if key not in LEFT_OUT}
     (own,) = (each for each in data["models"] if each["name"] == model)
-    frontend = _without(data.get("frontend") or {}, LEFT_OUT_OF_FRONTEND)
-    models = [_without(own, LEFT_OUT_OF_MODEL)]
-    return {**kept, "policy": "static", "models": models, "frontend": frontend}
+    return variants.variant(data, "static", [variants.without(own, LEFT_OUT_OF_MODEL)])
 
 
 async def measure_server(
@@ -181,25 +148,3 @@ def _latencies(found: GroupSummary, times_ms: list[float]) -> BaseLatencies:
         execution_ms=statistics.fmean(times_ms),
         executions=len(times_ms),
     )
-
-
-@contextmanager
-def _yaml_file(given: Path, data: dict[str, Any]) -> Iterator[Path]:
-    """Yields a file in the folder of `given`, where the relative paths of `data` start."""
-    try:
-        number, name = tempfile.mkstemp(".yaml", f".{given.stem}-", given.absolute().parent)
-    except OSError as error:
-        raise ConfigError(
-            f"{given}: a YAML with one model cannot be written next to it: {error.strerror}; copy"
-            " it to a writable folder"
-        ) from error
-    try:
-        with os.fdopen(number, "w") as file:
-            yaml.safe_dump(data, file)
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _without(section: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if key not in keys}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -23,11 +24,15 @@ def outcome_table(groups: Sequence[SeedGroup], keys: Sequence[str]) -> Table:
         if group.problem:
             table.add_row(*heads, group.problem.rpartition(": ")[2])
             continue
-        found = [group.attainment(metric) for metric in ("ttft", "tpot", "e2e", "all")]
-        if simulated:
-            found.append(interval([outcome.busy or 0.0 for outcome in group.outcomes]))
         many = len(group.outcomes) > 1
-        table.add_row(*heads, *(shown(value, many=many) for value in found))
+        cells = [
+            shown(group.attainment(metric), many=many) if group.judges(metric) else "-"
+            for metric in METRICS
+        ]
+        if simulated:
+            busy = interval([outcome.busy or 0.0 for outcome in group.outcomes])
+            cells.append(shown(busy, many=many))
+        table.add_row(*heads, *cells)
     return table
 
 
@@ -58,10 +63,14 @@ def difference_table(rows: Rows, keys: Sequence[str]) -> Table:
         if row["problem"]:
             table.add_row(*heads, row["problem"].rpartition(": ")[2], "", "", "")
         elif row["judged_at"] == scale:
-            names = [f"attainment_{metric}" for metric in METRICS]
-            pairs = [(100 * row[name], 100 * row[f"{name}_ci95"]) for name in names]
-            table.add_row(*heads, *(f"{mean:+.2f} ± {half:.2f}" for mean, half in pairs))
+            table.add_row(*heads, *(_difference(row, f"attainment_{metric}") for metric in METRICS))
     return table
+
+
+def _difference(row: Mapping[str, Any], name: str) -> str:
+    if row[name] is None:
+        return "-"
+    return f"{100 * row[name]:+.2f} ± {100 * row[f'{name}_ci95']:.2f}"
 
 
 def shown(found: Interval, *, many: bool) -> str:

@@ -129,7 +129,10 @@ def test_the_yaml_of_one_model_has_no_copies_shares_or_clients(tmp_path: Path) -
     ("changes", "says"),
     [
         ({"models": [{"name": "b", "path": "b"}]}, "a are not in"),
-        ({"ray": "auto", "devices": [{"name": "host:*", "capacity": "16MiB"}]}, "ray: base SLOs"),
+        (
+            {"ray": "auto", "devices": [{"name": "host:*", "capacity": "16MiB"}]},
+            "ray: measurements are on",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
