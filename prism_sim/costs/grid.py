@@ -13,6 +13,8 @@ from prism.errors import ConfigError
 from prism_sim.costs.table import StepTable
 
 SHIPPED = Path(__file__).parent / "data" / "aiconfigurator.json.gz"
+MUXSERVE = SHIPPED.with_name("muxserve.json.gz")
+"""Measured steps of MuxServe's engine, for `cost_files`."""
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,12 +7,18 @@ down.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-BANDWIDTH_SM_SHARE = 0.4
-"""Part of the SMs that saturates memory bandwidth. With 30-50 % of the SMs decode steps are hardly
-slower in MuxServe (Figure 3), while prefill slows down in proportion."""
+Row = tuple[float, ...]
+PER_SHARE: Row = tuple(1 / share for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3))
+"""1 / SM share of the two curves below."""
+COMPUTE_SLOWER: Row = (1.0, 1.06, 1.14, 1.28, 1.42, 1.66, 2.08, 2.68)
+"""Factor on a step that is bound by compute. Fitted, as is the other one, to MuxServe's steps of
+LLaMA on one A100, where the tables have the measured times: docs/costs.md has the errors."""
+BANDWIDTH_SLOWER: Row = (1.0, 1.0, 1.03, 1.04, 1.08, 1.12, 1.28, 1.52)
+"""Factor on a step that is bound by memory bandwidth."""
 
 
 class PromptChunk(NamedTuple):
@@ -28,6 +34,8 @@ class GpuUsage(NamedTuple):
 
     compute: float
     bandwidth: float
+    # (1 / SM share, rising from 1; factor on the step's time there), if measured.
+    slower: tuple[Row, Row] | None = None
 
 
 class CostModel(Protocol):
@@ -78,6 +86,28 @@ def prompt_s(model: CostModel, tokens: int, chunk_tokens: int, context_tokens: i
 
 def slowdown(usage: GpuUsage, sm_share: float) -> float:
     """Returns the factor >= 1 on the time of a step that gets `sm_share` (0..1] of the GPU's SMs.
-    Compute decreases in proportion, bandwidth only below BANDWIDTH_SM_SHARE."""
-    bandwidth_share = min(1.0, sm_share / BANDWIDTH_SM_SHARE)
-    return max(1.0, usage.compute / sm_share, usage.bandwidth / bandwidth_share)
+
+    It is linear in 1 / share between measured shares and below them, as is the time of a step of
+    which a part runs on the SMs of the share and another part does not depend on them.
+    """
+    if usage.slower is not None:
+        return interpolate(*usage.slower, 1 / sm_share)
+    compute, bandwidth = (
+        interpolate(PER_SHARE, curve, 1 / sm_share) for curve in (COMPUTE_SLOWER, BANDWIDTH_SLOWER)
+    )
+    return 1 + max(usage.compute * (compute - 1), usage.bandwidth * (bandwidth - 1))
+
+
+def interpolate(knots: Row, values: Row, x: float) -> float:
+    """Returns the value at x: linear between knots, with the last slope beyond them, and the first
+    value before them."""
+    if x <= knots[0] or len(knots) == 1:
+        return values[0]
+    piece, part = place(knots, x)
+    return values[piece] + part * (values[piece + 1] - values[piece])
+
+
+def place(knots: Row, x: float) -> tuple[int, float]:
+    """Returns the piece of x, and the position of x on it (below 0 or above 1 beyond the ends)."""
+    piece = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
+    return piece, (x - knots[piece]) / (knots[piece + 1] - knots[piece])

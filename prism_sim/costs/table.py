@@ -1,8 +1,8 @@
 """Cost model from a table of measured or computed points, used for all sources.
 
-A step takes host_s + dense(tokens) + prefill attention + decode attention. The dense part depends
-only on the number of tokens in the step. All parts are piecewise linear, so sums over runs of
-decode steps have closed forms.
+A step takes host_s + dense(tokens) + prefill attention + decode attention, and prompt_s if it has
+prompts. The dense part depends only on the number of tokens in the step. All parts are piecewise
+linear, so sums over runs of decode steps have closed forms.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from types import MappingProxyType
 import msgspec
 
 from prism.errors import ConfigError
-from prism_sim.costs.model import GpuUsage, PromptChunk
+from prism_sim.costs.model import GpuUsage, PromptChunk, Row, interpolate, place
 
-Row = tuple[float, ...]
 FAR_TOKENS = float(1 << 20)
 CHUNKS_KEPT = 1 << 14
 
@@ -51,8 +50,16 @@ class StepTable(
     decode_s: tuple[Row, ...]
     # Host time per step that does not overlap with the GPU.
     host_s: float = 0.0
+    # The same of a step with prompts, in addition.
+    prompt_s: float = 0.0
     # Time before a request's first token outside of steps (HTTP, queues), if measured.
     request_s: float = 0.0
+    # SM shares, rising to 1, of the two below. Empty: not measured.
+    sm_shares: Row = ()
+    # sm_prefill[i][j]: factor on the time of a step with prompts, of dense_tokens[i] tokens, with
+    # sm_shares[j] of the SMs; sm_decode: on that of a step of decodes only.
+    sm_prefill: tuple[Row, ...] = ()
+    sm_decode: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:
         _check_axis(self, "dense_tokens", self.dense_tokens)
@@ -73,12 +80,13 @@ class StepTable(
                 " for each of prefill_context"
             )
         windows_s = (value for window in self.window_pair_s for value in window)
-        times_s = (self.host_s, self.request_s, self.pair_s, *windows_s)
+        times_s = (self.host_s, self.prompt_s, self.request_s, self.pair_s, *windows_s)
         if self.tp < 1 or not all(0 <= time_s < math.inf for time_s in times_s):
             raise ConfigError(
-                f"{self.name}: tp must be > 0; host_s, request_s, pair_s and window_pair_s >= 0 and"
-                " finite"
+                f"{self.name}: tp must be > 0; host_s, prompt_s, request_s, pair_s and"
+                " window_pair_s >= 0 and finite"
             )
+        _check_shares(self)
 
     @property
     def name(self) -> str:
@@ -90,6 +98,7 @@ class TableCost:
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
+        self._per_share = tuple(1 / share for share in reversed(table.sm_shares))
         self._token_compute_s = table.dense_s[-1] / table.dense_tokens[-1]
         self._lines: dict[int, _Line] = {}
         self._chunks_s: dict[PromptChunk, float] = {}
@@ -101,7 +110,7 @@ class TableCost:
         tokens = batch + sum([chunk.tokens for chunk in chunks])
         if not tokens:
             return 0.0
-        prefill_s = self._chunks_attention_s(chunks)
+        prefill_s = self._chunks_attention_s(chunks) + (self.table.prompt_s if chunks else 0.0)
         return self._dense_s(tokens) + prefill_s + self._decode_attention_s(batch, context_tokens)
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
@@ -124,10 +133,17 @@ class TableCost:
         compute_s = tokens * self._token_compute_s
         compute_s += self._chunks_attention_s(chunks)
         memory_s = self.table.dense_s[0] + self._decode_attention_s(batch, context_tokens)
-        return GpuUsage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s))
+        slower = self._slower(tokens, prefill=bool(chunks)) if self._per_share else None
+        return GpuUsage(min(1.0, compute_s / total_s), min(1.0, memory_s / total_s), slower)
+
+    def _slower(self, tokens: int, *, prefill: bool) -> tuple[Row, Row]:
+        """Returns the measured curve of `GpuUsage.slower` at these tokens, or at the last ones."""
+        knots = self.table.dense_tokens
+        rows = self.table.sm_prefill if prefill else self.table.sm_decode
+        return self._per_share, _blend(knots, rows, min(tokens, knots[-1]))[::-1]
 
     def _dense_s(self, tokens: int) -> float:
-        return self.table.host_s + _interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
+        return self.table.host_s + interpolate(self.table.dense_tokens, self.table.dense_s, tokens)
 
     def _chunk_s(self, chunk: PromptChunk) -> float:
         """Returns the time of a step of one chunk, cached like the chunks' attention."""
@@ -137,7 +153,8 @@ class TableCost:
                 self._alone_s.clear()
             found = 0.0
             if chunk.tokens:
-                found = self._dense_s(chunk.tokens) + self._chunks_attention_s((chunk,))
+                found = self._dense_s(chunk.tokens) + self.table.prompt_s
+                found += self._chunks_attention_s((chunk,))
             self._alone_s[chunk] = found
         return found
 
@@ -341,35 +358,20 @@ def _from_zero(knots: Row, values: Row) -> tuple[Row, Row]:
     return (0.0, *knots), (max(0.0, values[0] - slope * knots[0]), *values)
 
 
-def _place(knots: Row, x: float) -> tuple[int, float]:
-    """Returns the piece of x, and the position of x on it (below 0 or above 1 beyond the ends)."""
-    piece = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
-    return piece, (x - knots[piece]) / (knots[piece + 1] - knots[piece])
-
-
-def _interpolate(knots: Row, values: Row, x: float) -> float:
-    """Returns the value at x: linear between knots, with the last slope beyond them, and the first
-    value before them."""
-    if x <= knots[0] or len(knots) == 1:
-        return values[0]
-    piece, part = _place(knots, x)
-    return values[piece] + part * (values[piece + 1] - values[piece])
-
-
 def _blend(knots: Row, rows: tuple[Row, ...], x: float) -> Row:
-    """Returns the row at x, interpolated like `_interpolate`."""
+    """Returns the row at x, interpolated like `interpolate`."""
     if x <= knots[0] or len(knots) == 1:
         return rows[0]
-    piece, part = _place(knots, x)
+    piece, part = place(knots, x)
     return tuple(a + part * (b - a) for a, b in zip(rows[piece], rows[piece + 1], strict=True))
 
 
 def _at(knots: Row, columns: Row, rows: tuple[Row, ...], x: float, y: float) -> float:
-    """Returns `_interpolate` at y of the `_blend` at x, computed only from the columns around y."""
+    """Returns `interpolate` at y of the `_blend` at x, computed only from the columns around y."""
     flat = y <= columns[0] or len(columns) == 1
-    column, part = (0, 0.0) if flat else _place(columns, y)
+    column, part = (0, 0.0) if flat else place(columns, y)
     first = x <= knots[0] or len(knots) == 1
-    row, along = (0, 0.0) if first else _place(knots, x)
+    row, along = (0, 0.0) if first else place(knots, x)
     low, high = rows[row], rows[row if first else row + 1]
     left = low[column] + along * (high[column] - low[column])
     if flat:
@@ -393,3 +395,20 @@ def _check_values(
         raise ConfigError(f"{table.name}: {key}: seconds must be >= 0 and finite")
     if any(high < low for row in rows for low, high in pairwise(row)):
         raise ConfigError(f"{table.name}: {key}: more tokens must not take less time")
+
+
+def _check_shares(table: StepTable) -> None:
+    shares, height = table.sm_shares, len(table.dense_tokens)
+    if shares:
+        _check_axis(table, "sm_shares", shares)
+        if shares[0] <= 0 or shares[-1] != 1:
+            raise ConfigError(f"{table.name}: sm_shares: must be above 0 and end at 1")
+    for key, rows in (("sm_prefill", table.sm_prefill), ("sm_decode", table.sm_decode)):
+        if len(rows) != (height if shares else 0) or any(len(row) != len(shares) for row in rows):
+            raise ConfigError(
+                f"{table.name}: {key}: must have a row for each of dense_tokens, with a factor for"
+                " each of sm_shares"
+            )
+        falling = all(low >= high for row in rows for low, high in pairwise(row))
+        if not falling or any(row[-1] != 1 or row[0] == math.inf for row in rows):
+            raise ConfigError(f"{table.name}: {key}: factors must be finite, fall, and end at 1")

@@ -15,11 +15,21 @@ from prism.errors import ConfigError
 from prism_sim.costs.catalog import cost_model, model_shape
 from prism_sim.costs.checkpoint import read_shape
 from prism_sim.costs.gpus import gpu_spec
+from prism_sim.costs.grid import MUXSERVE
 from prism_sim.costs.model import PromptChunk, prompt_s, slowdown
 from prism_sim.costs.roofline import roofline
 from prism_sim.costs.table import StepTable, TableCost
 from tests.costs.tables import BENT
 
+Measured = tuple[str, int, int, int, float, float, float, float]
+MEASURED: tuple[Measured, ...] = (
+    ("llama-7b", 1, 8, 128, 78.33, 11.9, 2.74, 1.46),
+    ("llama-7b", 1, 128, 32, 306.6, 19.67, 2.65, 1.84),
+    ("llama-13b", 2, 16, 256, 299, 16.58, 2.52, 1.31),
+    ("llama-30b", 4, 8, 256, 210.3, 23.88, 2.40, 1.10),
+    ("llama-65b", 4, 8, 128, 219.4, 34.52, 2.33, 1.22),
+    ("llama-65b", 8, 16, 256, 471.2, 32.59, 2.30, 1.01),
+)
 batches = st.integers(1, 80)
 contexts = st.integers(0, 200_000)
 
@@ -87,10 +97,44 @@ def test_prefill_keeps_compute_busy_and_decode_bandwidth() -> None:
     assert prefill.bandwidth < 0.3
     assert decode.bandwidth > 0.6
     assert decode.compute < 0.3
-    # MuxServe, Figure 3: half of the SMs halve prefill's speed and leave decoding as it is
-    assert slowdown(prefill, 0.5) == pytest.approx(2.0, rel=0.1)
-    assert slowdown(decode, 0.5) == 1.0
-    assert slowdown(decode, 0.1) > 2.0
+    # MuxServe's measured steps of this model: 1000 tokens, and 16 requests of 512 tokens.
+    for share, prefill_slower, decode_slower in ((0.3, 2.7, 1.41), (0.5, 1.67, 1.09), (1, 1, 1)):
+        assert slowdown(prefill, share) == pytest.approx(prefill_slower, rel=0.05)
+        assert slowdown(decode, share) == pytest.approx(decode_slower, rel=0.05)
+
+
+@pytest.mark.parametrize("row", MEASURED)
+def test_muxserves_steps_are_as_measured(row: Measured) -> None:
+    """Compares with rows of MuxServe's profile: with all SMs, and factors with 30 % of them."""
+    model, tp, batch, tokens, prefill_ms, decode_ms, *slower_30 = row
+    cost, prompts = cost_model("a100-80", model, tp, files=(MUXSERVE,)), (PromptChunk(tokens),)
+    found = 1000 * cost.step_s(prompts * batch, 0, 0), 1000 * cost.decode_s(batch, batch * tokens)
+    assert found == (pytest.approx(prefill_ms, rel=0.1), pytest.approx(decode_ms, rel=0.1))
+    usages = cost.usage(prompts * batch, 0, 0), cost.usage((), batch, batch * tokens)
+    slower = [slowdown(usage, 0.3) for usage in usages]
+    assert slower == pytest.approx(slower_30, rel=0.1)
+
+
+def test_measured_shares_are_met_and_lie_on_lines_of_one_over_the_share() -> None:
+    rows = ((2.5, 2.0, 1.0),) * 2 + ((3.0, 2.0, 1.0),) * 2
+    measured = {"sm_shares": (0.25, 0.5, 1.0), "sm_prefill": rows, "sm_decode": ((1, 1, 1),) * 4}
+    cost = TableCost(StepTable(**(msgspec.structs.asdict(BENT) | measured)))
+    prompt, decode = cost.usage((PromptChunk(600),), 0, 0), cost.usage((), 8, 800)
+    assert [slowdown(prompt, share) for share in (1.0, 0.5, 0.25)] == [1.0, 2.0, 3.0]
+    assert slowdown(prompt, 1 / 3) == pytest.approx(2.5)
+    assert slowdown(prompt, 0.125) == pytest.approx(5.0)
+    assert slowdown(decode, 0.25) == 1.0
+    between = cost.usage((PromptChunk(36),), 0, 0)
+    assert slowdown(between, 0.25) == pytest.approx(2.75)
+
+
+def test_a_step_with_prompts_has_its_own_host_time() -> None:
+    cost = TableCost(StepTable(**(msgspec.structs.asdict(BENT) | {"prompt_s": 0.5})))
+    chunks = (PromptChunk(10), PromptChunk(10))
+    for of, batch in ((chunks[:1], 0), (chunks, 0), (chunks, 4)):
+        less_s = TableCost(BENT).step_s(of, batch, 400)
+        assert cost.step_s(of, batch, 400) == pytest.approx(less_s + 0.5)
+    assert cost.decode_s(4, 400) == TableCost(BENT).decode_s(4, 400)
 
 
 def test_roofline_against_arithmetic_done_by_hand() -> None:
@@ -153,6 +197,9 @@ def test_more_work_never_takes_less_time(gpu: str) -> None:
         ({"prefill_s": ((0.0, 0.2),)}, "prefill_s"),
         ({"host_s": -1.0}, "host_s"),
         ({"tp": 0}, "tp"),
+        ({"sm_shares": (0.5, 0.9)}, "end at 1"),
+        ({"sm_shares": (0.5, 1.0), "sm_prefill": ((2.0, 1.0),)}, "sm_prefill: must have a row"),
+        ({"sm_shares": (0.5, 1.0), "sm_prefill": ((1.0, 2.0),) * 4}, "sm_prefill: factors"),
     ],
 )
 def test_impossible_tables_are_named(change: dict[str, object], says: str) -> None:

@@ -78,7 +78,8 @@ def test_sm_shares_stretch_what_is_compute_bound() -> None:
     bench.start("prefill", [gpu], 1.0, PREFILL, sm_share=0.5)
     bench.start("decode", [gpu], 1.0, DECODE, sm_share=0.5)
     bench.kernel.run()
-    assert bench.ends_s == {"prefill": pytest.approx(2.0), "decode": pytest.approx(1.0)}
+    # Half of the SMs cost what is bound by compute 1.66 times its time, as MuxServe measured.
+    assert bench.ends_s == {"prefill": pytest.approx(1.66), "decode": pytest.approx(1 + 0.2 * 0.66)}
 
 
 def test_a_job_may_be_cut_short() -> None:
