@@ -21,7 +21,7 @@ def test_fair_parts_are_what_the_requests_ask_for() -> None:
     def holding(*kv_bytes: float) -> TrialOutcome:
         parts = zip("ab", kv_bytes, (30.0, 10.0), strict=True)
         found = {
-            name: ModelMeasure(1, 1, kv_bytes=held, asked_kv_bytes=asked)
+            name: ModelMeasure(1, 1, 1.0, kv_bytes=held, asked_kv_bytes=asked)
             for name, held, asked in parts
         }
         return TrialOutcome({}, models=found)

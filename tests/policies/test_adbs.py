@@ -101,6 +101,16 @@ def test_decodes_share_what_nobody_else_takes() -> None:
     assert jobs(device(engine("a", decode=1), running, sm_free=0.4)) == [("a", DECODE, 0.4)]
 
 
+def test_jobs_may_overlap_beyond_the_device() -> None:
+    """Checks 20 %, as on MuxServe's testbed (`overload_threshold: 2`)."""
+    more = AdbsSettings(overcommit=0.2)
+    view = device(engine("a", decode=1, decode_sm_share=0.9), engine("b", decode=1))
+    assert jobs(view) == [("a", DECODE, 0.9)]
+    choice, _ = adbs.choose(view, adbs.start(view, more), more)
+    assert [(j.model, round(j.sm_share, 6)) for j in choice.jobs] == [("a", 0.9), ("b", 0.3)]
+    assert choice.holds_s > 0
+
+
 def test_shares_may_be_fixed() -> None:
     """Follows SeaLLM §6.2 on MuxServe; the rest of the device stays idle."""
     fixed = AdbsSettings(wider=False)

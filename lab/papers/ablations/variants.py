@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
-from lab.papers.ablations import mlfq, mux_planners, round_robin
+from lab.papers.ablations import mlfq, mux_planners, mux_published, round_robin
 from prism.errors import ConfigError
 from prism.policies import prism, registry
 from prism.policies.admission import fcfs
@@ -109,6 +109,12 @@ VARIANTS: dict[tuple[str, str], Change] = {
     ("muxserve", "unit-rr"): lambda p: replace(p, steps=round_robin.ROUND_ROBIN, **ONE_UNIT),
     ("muxserve", "own-kv"): lambda p: replace(p, **OWN_KV),
     ("muxserve", "temporal"): lambda p: replace(p, steps=temporal.FCFS, **OWN_KV),
+    # MuxServe §4.3, Figure 7
+    ("muxserve", "published"): lambda p: replace(p, search=mux_published.search("muxserve")),
+    ("muxserve", "published-fcfs"): lambda p: replace(
+        p, search=mux_published.search("temporal"), steps=temporal.FCFS
+    ),
+    ("dedicated", "published"): lambda p: replace(p, search=mux_published.search("spatial")),
     # SeaLLM §6.3, Figure 8
     ("seallm", "F"): lambda p: replace(p, steps=temporal.FCFS),
     ("seallm", "M"): lambda p: replace(p, steps=mlfq.control()),
@@ -120,10 +126,11 @@ VARIANTS: dict[tuple[str, str], Change] = {
 KNOBS: dict[tuple[str, str], KnobsChange] = {
     ("qlm-first-idle", "by-deadline"): lambda k: replace(k, qlm=replace(k.qlm, by_deadline=True)),
     # SeaLLM §6.2: "a fixed percentage of computational resources for each LLM service"
+    ("muxserve", "published"): lambda k: replace(k, adbs=mux_published.as_run(k.adbs)),
     ("muxserve", "fixed-sm"): lambda k: replace(k, adbs=replace(k.adbs, wider=False)),
 }
 """Variants that differ from the policy in its knobs."""
-NAMES = (*VARIANTS, *KNOBS)
+NAMES = tuple(dict.fromkeys((*VARIANTS, *KNOBS)))
 
 
 def get(policy: str, variant: str = "", knobs: Knobs = SHIPPED) -> Policy:

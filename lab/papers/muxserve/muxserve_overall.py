@@ -1,4 +1,4 @@
-"""MuxServe's end-to-end results: Figures 5 and 7 (§4.2, §4.3)."""
+"""MuxServe's end-to-end results on synthetic workloads: Figure 5 (§4.2)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from lab.papers.study.lines import (
     outcomes,
     problems,
     rows,
-    study_of,
     up_to,
 )
 from lab.papers.study.tuning import simulated
 
 PUBLISHED_SYNTHETIC = {"throughput": 1.8, "requests": 2.9}
 """Maximum factors over either baseline: throughput, and requests at 99 % SLO attainment (§4.2)."""
-PUBLISHED_CHAT = {"spatial": 1.38, "temporal": 1.46}
-"""Baseline -> maximum factor in throughput (§4.3)."""
 RPS = "throughput (req/s, weighted by rate)"
 SLO = "SLO attainment (%)"
 PER_MODEL = "average rate (req/s per model)"
@@ -55,7 +52,7 @@ def synthetic(lab: Lab) -> Findings:
     if len(shares) > 1:
         steep = max(shares)
         compared.append(
-            highest_attainment(f"alpha {steep:g}: ", shares[steep], "higher", "§4.2, Figure 5")
+            highest_attainment(f", alpha {steep:g}", shares[steep], "higher", "§4.2, Figure 5")
         )
     return Findings(compared, table, plots, [setup.FAIR_TUNED, *tuned.log], problems(every))
 
@@ -109,72 +106,5 @@ def target_rate_ratio(by_alpha: Mapping[float, Lines]) -> float | None:
 
 def highest_attainment(label: str, shares: Lines, said: str, source: str) -> Statement:
     holds, shown = outperforms(shares)
-    what = f"{label}MuxServe's SLO attainment is the highest at every rate"
+    what = f"MuxServe's SLO attainment is the highest at every rate{label}"
     return findings.claim(what, holds, shown, said, source)
-
-
-# --- Figure 7 ------------------------------------------------------------------------------
-
-CHAT_LMSYS = (
-    *((7, 703), (13, 702), (13, 611), (30, 533), (7, 272), (30, 176), (7, 168), (13, 163)),
-    *((13, 159), (65, 116), (13, 100), (13, 94), (7, 84), (65, 75), (65, 68), (30, 65)),
-)
-"""(Size in B, requests) of each model in MuxServe's slice of ChatLMSYS, from its artifact
-(Apache-2.0)."""
-
-
-def chat(lab: Lab) -> Findings:
-    sizes, requests = zip(*CHAT_LMSYS, strict=True)
-    models = setup.models_of([f"llama-{size}b" for size in sizes], [float(n) for n in requests])
-    tuned = setup.tuned_systems(lab)
-    setups: dict[float, str] = {}
-    for rate in lab.pick((1.6, 3.2, 4.8), (0.1, 0.2)):
-        trace = setup.drawn_by_share(lab, models, rate * len(models), lab.pick(60.0, 6.0))
-        setups[rate] = lab.setup(f"rate{rate:g}", setup.cluster(models, 32), trace)
-    points = simulated(lab, setups, setup.SYSTEMS, tuned)
-    rates, shares = lines(points, setup.throughput), lines(points, slo)
-    plots = {
-        "throughput": Plot("ChatLMSYS", PER_MODEL, RPS, rates),
-        "slo": Plot("ChatLMSYS", PER_MODEL, SLO, shares),
-    }
-    return study_of(points, _chat(rates, shares), plots, [setup.FAIR_TUNED, *tuned.log])
-
-
-def _chat(rates: Lines, shares: Lines) -> list[Statement]:
-    source = "§4.3, Figure 7"
-    compared: list[Statement] = []
-    for name, said in PUBLISHED_CHAT.items():
-        what = f"throughput, MuxServe over {name}"
-        best = best_ratio(rates, "muxserve", name)
-        compared.append(findings.factor(f"{what}, at most", best, said, source))
-    compared.append(highest_attainment("", shares, "always", source))
-    return [*compared, temporal_is_worst(rates, shares, source)]
-
-
-def temporal_is_worst(rates: Lines, shares: Lines, source: str) -> Statement:
-    """Compares temporal sharing at 4.8 req/s per model, which the paper calls "quite bad".
-
-    The statement is read as: worse than both others in both measures.
-    """
-    x = rates["temporal"][-1][0]
-    values = [
-        {name: y for name, line in found.items() if (y := line[-1][1]) is not None}
-        for found in (rates, shares)
-    ]
-    holds = None
-    if all(len(by_name) == len(setup.SYSTEMS) for by_name in values):
-        holds = all(
-            findings.is_worse(v["temporal"], v[name])
-            for v in values
-            for name in v
-            if name != "temporal"
-        )
-    ours = {
-        f"{unit} {name}": v
-        for unit, by_name in zip(("req/s", "% SLO attainment"), values, strict=True)
-        for name, v in by_name.items()
-    }
-    what = (
-        f"temporal is worse than both others at {x:g} req/s per model, in throughput and attainment"
-    )
-    return findings.claim(what, holds, ours, '"quite bad"', source)

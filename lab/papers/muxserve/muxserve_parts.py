@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from lab.papers.muxserve import muxserve_setup as setup
@@ -25,11 +24,8 @@ from lab.papers.study.lines import (
 )
 from lab.papers.study.trial import TrialOutcome
 from lab.papers.study.tuning import Systems, simulated
-from prism_replay.lengths import SHAREGPT, Lengths
+from prism_replay.lengths import SHAREGPT
 
-SLOWER_HOST = "20ms"
-"""Host time of a step in an ablation: an assumption for engines of 2024."""
-ON_SLOWER = {"engine.host": SLOWER_HOST}
 LESS_MEMORY = "48GB"
 """Memory of a GPU in ablations."""
 TIGHT = {"gpus.memory": LESS_MEMORY}
@@ -66,7 +62,7 @@ def placement(lab: Lab) -> Findings:
         models = setup.models_of([f"llama-{size}b" for size in sizes], shares)
         setups: dict[float, str] = {}
         for rate in lab.pick(RATES_RPS, (2.0,)):
-            trace = setup.drawn_by_share(lab, models, rate, lab.pick(30.0, 6.0))
+            trace = setup.drawn_by_share(lab, models, rate, lab.pick(30.0, 15.0))
             setups[rate] = lab.setup(f"{gpus}-gpus-{rate:g}", setup.cluster(models, gpus), trace)
         points = simulated(lab, setups, PLACED)
         found[label] = lines(points, setup.throughput)
@@ -160,12 +156,11 @@ def scheduling(lab: Lab) -> Findings:
     """
     short = {u: _unit(lab, u, lab.pick(40.0, 8.0), f"unit-{u}") for u in UNITS}
     long = {u: _unit(lab, u, lab.pick(120.0, 8.0), f"unit-{u}-long") for u in UNITS}
-    points, slow = simulated(lab, short, ORDERS), simulated(lab, short, ORDERS, changes=ON_SLOWER)
-    full = simulated(lab, long, ORDERS)
+    points, full = simulated(lab, short, ORDERS), simulated(lab, long, ORDERS)
     less = simulated(lab, {"a": long["a"]}, ORDERS, changes=TIGHT)
     source, compared = "§4.4, Figure 10", []
     for unit in UNITS:
-        compared += _rates(unit, points[unit], slow[unit], source)
+        compared += _rates(unit, points[unit], source)
         compared.append(fairness(unit, full[unit], source))
         if compared[-1].agrees is False and unit in less:
             what = f"({unit}) distance from the fair parts, next best over ADBS"
@@ -174,8 +169,7 @@ def scheduling(lab: Lab) -> Findings:
     return study_of(points, compared, _scheduled(points, full), [setup.FAIR])
 
 
-def _rates(unit: str, found: Orders, slow: Orders, source: str) -> list[Statement]:
-    """Compares throughputs. `slow` has the outcomes with more host time per step."""
+def _rates(unit: str, found: Orders, source: str) -> list[Statement]:
     rates, said = {name: _completed(o) for name, o in found.items()}, PUBLISHED_RPS[unit]
     what = f"({unit}) throughput (req/s)"
     compared = [findings.order(what, rates, tuple(said), source)]
@@ -183,10 +177,6 @@ def _rates(unit: str, found: Orders, slow: Orders, source: str) -> list[Statemen
         ratio = findings.ratio(rates["adbs"], rates[name])
         what = f"({unit}) throughput, ADBS over {name}"
         compared.append(findings.factor(what, ratio, said["adbs"] / said[name], source))
-        if compared[-1].agrees is False:
-            changed = findings.ratio(_completed(slow["adbs"]), _completed(slow[name]))
-            what = f"{what}, {SLOWER_HOST} of host time in each step"
-            compared.append(findings.cause(what, ratio, changed))
     return compared
 
 
@@ -203,21 +193,12 @@ def _scheduled(points: Points, full: Points) -> dict[str, Plot]:
 def _unit(lab: Lab, unit: str, seconds: float, name: str) -> str:
     parts = UNITS[unit]
     models = [setup.PopularModel(f"{s}-{i}", s, i, float(r)) for i, (s, r, _) in enumerate(parts)]
-    longer = {m.name: lengths(x) for m, (_, _, x) in zip(models, parts, strict=True)}
+    longer = {
+        m.name: setup.longer(SHAREGPT, x, x) for m, (_, _, x) in zip(models, parts, strict=True)
+    }
     rate_rps = sum(r for _, r, _ in parts) * lab.pick(1.0, 0.1)
     return lab.setup(
         name, setup.cluster(models, 4), setup.drawn_by_share(lab, models, rate_rps, seconds, longer)
-    )
-
-
-def lengths(times: float) -> Lengths:
-    """Returns ShareGPT's lengths multiplied by `times`."""
-    return replace(
-        SHAREGPT,
-        input_median=SHAREGPT.input_median * times,
-        input_max=2048,
-        output_median=SHAREGPT.output_median * times,
-        output_max=2048,
     )
 
 

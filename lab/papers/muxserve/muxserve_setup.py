@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from lab.papers.study.trial import TrialOutcome
 from lab.papers.study.tuning import ONE_POLICY, RULE, Tuned, tune, tuning_lab
 from prism_replay.generators.base import generate
 from prism_replay.generators.steady import SteadyConfig, renewals
-from prism_replay.lengths import LengthSource, requests_at
+from prism_replay.lengths import Lengths, LengthSource, requests_at
 from prism_replay.trace import Trace, TraceRequest
+from prism_sim.costs.grid import MUXSERVE
 
 SLO_SCALE = 8.0
 CONTEXT = 8192
@@ -95,13 +96,29 @@ def drawn_by_share(
     return _with_slos(sorted(trace, key=lambda r: r.timestamp), models)
 
 
+def longer(given: Lengths, inputs: float, outputs: float) -> Lengths:
+    """Returns the lengths multiplied by these factors, of at most 2048 tokens."""
+    return replace(
+        given,
+        input_median=given.input_median * inputs,
+        input_max=2048,
+        output_median=given.output_median * outputs,
+        output_max=2048,
+    )
+
+
 def _with_slos(trace: Trace, models: Sequence[PopularModel]) -> Trace:
-    return with_slos(trace, {m.name: (m.shape, DEGREES[m.shape]) for m in models}, SLO_SCALE)
+    shapes = {m.name: (m.shape, DEGREES[m.shape]) for m in models}
+    return with_slos(trace, shapes, SLO_SCALE, costs=(MUXSERVE,))
 
 
 def cluster(models: Sequence[PopularModel], gpus: int) -> dict[str, Any]:
-    """Returns a setup with nodes of 8 GPUs. Only the E2E SLO counts; the others are loose."""
+    """Returns a setup with nodes of 8 GPUs and the measured steps of MuxServe's engine.
+
+    Only the E2E SLO counts; the others are loose.
+    """
     return {
+        "cost_files": [str(MUXSERVE)],
         "gpus": {"type": GPU, "count": gpus, "nodes": max(1, gpus // 8), "engines": 32},
         "models": [
             {"name": m.name, "shape": m.shape, "tp": DEGREES[m.shape], "context_length": CONTEXT}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from msgspec import structs
 
 from lab.papers.prism.prism_setup import E2E_MODELS, ENGINE, model_names
 from lab.papers.study import findings
@@ -144,11 +145,8 @@ PUBLISHED: dict[str, tuple[float, float]] = {
 BETTER = ("mean end to end (s)", "P95 end to end (s)", "mean TTFT (ms)", "mean TPOT (ms)")
 """Figures in which MuxServe++ is better, whose factor is compared as well."""
 SOURCE = "Table 5 (A.2)"
-CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "with fixed shares of the compute": ("fixed-sm", {}),
-    "with 20ms of host time in each step": ("", {"engine.host": "20ms"}),
-}
-"""Description -> (variant, changes) of an ablation of MuxServe."""
+FIXED = "with fixed shares of the compute"
+"""Ablation of MuxServe."""
 
 
 def calibration(lab: Lab) -> Findings:
@@ -156,10 +154,7 @@ def calibration(lab: Lab) -> Findings:
     config["generate"]["seconds"] = lab.pick(600, 30)
     path = lab.write("calibration", config)
     trials = {name: Trial(path, {"policy": name, "seed": lab.seed}) for name in SYSTEMS}
-    trials |= {
-        what: Trial(path, {"policy": "muxserve", "seed": lab.seed, **changes}, variant=variant)
-        for what, (variant, changes) in CHANGES.items()
-    }
+    trials[FIXED] = structs.replace(trials["muxserve"], variant="fixed-sm")
     found = dict(zip(trials, lab.run(list(trials.values()), "calibration"), strict=True))
     ours = {name: _figures(one) for name, one in found.items()}
     plots = {}
@@ -198,14 +193,8 @@ def _compared(ours: dict[str, dict[str, float | None]]) -> list[Statement]:
         said = f"{what}, muxserve++ better"
         compared.append(findings.factor(said, factor, plain / plus, SOURCE))
         if not compared[-1].agrees:
-            compared += [
-                findings.cause(
-                    f"{said}: muxserve {change}",
-                    factor,
-                    findings.ratio(ours[change][what], ours["muxserve++"][what]),
-                )
-                for change in CHANGES
-            ]
+            changed = findings.ratio(ours[FIXED][what], ours["muxserve++"][what])
+            compared.append(findings.cause(f"{said}: muxserve {FIXED}", factor, changed))
     return compared
 
 

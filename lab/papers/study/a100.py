@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -22,18 +23,24 @@ def slo(found: TrialOutcome) -> float | None:
 
 
 def with_slos(
-    trace: Trace, models: Mapping[str, tuple[str, int]], scale: float, *, of_mean: bool = False
+    trace: Trace,
+    models: Mapping[str, tuple[str, int]],
+    scale: float,
+    *,
+    of_mean: bool = False,
+    costs: tuple[Path, ...] = (),
 ) -> list[TraceRequest]:
     """Returns the trace with E2E SLOs of `scale` times the execution time on an idle engine.
 
     Args:
         models: Name -> (shape, TP degree).
         of_mean: Scales the mean of the model's requests instead of the request's own time.
+        costs: Files of step costs.
     """
-    costs = {name: cost_model(GPU, shape, tp) for name, (shape, tp) in models.items()}
+    found = {n: cost_model(GPU, shape, tp, files=costs) for n, (shape, tp) in models.items()}
     alone_s: dict[str, list[float]] = {}
     for r in trace:
-        found_s = execution_s(costs[r.model], r.input_length, r.output_length, CHUNK_TOKENS)
+        found_s = execution_s(found[r.model], r.input_length, r.output_length, CHUNK_TOKENS)
         alone_s.setdefault(r.model, []).append(found_s)
     if of_mean:
         alone_s = {name: [sum(each) / len(each)] * len(each) for name, each in alone_s.items()}

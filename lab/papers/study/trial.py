@@ -32,6 +32,8 @@ class ModelMeasure(msgspec.Struct, frozen=True):
     requests: int
     in_window: int
     """Number of requests that finished before the last arrival of the trace."""
+    ended_s: float
+    """Time of the last end."""
     kv_bytes: float
     """Mean KV memory until the last arrival."""
     asked_kv_bytes: float = 0.0
@@ -108,8 +110,8 @@ def simulate(trial: Trial) -> TrialOutcome:
 
 def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
     """Returns the measures of the models with requests, in the order of the setup."""
-    work, table = scenario.work, columns(records)
-    ended = np.array(records.end_s) <= work.end_s
+    work, table, end_s = scenario.work, columns(records), np.array(records.end_s)
+    ended = end_s <= work.end_s
     tokens = np.array(work.prompt_tokens) + np.array(work.output_tokens)
     samples = [sample for sample in records.samples if sample.time_s <= work.end_s]
     found = {}
@@ -121,6 +123,7 @@ def _models(scenario: Scenario, records: Records) -> dict[str, ModelMeasure]:
         found[name] = ModelMeasure(
             requests=int(chosen.sum()),
             in_window=int((chosen & table.ok & ended).sum()),
+            ended_s=float(end_s[chosen].max()),
             kv_bytes=float(np.mean(held)),
             asked_kv_bytes=float(tokens[chosen].sum()) * scenario.setup.models[index].token_bytes,
         )

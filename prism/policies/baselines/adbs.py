@@ -42,6 +42,8 @@ class AdbsSettings:
     # True: decodes share all remaining compute. False: each keeps its candidate's share, as
     # SeaLLM §6.2 says of MuxServe.
     wider: bool = True
+    # Compute that jobs may take together in addition to all of it.
+    overcommit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def choose(
     prefilling = any(Phase.PREFILL in e.busy for e in view.engines)
     prefill = None if prefilling else _next_prefill(view, state, settings)
     jobs: list[StepJob] = []
-    sm_free = view.sm_free
+    sm_free = view.sm_free + settings.overcommit
     if prefill is not None:
         if prefill.sm_share > sm_free + ROUNDING:
             return StepChoice(()), state
@@ -101,7 +103,7 @@ def choose(
     decodes = _decodes(view, state.last_decode, sm_free, wider)
     if decodes and len(decodes) < _ready(view):
         state = replace(state, last_decode=decodes[-1].model)
-    holds_s = 0.0 if prefilling or jobs else _holds_s(view, state, decodes, wider)
+    holds_s = 0.0 if prefilling or jobs else _holds_s(view, state, decodes, wider, settings)
     return StepChoice((*jobs, *decodes), holds_s), state
 
 
@@ -188,7 +190,11 @@ def _decodes(view: DeviceStepView, last: str, sm_free: float, wider: float) -> l
 
 
 def _holds_s(
-    view: DeviceStepView, state: AdbsState, decodes: Sequence[StepJob], wider: float
+    view: DeviceStepView,
+    state: AdbsState,
+    decodes: Sequence[StepJob],
+    wider: float,
+    settings: AdbsSettings,
 ) -> float:
     """Returns the time for which the decodes can be repeated.
 
@@ -197,7 +203,8 @@ def _holds_s(
     """
     whole = {e.model: min(e.decode_sm_share * wider, 1.0) for e in view.engines}
     reduced = any(job.sm_share < whole[job.model] - ROUNDING for job in decodes)
-    if reduced or len(decodes) < _ready(view) or _decode_shares(view) > 1.0 + ROUNDING:
+    most = 1.0 + settings.overcommit + ROUNDING
+    if reduced or len(decodes) < _ready(view) or _decode_shares(view) > most:
         return 0.0
     return max(0.0, state.adapt_at_s - view.now_s)
 
