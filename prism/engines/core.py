@@ -71,7 +71,8 @@ class EngineContext:
 class StepOutput:
     chunks: list[Chunk] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    # True if there is more to compute: the worker steps again without waiting for messages.
+    # True if there is more to compute: the worker steps again without waiting for messages. False
+    # if all open requests are paused.
     busy: bool = False
 
 
@@ -105,6 +106,19 @@ class EngineCore(Protocol):
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Stops these requests; each yields a last Chunk with finish_reason "cancelled".
         Unknown ids are ignored."""
+
+    def pause(self, request_ids: Sequence[str]) -> None:
+        """Takes these requests out of the next steps, until they are resumed. Unknown ids are
+        ignored.
+
+        A paused request keeps its KV, and its place among the `max_running`. Its prompt is not
+        started, or not continued. It can be cancelled and exported. If a step finds no room, paused
+        requests are retracted before running ones, the one paused last first; so they are if
+        nothing runs, and a prompt finds no room. They then compute their KV again once resumed.
+        """
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        """Continues paused requests; their tokens are those without a pause. Others are ignored."""
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         """Stops and forgets all requests that are not cancelled, and returns them with their

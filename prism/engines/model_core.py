@@ -33,6 +33,19 @@ class ModelScheduler(Protocol):
 
     retractions_total: int
 
+    def pause(self, rids: Sequence[str]) -> None:
+        """Takes requests out of the next steps, with their KV."""
+
+    def resume(self, rids: Sequence[str]) -> None:
+        """Continues paused requests."""
+
+
+class RunningLike(Protocol):
+    """A running request."""
+
+    @property
+    def request(self) -> Request: ...
+
 
 class ActiveModelLike(Protocol):
     """The active model, with the engine's own objects."""
@@ -61,7 +74,7 @@ class ActiveModelLike(Protocol):
 
 M = TypeVar("M", bound=ModelMemory)
 A = TypeVar("A", bound=ActiveModelLike)
-R = TypeVar("R")
+R = TypeVar("R", bound=RunningLike)
 
 
 class ModelCore(ABC, Generic[M, A, R]):
@@ -72,8 +85,7 @@ class ModelCore(ABC, Generic[M, A, R]):
     varies with its requests. Thread rule: one thread.
     """
 
-    # Class of the memory, and the plan of a model's memory; keyword arguments as of
-    # `model_memory.plan`.
+    # Class of a model's memory, and its plan, with keyword arguments as of `model_memory.plan`.
     memory_class: ClassVar[Callable[..., Any]]
     plan: ClassVar[Callable[..., MemoryPlan]]
 
@@ -203,20 +215,10 @@ class ModelCore(ABC, Generic[M, A, R]):
         except Exception as error:  # noqa: BLE001
             if isinstance(error, SelfCheckError):
                 memory.weights.discard_copy(str(error))
-            failed = self._activation_error(order, error)
+            failed = _activation_error(order, error, self._reason)
             error.__traceback__ = None
         self._take_down(memory, served=False)
         raise failed
-
-    def _activation_error(self, order: ActivateEngine, error: Exception) -> ActivationError:
-        """Returns the error with the model's name and the reason. An ActivationError has both."""
-        if isinstance(error, ActivationError):
-            return type(error)(str(error), error.missing_bytes)
-        name = order.model.name
-        # Logged as text, since a record with the traceback would keep the model's tensors alive.
-        trace = "".join(traceback.format_exception(error))
-        log.warning("model %s could not be loaded\n%s", name, trace)
-        return ActivationError(f"model {name} could not be loaded: {self._reason(error)}")
 
     def deactivate(self) -> None:
         active = self._active
@@ -254,6 +256,19 @@ class ModelCore(ABC, Generic[M, A, R]):
                 self._totals.prompt_tokens += len(request.prompt_ids)
             except RequestError as error:
                 self._ended.failures.append(failure(request, error))
+
+    def pause(self, request_ids: Sequence[str]) -> None:
+        if self._active is not None:
+            self._active.scheduler.pause(self._rids_of(request_ids))
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        if self._active is not None:
+            self._active.scheduler.resume(self._rids_of(request_ids))
+
+    def _rids_of(self, request_ids: Sequence[str]) -> list[str]:
+        """Returns the engine-local ids of open requests that are not cancelled."""
+        wanted = set(request_ids)
+        return [rid for rid, running in self._by_rid.items() if running.request.id in wanted]
 
     def handing_over(self) -> bool:
         return self._active is not None and self._active.memory.kv.open_offers() > 0
@@ -312,3 +327,16 @@ class ModelCore(ABC, Generic[M, A, R]):
         if self._active is None:
             raise RuntimeError("no model is active")
         return self._active
+
+
+def _activation_error(
+    order: ActivateEngine, error: Exception, reason: Callable[[Exception], str]
+) -> ActivationError:
+    """Returns the error with the model's name and the reason. An ActivationError has both."""
+    if isinstance(error, ActivationError):
+        return type(error)(str(error), error.missing_bytes)
+    name = order.model.name
+    # Logged as text, since a record with the traceback would keep the model's tensors alive.
+    trace = "".join(traceback.format_exception(error))
+    log.warning("model %s could not be loaded\n%s", name, trace)
+    return ActivationError(f"model {name} could not be loaded: {reason(error)}")

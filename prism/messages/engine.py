@@ -38,6 +38,18 @@ class Export(Wire, frozen=True):
     targets: tuple[str, ...] | None = ()
 
 
+class PauseRequests(Wire, frozen=True):
+    """Order to take requests out of the next steps. They keep their KV. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class ResumeRequests(Wire, frozen=True):
+    """Order to continue paused requests."""
+
+    request_ids: list[str]
+
+
 class SetLimit(Wire, frozen=True):
     """Order to change the limit of KV memory."""
 
@@ -48,7 +60,8 @@ class Shutdown(Wire, frozen=True):
     """Order to finish nothing, free everything and exit with code 0."""
 
 
-ToEngine = ActivateEngine | Deactivate | Submit | Cancel | Export | SetLimit | Shutdown
+_Order = ActivateEngine | Deactivate | Export | SetLimit | Shutdown
+ToEngine = _Order | Submit | Cancel | PauseRequests | ResumeRequests
 
 # --- engine -> agent -----------------------------------------------------------------------
 

@@ -254,7 +254,9 @@ SEAMS: dict[str, str | None] = {
     "managers.scheduler:Scheduler.process_batch_result": "self, batch, result",
     "managers.scheduler:Scheduler.process_input_requests": "self, recv_reqs",
     "managers.scheduler:Scheduler._add_request_to_queue": "self, req, is_retracted",
+    "managers.scheduler:Scheduler._release_aborted_request": "self, req",
     "managers.scheduler:Scheduler.abort_request": "self, recv_req",
+    "managers.scheduler:Scheduler.can_schedule_lora_req": "self, req, running_loras",
     "managers.scheduler:Scheduler.is_fully_idle": "self, for_health_check, ignore_waiting",
     "managers.scheduler:Scheduler.on_idle": "self",
     "managers.scheduler:Scheduler.release_host_resources": "self",
@@ -262,6 +264,8 @@ SEAMS: dict[str, str | None] = {
     "managers.schedule_batch:Req.output_ids_through_stop": None,
     "managers.schedule_batch:Req.init_next_round_input": "self, tree_cache, cow_mamba",
     "managers.schedule_batch:ScheduleBatch.check_decode_mem": "self, selected_indices",
+    "managers.schedule_batch:ScheduleBatch.merge_batch": "self, other",
+    "sampling.sampling_batch_info:SamplingBatchInfo.from_schedule_batch": "batch, vocab_size",
     "managers.schedule_batch:Modality.IMAGE": None,
     "managers.schedule_batch:MultimodalDataItem.set_identity": "self, identity",
     "managers.schedule_batch:MultimodalInputs": None,
@@ -269,9 +273,7 @@ SEAMS: dict[str, str | None] = {
         "spatial_merge_size, image_token_id, video_token_id, vision_start_token_id, model_type, "
         "tokens_per_second, input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, **kwargs"
     ),
-    "managers.schedule_batch:FINISH_ABORT": None,
-    "managers.schedule_batch:FINISH_LENGTH": None,
-    "managers.schedule_batch:FINISH_MATCHED_TOKEN": None,
+    **{f"managers.schedule_batch:FINISH_{w}": None for w in ("ABORT", "LENGTH", "MATCHED_TOKEN")},
     "managers.io_struct:AbortReq": None,
     "managers.io_struct:TokenizedEmbeddingReqInput": None,
     "managers.io_struct:TokenizedGenerateReqInput": None,
@@ -578,10 +580,8 @@ def test_what_grammars_and_log_probabilities_rest_on() -> None:
     least = inspect.getsource(resolve("sampling.penaltylib:BatchedMinNewTokensPenalizer"))
     assert "self.len_output_tokens += 1" in least
     # All attributes of a request's tokenizer that SGLang uses without stop strings.
-    assert set(re.findall(r"req\.tokenizer\.(\w+)", least)) == {
-        "additional_stop_token_ids",
-        "eos_token_id",
-    }
+    found = set(re.findall(r"req\.tokenizer\.(\w+)", least))
+    assert found == {"additional_stop_token_ids", "eos_token_id"}
 
 
 def test_what_images_rest_on() -> None:

@@ -76,10 +76,15 @@ class ElasticScheduler(Scheduler):  # type: ignore[misc]
                 # wait for it.
                 self._pool.ask_for(short, max(0, self._waiting_blocks() - count))
             elif short:
-                self._pool.find(short)
+                self._find_room(count, short)
             return count
 
         coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+
+    def _find_room(self, count: int, short: int) -> None:
+        """Takes the `short` missing ones of `count` blocks that a running request needs, if other
+        engines give them."""
+        self._pool.find(short)
 
     def _waiting_blocks(self) -> int:
         """Returns the blocks of the waiting requests that could run if there were room."""

@@ -2,7 +2,8 @@
 
 A sequence computes the KV of its tokens: prefill in chunks, then one token per step. When all are
 computed, it produces the next token. If a sequence finds no free block for its next token, the
-newest sequence is retracted: it returns to the head of the queue and keeps its output.
+sequence that was paused last is retracted, then the newest one: it returns to the head of the queue
+and keeps its output.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from prism.engines.fake.tokens import seed_of, token_at
 from prism.engines.request_checks import check_images, failure
 from prism.errors import BadRequestError, EngineError
 from prism.messages.engine import ActivateEngine
+from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Chunk, Failure, Request, Resume
 from prism.models.prefill_speed import Speeds
 
@@ -94,39 +96,44 @@ class FakeBatch:
         self.max_running = min(order.max_running, engine.max_running)
         self._waiting: deque[FakeSequence] = deque()
         self._running: list[FakeSequence] = []
+        self._paused: list[FakeSequence] = []  # the one paused last is last
         self._rejected: list[Failure] = []
         self._cancelled: list[FakeSequence] = []
         self._due_s = 0.0  # planned end of the last step; 0: nothing runs
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if (rejection := self._rejection(request)) is not None:
+            if (rejection := _rejection(request, self._model)) is not None:
                 self._rejected.append(rejection)
                 continue
             self._totals.prompt_tokens += len(request.prompt_ids)
             self._waiting.append(_sequence(request))
 
-    def _rejection(self, request: Request) -> Failure | None:
-        """Returns why a request can never run."""
-        try:
-            check_images(request, self._model)
-        except BadRequestError as error:
-            return failure(request, error)
-        if (rejection := reject_unsupported(request)) is not None:
-            return rejection
-        tokens = len(request.prompt_ids) + request.sampling.max_tokens
-        excess = tokens - self._model.context_length
-        return _too_long(request, excess) if excess > 0 or not request.prompt_ids else None
-
     def cancel(self, request_ids: Sequence[str]) -> None:
         ids = set(request_ids)
-        gone = [s for s in (*self._waiting, *self._running) if s.request.id in ids]
+        sequences = (*self._waiting, *self._running, *self._paused)
+        gone = [s for s in sequences if s.request.id in ids]
         for sequence in gone:
             self._drop(sequence)
         self._cancelled += gone
 
+    def pause(self, request_ids: Sequence[str]) -> None:
+        ids = set(request_ids)
+        named = [s for s in (*self._waiting, *self._running) if s.request.id in ids]
+        for sequence in named:
+            self._take_out(sequence)
+        self._paused += named
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        ids = set(request_ids)
+        named = [s for s in self._paused if s.request.id in ids]
+        for sequence in named:
+            self._take_out(sequence)
+        self._running += [s for s in named if s.blocks]
+        self._waiting.extendleft(s for s in reversed(named) if not s.blocks)
+
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
-        sequences = (*self._running, *self._waiting)
+        sequences = (*self._running, *self._waiting, *self._paused)
         return [self._export(sequence, targets) for sequence in sequences]
 
     def _export(self, sequence: FakeSequence, targets: Sequence[str] | None) -> Request:
@@ -154,24 +161,33 @@ class FakeBatch:
 
     def figures(self) -> dict[str, Any]:
         """Returns the model's part of EngineStatus."""
+        everyone = (*self._waiting, *self._running, *self._paused)
+        running = len(self._running) + self._held()
         return {
             **self.memory.figures(busy=bool(self._running)),
             "model": self._model.name,
-            "running": len(self._running),
-            "waiting": len(self._waiting),
-            "pending_prefill_tokens": sum(s.prefill_left for s in (*self._waiting, *self._running)),
+            "running": running,
+            "waiting": len(everyone) - running,
+            "pending_prefill_tokens": sum(s.prefill_left for s in everyone),
             **self._speeds.figures(),
         }
 
     # --- one step --------------------------------------------------------------------------
 
     def _drop(self, sequence: FakeSequence) -> None:
-        """Removes a sequence from the batch or the queue; its blocks go to the prefix cache."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+        """Removes a sequence; its blocks go to the prefix cache."""
+        self._take_out(sequence)
         self._release(sequence)
+
+    def _take_out(self, sequence: FakeSequence) -> None:
+        """Removes a sequence with its blocks from the batch, the queue or the paused ones."""
+        places: tuple[deque[FakeSequence] | list[FakeSequence], ...]
+        places = (self._running, self._paused, self._waiting)
+        next(place for place in places if sequence in place).remove(sequence)
+
+    def _held(self) -> int:
+        """Returns the number of paused sequences that have KV."""
+        return sum(bool(s.blocks) for s in self._paused)
 
     def _release(self, sequence: FakeSequence) -> None:
         self.memory.give(sequence.tokens[: sequence.computed], sequence.blocks)
@@ -179,16 +195,24 @@ class FakeBatch:
         sequence.computed = 0
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_running:
-            sequence = self._waiting[0]
-            sequence.blocks = self.memory.take(sequence.tokens)
-            sequence.computed = len(sequence.blocks) * BLOCK_TOKENS
-            if not self._extend(sequence):
-                self._release(sequence)
+        while self._waiting:
+            if self._start(self._waiting[0]):
+                self._running.append(self._waiting.popleft())
+            elif self._running or not self._retract_paused():
                 return
-            sequence.cached = sequence.cached or sequence.computed
-            self._import(sequence)
-            self._running.append(self._waiting.popleft())
+
+    def _start(self, sequence: FakeSequence) -> bool:
+        """Gives a sequence of the queue its blocks. Returns False without room for it."""
+        if len(self._running) + self._held() >= self.max_running:
+            return False
+        sequence.blocks = self.memory.take(sequence.tokens)
+        sequence.computed = len(sequence.blocks) * BLOCK_TOKENS
+        if not self._extend(sequence):
+            self._release(sequence)
+            return False
+        sequence.cached = sequence.cached or sequence.computed
+        self._import(sequence)
+        return True
 
     def _import(self, sequence: FakeSequence) -> None:
         """Imports the KV of a request that moved here, except what the prefix cache has."""
@@ -211,12 +235,20 @@ class FakeBatch:
     def _make_room(self) -> None:
         for sequence in list(self._running):
             while sequence in self._running and not self._extend(sequence):
-                self._retract()
+                if not self._retract_paused():
+                    self._retract(newest := self._running.pop())
+                    self._waiting.appendleft(newest)
 
-    def _retract(self) -> None:
-        newest = self._running.pop()
-        self._release(newest)
-        self._waiting.appendleft(newest)
+    def _retract_paused(self) -> bool:
+        """Retracts the sequence that was paused last. Returns False if none has KV."""
+        for sequence in reversed(self._paused):
+            if sequence.blocks:
+                self._retract(sequence)
+                return True
+        return False
+
+    def _retract(self, sequence: FakeSequence) -> None:
+        self._release(sequence)
         self._totals.retractions += 1
 
     def _compute(self) -> None:
@@ -285,6 +317,19 @@ class FakeBatch:
 def _sequence(request: Request) -> FakeSequence:
     tokens = list(request.prompt_ids) + (request.resume.output_ids if request.resume else [])
     return FakeSequence(request, seed_of(request.prompt_ids), tokens, resume=request.resume)
+
+
+def _rejection(request: Request, model: ModelSpec) -> Failure | None:
+    """Returns why a request can never run."""
+    try:
+        check_images(request, model)
+    except BadRequestError as error:
+        return failure(request, error)
+    if (rejection := reject_unsupported(request)) is not None:
+        return rejection
+    tokens = len(request.prompt_ids) + request.sampling.max_tokens
+    excess = tokens - model.context_length
+    return _too_long(request, excess) if excess > 0 or not request.prompt_ids else None
 
 
 def _too_long(request: Request, excess: int) -> Failure:

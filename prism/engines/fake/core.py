@@ -139,6 +139,14 @@ class FakeCore:
         if self._batch is not None:
             self._batch.cancel(request_ids)
 
+    def pause(self, request_ids: Sequence[str]) -> None:
+        if self._batch is not None:
+            self._batch.pause(request_ids)
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        if self._batch is not None:
+            self._batch.resume(request_ids)
+
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         return self._batch.export(targets) if self._batch else []
 

@@ -23,6 +23,8 @@ from prism.messages.engine import (
     Deactivate,
     Export,
     Exported,
+    PauseRequests,
+    ResumeRequests,
     SetLimit,
     Shutdown,
     Submit,
@@ -68,6 +70,10 @@ class Follower:
                 self._core.submit(requests)
             case Cancel(request_ids=ids):
                 self._core.cancel(ids)
+            case PauseRequests(request_ids=ids):
+                self._core.pause(ids)
+            case ResumeRequests(request_ids=ids):
+                self._core.resume(ids)
             case Export(targets=targets):
                 self._group.answer(Exported(self._core.export(targets)))
             case Shrink(size_bytes=size_bytes):

@@ -24,6 +24,8 @@ from prism.messages.engine import (
     EngineStatus,
     Export,
     Exported,
+    PauseRequests,
+    ResumeRequests,
     SetLimit,
     Shutdown,
     Submit,
@@ -75,6 +77,14 @@ class LeaderCore:
     def cancel(self, request_ids: Sequence[str]) -> None:
         self._group.broadcast(Cancel(list(request_ids)))
         self._core.cancel(request_ids)
+
+    def pause(self, request_ids: Sequence[str]) -> None:
+        self._group.broadcast(PauseRequests(list(request_ids)))
+        self._core.pause(request_ids)
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        self._group.broadcast(ResumeRequests(list(request_ids)))
+        self._core.resume(request_ids)
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         """Exports the requests, with KV if each rank offers its part. All ranks have the same

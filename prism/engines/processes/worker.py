@@ -30,6 +30,8 @@ from prism.messages.engine import (
     EngineHello,
     Export,
     Exported,
+    PauseRequests,
+    ResumeRequests,
     SetLimit,
     Shutdown,
     Submit,
@@ -113,6 +115,7 @@ class Worker:
         self._activating: str | None = None
         self._deactivating: tuple[str, float] | None = None  # model, start in seconds of `clock`
         self._open: dict[str, int] = {}
+        self._paused: set[str] = set()  # some may have ended since the last pause
         self._busy = False
         self._stalled = False
         self._stopping = False
@@ -157,7 +160,7 @@ class Worker:
         if self._busy and not self._stalled:
             return 0.0
         until_status_s = self._status_due_s() - self._clock()
-        soon = self._open or self._deactivating
+        soon = self._open.keys() - self._paused or self._deactivating
         return min(STALLED_RETRY_S, until_status_s) if soon else until_status_s
 
     def _step(self) -> None:
@@ -202,6 +205,12 @@ class Worker:
                 self._submit([request.with_tensors(images) for request in requests])
             case Cancel(request_ids=ids):
                 self._core.cancel([i for i in ids if i in self._open])
+            case PauseRequests(request_ids=ids):
+                self._core.pause(ids)
+                self._paused = self._open.keys() & (self._paused | set(ids))
+            case ResumeRequests(request_ids=ids):
+                self._core.resume(ids)
+                self._paused.difference_update(ids)
             case ActivateEngine():
                 self._activate(message)
             case Deactivate():
@@ -220,6 +229,7 @@ class Worker:
             self._fail({r.id: r.attempt for r in misplaced}, "model_not_active", text)
         mine = [r for r in requests if r.model == self._model and r.id not in self._open]
         self._open.update((r.id, r.attempt) for r in mine)
+        self._paused.difference_update(r.id for r in mine)
         if mine:
             self._core.submit(mine)
 

@@ -11,6 +11,8 @@ from prism.messages.engine import (
     EngineStatus,
     Export,
     Exported,
+    PauseRequests,
+    ResumeRequests,
     SetLimit,
     Shutdown,
     Submit,
@@ -60,6 +62,8 @@ FromLeader = (
     | Deactivate
     | Submit
     | Cancel
+    | PauseRequests
+    | ResumeRequests
     | Export
     | SetLimit
     | Shutdown

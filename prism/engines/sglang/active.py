@@ -87,6 +87,7 @@ class ActiveModel:
         scheduler = self.scheduler
         evictable = int(scheduler.tree_cache.evictable_size())
         waiting = [*scheduler.waiting_reqs(), *scheduler.compiling_reqs()]
+        waiting += scheduler.paused.awaiting_prefill()
         attainable = scheduler.token_to_kv_pool_allocator.attainable_tokens()
         return {
             "model": self.order.model.name,

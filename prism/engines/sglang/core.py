@@ -96,11 +96,12 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
         return _Running(request.without_tensors(), request.resumed_tokens)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        wanted = set(request_ids)
-        for rid, running in list(self._by_rid.items()):
-            if running.request.id in wanted and not running.cancelled:
-                running.cancelled = True
-                self._required().scheduler.cancel(rid)
+        for rid in self._rids_of(request_ids):
+            self._by_rid[rid].cancelled = True
+            self._required().scheduler.cancel(rid)
+
+    def _rids_of(self, request_ids: Sequence[str]) -> list[str]:
+        return [rid for rid in super()._rids_of(request_ids) if not self._by_rid[rid].cancelled]
 
     def export(self, targets: Sequence[str] | None = ()) -> list[Request]:
         active = self._active
@@ -114,12 +115,12 @@ class SglangCore(ModelCore[EngineMemory, ActiveModel, _Running]):
     def _step(self, active: ActiveModel, output: StepOutput) -> bool:
         if self._broken is not None:
             raise self._broken
-        is_idle = active.scheduler.is_fully_idle()
+        is_idle = active.scheduler.is_idle()
         if not active.graphs.between_steps(is_idle=is_idle) and not is_idle:
             self._computing_step(active, output)
         for emission in active.scheduler.outbox.take():
             self._deliver(emission, output)
-        is_idle = active.scheduler.is_fully_idle()
+        is_idle = active.scheduler.is_idle()
         if is_idle and not gpu.is_gpu(self._context.device):
             active.memory.trim()  # on a GPU, kvcached's thread returns unused pages later
         return self._broken is not None or not is_idle or active.graphs.pending

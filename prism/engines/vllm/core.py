@@ -113,11 +113,8 @@ class VllmCore(ModelCore[EngineMemory, _Active, _Running]):
         return _Running(request, list(request.resume.output_ids) if request.resume else [])
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        wanted = set(request_ids)
-        for rid, running in list(self._by_rid.items()):
-            if running.request.id in wanted:
-                self._drop(rid)
-                self._ended.chunks.append(_chunk(running, [], "cancelled"))
+        cancelled = [self._drop(rid) for rid in self._rids_of(request_ids)]
+        self._ended.chunks += [_chunk(running, [], "cancelled") for running in cancelled]
 
     def _drop(self, rid: str) -> _Running:
         self._required().vllm.abort_requests([rid])

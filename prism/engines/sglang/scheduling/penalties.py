@@ -1,4 +1,4 @@
-"""Penalties of requests that already have output when their prefill begins."""
+"""Penalties of requests that already have output when they come into a batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from sglang.srt.sampling.penaltylib import (
 )
 
 
-def count_earlier_output(batch: ScheduleBatch) -> None:
-    """Counts the output that the requests of this prefill had before it.
+def count_earlier_output(batch: ScheduleBatch, besides_last: int = 0) -> None:
+    """Counts the output that the requests of this new batch had before it, without the last
+    `besides_last` tokens, which a decode step counts at its start.
 
-    SGLang counts output only after the prefill. A request that was retracted, moved here or sent
-    again after a failure would lose the penalties of its earlier output.
+    SGLang counts output only after the prefill. A request that was paused, retracted, moved here or
+    sent again after a failure would lose the penalties of its earlier output.
     """
     orchestrator = batch.sampling_info.penalizer_orchestrator
     if not orchestrator.is_required:
         return
     for row, req in enumerate(batch.reqs):
-        if req.output_ids:
-            output = torch.tensor(list(req.output_ids), dtype=torch.int64, device=batch.device)
+        known = list(req.output_ids)[: len(req.output_ids) - besides_last]
+        if known:
+            output = torch.tensor(known, dtype=torch.int64, device=batch.device)
             _count(orchestrator.penalizers, row, output)
 
 

@@ -34,6 +34,7 @@ from sglang.srt.utils.watchdog import Watchdog
 from kvcached.engines.sglang.retraction import retract_chunked_request
 from prism.engines.sglang.grammars.grammar_manager import Grammars
 from prism.engines.sglang.scheduling import token_logprobs
+from prism.engines.sglang.scheduling.pausing import PausedRequests
 from prism.engines.sglang.scheduling.penalties import count_earlier_output
 from prism.messages.requests import Logprobs
 
@@ -207,6 +208,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         self._war_barrier_enabled = False
         self.schedule_stream.synchronize = lambda: None
         self.metrics_reporter.start_scheduler_time_accounting()
+        self.paused = PausedRequests(self)
 
     @DynamicGradMode()  # type: ignore[untyped-decorator]
     def step(self) -> Any:
@@ -214,6 +216,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         # Memory may have become free on the device since the last step; SGLang itself waits only
         # for the end of one of its requests.
         self.running_batch.batch_is_full = False
+        if self.paused:
+            self.paused.put_back()
         self.cur_batch_for_debug, self._waited = None, self.waiting_reqs()
         plan = self.get_next_batch_to_run(
             running_batch=self.running_batch, last_batch=self.last_batch
@@ -227,6 +231,8 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
             self.process_batch_result(batch, self.run_batch(batch))
             self.grammar_manager.flush()
         else:
+            if self.waiting_reqs():
+                self.paused.retract_last()  # a prompt may wait for its memory or place
             self._sched_idled = True
             self.on_idle()  # SGLang checks that no slot is lost when it is idle
         self.last_batch = batch
@@ -234,18 +240,40 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
         return batch
 
     def update_running_batch(self, batch: Any) -> Any:
+        while self.paused and not batch.check_decode_mem() and self.paused.retract_last():
+            pass
         retract_chunked_request(self, batch)
         return super().update_running_batch(batch)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         self.retractions_total += is_retracted
-        super()._add_request_to_queue(req, is_retracted)
+        if not self.paused.keep(req):
+            super()._add_request_to_queue(req, is_retracted)
+
+    def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+        """Returns whether no request is open. SGLang then checks that all KV is free."""
+        return not self.paused and super().is_fully_idle(for_health_check, ignore_waiting)
 
     # --- calls of the engine core -----------------------------------------------------------
 
+    def is_idle(self) -> bool:
+        """Returns whether there is nothing to compute: all open requests are paused."""
+        return not self.paused.any_resumed() and super().is_fully_idle()
+
+    def pause(self, rids: Sequence[str]) -> None:
+        """Takes requests out of the next steps. REQUIRES: they are not cancelled."""
+        self.paused.pause(rids)
+
+    def resume(self, rids: Sequence[str]) -> None:
+        """Lets the next step with places for these requests continue them."""
+        self.paused.resume(rids)
+
     def cancel(self, rid: str) -> None:
         """Cancels a request. A running one frees its pages in its next step."""
-        self.abort_request(AbortReq(rid=rid))
+        if self.paused.drop(rid):
+            self.outbox.append(Emission(rid, [], "abort"))
+        else:
+            self.abort_request(AbortReq(rid=rid))
 
     def drop_all(self) -> None:
         """Removes all requests and frees their KV, also after a step that raised an error, without
@@ -255,6 +283,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
             if req.kv.holds_kv or req.kv.holds_mamba:
                 release_kv_cache(req, self.tree_cache, checkpoint=False)
         self.waiting_queue.clear()
+        self.paused.clear()
         self.chunked_req = self.last_batch = self.cur_batch_for_debug = None
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.token_to_kv_pool_allocator.return_held_blocks()
@@ -267,7 +296,7 @@ class InProcessScheduler(Scheduler):  # type: ignore[misc]
     def open_reqs(self) -> Iterator[Req]:
         """Yields all open requests in any state between two steps, some of them twice."""
         batches = [b.reqs for b in (self.running_batch, self.last_batch) if b is not None]
-        for reqs in (*batches, self.waiting_reqs(), self.compiling_reqs()):
+        for reqs in (*batches, self.waiting_reqs(), self.compiling_reqs(), self.paused):
             yield from (req for req in reqs if not req.finished())
 
     @staticmethod
