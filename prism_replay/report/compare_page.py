@@ -20,8 +20,18 @@ from prism_replay.outcomes import (
 )
 from prism_replay.report.outcome_page import Contents, write_outcomes
 from prism_replay.report.outcome_tables import difference_table, outcome_table, tail_table
-from prism_replay.report.theme import HALF, MARKERS, draw, legend_below, new_axes, series_color
+from prism_replay.report.theme import (
+    HALF,
+    MARKERS,
+    draw,
+    legend_below,
+    log_y,
+    new_axes,
+    series_color,
+)
 
+FLAT = 4
+"""Number of policies up to which their names fit side by side."""
 KEYS = ("trace", "policy")
 LATENCIES = {"ttft": "P99 TTFT", "tpot": "P99 TPOT", "e2e": "P99 end to end"}
 
@@ -79,7 +89,7 @@ def _latencies(trace: str, groups: Sequence[SeedGroup]) -> Any:
         label: [_p99_s(group, metric) for group in groups] for metric, label in LATENCIES.items()
     }
     _draw_bars(axes, groups, bars, [series_color(number) for number in range(len(bars))])
-    axes.set_yscale("log")
+    log_y(axes)
     legend_below(figure, len(bars))
     return figure
 
@@ -107,5 +117,6 @@ def _draw_bars(
         axes.bar(middles, means, 0.9 * width, color=colors[number], label=label)
         if any(halves):
             axes.errorbar(middles, means, yerr=halves, fmt="none", ecolor=MARKERS["fg"], capsize=2)
-    axes.set_xticks(places, [str(group.changes["policy"]) for group in groups])
+    labels = [str(group.changes["policy"]) for group in groups]
+    axes.set_xticks(places, labels, rotation=20 if len(labels) > FLAT else 0)
     axes.grid(visible=False, axis="x")

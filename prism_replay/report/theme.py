@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 HALF = (6.2, 3.3)
 """Size in inches of a figure that fills half of the page's width."""
 SERIES_MAX = 8
+_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 _NAMES = ["fg", "muted", "grid", "ttft", "tpot", "e2e", "all"]
 _NAMES += [f"s{number}" for number in range(SERIES_MAX)]
 MARKERS = {name: f"#0a0b{number:02x}" for number, name in enumerate(_NAMES, 1)}
@@ -91,7 +92,12 @@ def draw_cdf(
 
 def log_x(axes: Any) -> None:
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(_PLAIN)
+
+
+def log_y(axes: Any) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_PLAIN)
 
 
 def legend_below(figure: Any, columns: int) -> None:
