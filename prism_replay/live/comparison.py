@@ -12,8 +12,10 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+import yaml
 
 from prism.config.resolve import load
+from prism.errors import ConfigError
 from prism.policies import registry
 from prism_replay.live import variants
 from prism_replay.live.runner import Observer, run_replay
@@ -41,8 +43,8 @@ class Comparison:
     """Options of the replays, of which trace, url, requests and seed are not used."""
     read: Seeded
     out: Path
-    """Folder of the results: POLICY/TRACE-SEED.json. Results that it has already are not measured
-    again."""
+    """Folder of the results: POLICY/TRACE-SEED.json, and .yaml with the setup. Results that it has
+    already for the same setup are not measured again."""
     expected: bool
     """Whether policies know the rates and lengths of the trace beforehand."""
     observer: Callable[[str, int], AbstractContextManager[Observer]]
@@ -108,6 +110,9 @@ def outcome_of(results: ReplayResults, changes: dict[str, Any]) -> PointOutcome:
 
 def _check(given: Comparison) -> None:
     """Raises ConfigError for what would end a later replay."""
+    names = [trace.name for trace in given.traces]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{twice[0]}: two traces have this name; rename one")
     for seed, trace in product(given.seeds, given.traces):
         requests = given.requests(trace, seed)
         data = variants.read(given.config, requests)
@@ -117,15 +122,22 @@ def _check(given: Comparison) -> None:
 
 
 def _replayed(given: Comparison, run: _Run, requests: Trace) -> ReplayResults:
-    file = given.out / run.policy / f"{run.name}.json"
+    folder = given.out / run.policy
+    file, setup = folder / f"{run.name}.json", folder / f"{run.name}.yaml"
     options = msgspec.structs.replace(
         given.options, trace=run.trace.name, requests=len(requests), seed=run.seed, url=""
     )
-    if file.exists() and _same(earlier := read_results(file), options):
-        return earlier
     data = variants.read(given.config, requests)
     data = with_policy(data, run.policy, requests if given.expected else ())
-    logs = given.out / run.policy / f"{run.name}-logs"
+    text = yaml.safe_dump(data, sort_keys=False)
+    if file.exists() and setup.exists() and setup.read_text() == text:
+        earlier = read_results(file)
+        if _same(earlier, options, requests):
+            return earlier
+    folder.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    setup.write_text(text)
+    logs = folder / f"{run.name}-logs"
     with (
         variants.served(given.config, data, logs, "compare") as server,
         given.observer(f"{run.policy}, {run.name}", len(requests)) as observer,
@@ -141,9 +153,14 @@ def _replayed(given: Comparison, run: _Run, requests: Trace) -> ReplayResults:
     return results
 
 
-def _same(earlier: ReplayResults, options: RunConfig) -> bool:
-    """Returns True if these are the results of a replay with the same options."""
-    return msgspec.structs.replace(earlier.config, started_unix_s=0.0) == options
+def _same(earlier: ReplayResults, options: RunConfig, requests: Trace) -> bool:
+    """Returns True if these are the results of a replay of the same requests with the same
+    options."""
+    sent = sorted(
+        (r.model, r.arrival_s, r.input_tokens, r.expected_tokens) for r in earlier.records
+    )
+    asked = sorted((r.model, r.arrival_s, r.input_length, r.output_length) for r in requests)
+    return sent == asked and msgspec.structs.replace(earlier.config, started_unix_s=0.0) == options
 
 
 def with_policy(data: Data, policy: str, traffic: Trace) -> Data:
