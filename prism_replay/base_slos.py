@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from prism.errors import ConfigError
+from prism_replay.results import read_json
 from prism_replay.trace import Trace, TraceRequest, models_of
 
 SCHEMA = "prism-base-slos/1"
@@ -58,15 +59,7 @@ class BaseSlos(msgspec.Struct, frozen=True):
 
 def read_base_slos(path: Path) -> BaseSlos:
     """Returns the contents of a file. Raises ConfigError if it does not have this schema."""
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=BaseSlos)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not a file of `prism-replay base-slos`: {error}") from error
-    if found.schema != SCHEMA:
-        raise ConfigError(f"{path}: has schema {found.schema!r}; this version reads {SCHEMA!r}")
-    return found
+    return read_json(path, BaseSlos, SCHEMA, "a file of `prism-replay base-slos`")
 
 
 def _with_slos(request: TraceRequest, found: BaseLatencies) -> TraceRequest:

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from prism.config.schema.units import encoded
 from prism.errors import ConfigError
 
+F = TypeVar("F", bound="SchemaFile")
 SCHEMA = "prism-replay/1"
 METRICS = ("ttft", "tpot", "e2e")
 LABELS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "all": "All"}
+
+
+class SchemaFile(Protocol):
+    """Contents of a file that names its schema."""
+
+    @property
+    def schema(self) -> str: ...
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,12 +224,21 @@ def write_json(path: Path, value: msgspec.Struct | Sequence[msgspec.Struct]) -> 
 
 def read_results(path: Path) -> ReplayResults:
     """Returns the results of a file. Raises ConfigError if it does not have this schema."""
+    return read_json(path, ReplayResults, SCHEMA, "a results file of prism-replay")
+
+
+def read_json(path: Path, kind: type[F], schema: str, what: str) -> F:
+    """Returns the contents of a file. Raises ConfigError if it does not have this schema.
+
+    Args:
+        what: Name of such a file, for messages.
+    """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=ReplayResults)
+        found = msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not a results file of prism-replay: {error}") from error
-    if found.schema != SCHEMA:
-        raise ConfigError(f"{path}: has schema {found.schema!r}; this version reads {SCHEMA!r}")
+        raise ConfigError(f"{path}: is not {what}: {error}") from error
+    if found.schema != schema:
+        raise ConfigError(f"{path}: has schema {found.schema!r}; this version reads {schema!r}")
     return found

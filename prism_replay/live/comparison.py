@@ -72,18 +72,9 @@ def compare(given: Comparison) -> list[SeedGroup]:
     Policies take turns on each trace and seed, so that what changes with time on the machine is
     spread over all of them. Raises ConfigError or ServeFailedError.
     """
-    _check(given)
-    found: dict[_Run, ReplayResults] = {}
-    for seed, trace in product(given.seeds, given.traces):
-        requests = given.requests(trace, seed)
-        for policy in given.policies:
-            run = _Run(policy, trace, seed)
-            found[run] = _replayed(given, run, requests)
-    return [_group(given, trace, policy, found) for trace, policy in product(*_axes(given))]
-
-
-def _axes(given: Comparison) -> tuple[Sequence[Path], Sequence[str]]:
-    return given.traces, given.policies
+    found = {run: _replayed(given, run, requests) for run, requests in _checked(given).items()}
+    pairs = product(given.traces, given.policies)
+    return [_group(given, trace, policy, found) for trace, policy in pairs]
 
 
 def _group(
@@ -108,17 +99,21 @@ def outcome_of(results: ReplayResults, changes: dict[str, Any]) -> PointOutcome:
     return PointOutcome(changes, results.summary, counts)
 
 
-def _check(given: Comparison) -> None:
-    """Raises ConfigError for what would end a later replay."""
+def _checked(given: Comparison) -> dict[_Run, Trace]:
+    """Returns the requests of each run, in their order. Raises ConfigError for what would end a
+    later one."""
     names = [trace.name for trace in given.traces]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]}: two traces have this name; rename one")
+    runs: dict[_Run, Trace] = {}
     for seed, trace in product(given.seeds, given.traces):
         requests = given.requests(trace, seed)
         data = variants.read(given.config, requests)
         for policy in given.policies:
             with variants.yaml_file(given.config, with_policy(data, policy, requests)) as path:
                 load(path)
+            runs[_Run(policy, trace, seed)] = requests
+    return runs
 
 
 def _replayed(given: Comparison, run: _Run, requests: Trace) -> ReplayResults:
