@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prism.messages import Wire
 from prism.messages.gpu_memory import OutsideMemory
 from prism.messages.image_tensors import Tensors
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Cancel, EngineOutput, Request
+
+Phase = Literal["prefill", "decode"]
 
 # --- agent -> engine -----------------------------------------------------------------------
 
@@ -18,6 +22,7 @@ class ActivateEngine(Wire, frozen=True, tag="Activate"):
     kv_limit_bytes: int | None = None  # limit of elastic memory; None: the device's memory
     max_running: int = 32
     fingerprint: tuple[int, ...] = ()  # expected tokens of the warm-up; empty: any
+    controlled: bool = False  # True: the engine steps only for jobs (`StartJob`)
 
 
 class Deactivate(Wire, frozen=True):
@@ -50,6 +55,22 @@ class ResumeRequests(Wire, frozen=True):
     request_ids: list[str]
 
 
+class StartJob(Wire, frozen=True):
+    """Order to step requests of a controlled engine, and no others.
+
+    A prefill steps until each request has its next token. An engine runs one job at a time: a
+    prefill precedes decode steps, which continue after it.
+    """
+
+    phase: Phase
+    request_ids: list[str]
+    steps: int = 0  # decode steps; 0: until `EndRun`
+
+
+class EndRun(Wire, frozen=True):
+    """Order to end the decode job with its present step. Ignored if there is none."""
+
+
 class SetLimit(Wire, frozen=True):
     """Order to change the limit of KV memory."""
 
@@ -61,7 +82,8 @@ class Shutdown(Wire, frozen=True):
 
 
 _Order = ActivateEngine | Deactivate | Export | SetLimit | Shutdown
-ToEngine = _Order | Submit | Cancel | PauseRequests | ResumeRequests
+_Steps = PauseRequests | ResumeRequests | StartJob | EndRun
+ToEngine = _Order | Submit | Cancel | _Steps
 
 # --- engine -> agent -----------------------------------------------------------------------
 
@@ -110,6 +132,16 @@ class Exported(Wire, frozen=True):
     requests: list[Request]
 
 
+class JobEnded(Wire, frozen=True):
+    """End of a job, after its tokens."""
+
+    phase: Phase
+    seconds: float  # total time of its steps
+    steps: int
+    # True if it could not continue for lack of memory. Its requests stay in the engine.
+    lacks_memory: bool = False
+
+
 class EngineStatus(Wire, frozen=True):
     """State of an engine. Sent after each step batch (at most every 20 ms) and at least once a
     second."""
@@ -140,5 +172,5 @@ class EngineStatus(Wire, frozen=True):
     malformed_total: int = 0  # dropped messages, and KV fetchers that were disconnected
 
 
-_Answer = Activated | ActivationFailed | Deactivated | Exported | EngineOutput
+_Answer = Activated | ActivationFailed | Deactivated | Exported | EngineOutput | JobEnded
 FromEngine = EngineHello | EngineStatus | _Answer

@@ -11,11 +11,12 @@ from prism.policies.data import EngineView, Waiting
 from prism.policies.policy import Policy
 from prism.scheduler.decision_journal import QueueJournal, Sink
 from prism.scheduler.local_scheduler import Limits, LocalScheduler
+from prism.scheduler.step_loop import StepLoop
 from prism_sim.core.kernel import Kernel
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import DeviceSetup, ModelSetup
 from prism_sim.engine.compute import Gpu
-from prism_sim.engine.controlled import ControlledEngine, StepController
+from prism_sim.engine.controlled import ControlledDevice, ControlledEngine
 from prism_sim.engine.engine import SimEngine
 from prism_sim.engine.kv import MemorySite, idle_bytes, returnable_bytes
 from prism_sim.engine.memory import Account, Ledger
@@ -189,11 +190,8 @@ class SimDevice:
         observer = None if journal is None else QueueJournal(journal, kernel.now_s)
         self.scheduler = LocalScheduler(limits, policy.order, observer)
         self._limits = limits
-        self.controller = (
-            StepController(kernel, policy.steps, self.gpu, self.ledger, self._on_choice_expired)
-            if policy.steps
-            else None
-        )
+        self._port = ControlledDevice(kernel, self.gpu, self.ledger, self._on_choice_expired)
+        self.controller = StepLoop(policy.steps, self._port) if policy.steps else None
         # A journal records every request in the queue, and step control sees every request.
         self._may_skip_queue = journal is None and self.controller is None
         self._changed = False
@@ -350,12 +348,12 @@ class SimDevice:
         ends."""
         self._changed = True
 
-    def _on_choice_expired(self) -> None:
-        """Consults step control again."""
-        self.note_change()
-        self.try_dispatch()
+    def _on_choice_expired(self, number: int) -> None:
+        if self.controller is not None and self.controller.is_last(number):
+            self.note_change()
+            self.try_dispatch()
 
-    def _consult(self, controller: StepController) -> None:
+    def _consult(self, controller: StepLoop) -> None:
         engines: dict[str, ControlledEngine] = {}
         for name, resident in self.residents.items():
             if isinstance(resident.engine, ControlledEngine) and not resident.engine.stopping:
@@ -363,8 +361,9 @@ class SimDevice:
                 if resident.waiting:
                     # They arrived before the engine was active.
                     resident.engine.admit(self.withdraw(resident))
+        self._port.engines = engines
         changed, self._changed = self._changed, False
-        controller.consult(engines, changed)
+        controller.consult(changed=changed)
 
     def _schedule_tick(self) -> None:
         """Schedules a dispatch, since deadlines pass and holds end without an event."""

@@ -1,20 +1,17 @@
-"""Engine whose steps a policy controls, and the controller of a device (MuxServe §3.3, SeaLLM §4.2,
-AlpaServe's temporal sharing).
+"""Engine whose steps a policy controls, and the port of a device's control loop (MuxServe §3.3,
+SeaLLM §4.2, AlpaServe's temporal sharing).
 
 The control includes admission: requests wait in the engine until it selects them for a prefill.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from prism.policies.multiplexing.steps import (
     DeviceStepView,
     EngineStepView,
     Phase,
-    StepChoice,
-    StepControl,
     StepJob,
     StepRequest,
 )
@@ -26,8 +23,6 @@ from prism_sim.engine.compute import Gpu
 from prism_sim.engine.engine import SimEngine
 from prism_sim.engine.memory import Ledger
 from prism_sim.engine.prompts import Chunks
-
-CHOICES_MAX = 64
 
 
 class ControlledEngine(SimEngine):
@@ -254,104 +249,62 @@ def _by_arrival(request: StepRequest) -> tuple[float, str]:
     return (request.arrival_s, request.id)
 
 
-class StepController:
-    """Consults a policy's step control for one device and starts the jobs that it chooses.
+class ControlledDevice:
+    """`StepPort` (`prism/scheduler/step_loop.py`) of a simulated device.
 
-    Decode runs continue for `holds_s` of a choice without consulting the control again. A run ends
-    with the present step when a request is admitted, ends or is retracted on the device, and when a
-    choice with `holds_s` = 0 starts a job: step by step, the control would then be consulted again.
+    Args:
+        expired: called at the end of a choice's `holds_s`, with the number of the choice.
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        control: StepControl,
-        gpu: Gpu,
-        ledger: Ledger,
-        expired: Callable[[], None],
+        self, kernel: Kernel, gpu: Gpu, ledger: Ledger, expired: Callable[[int], None]
     ) -> None:
         self._kernel = kernel
-        self._expired = expired
-        self._control = control
         self._gpu = gpu
         self._ledger = ledger
-        self._state: object = None
-        self._names: Set[str] = frozenset()
-        self._quotas: Mapping[str, int] | None = None
-        self._version = 0
-        self._asking = False
-        self._again = False
+        self._expired = expired
+        self._busy: list[ControlledEngine] = []
+        # Model -> engine. Set before each consultation.
+        self.engines: Mapping[str, ControlledEngine] = {}
 
-    def consult(self, engines: Mapping[str, ControlledEngine], changed: bool) -> None:
-        """Consults the control if no consultation is under way. changed: a request arrived or
-        ended, so runs in flight end with their present step."""
-        self._again = True
-        if changed or engines.keys() != self._names:
-            self._end_runs(engines)
-            for engine in engines.values():
-                engine.lacks_memory = False
-        if self._asking or not engines:
-            return
-        self._asking = True
-        for _ in range(CHOICES_MAX):
-            if not self._again:
-                break
-            self._again = False
-            self._ask(engines)
-        self._asking = False
+    def models(self) -> Set[str]:
+        return self.engines.keys()
 
-    def _ask(self, engines: Mapping[str, ControlledEngine]) -> None:
-        busy = [engine for engine in engines.values() if engine.running]
-        for engine in busy:
+    def view(self) -> DeviceStepView:
+        self._busy = [engine for engine in self.engines.values() if engine.running]
+        for engine in self._busy:
             engine.readmit()
             engine.run.catch_up()
-        view = self._view(engines)
-        if engines.keys() != self._names:
-            self._names, self._state = frozenset(engines), self._control.start(view)
-        choice, self._state = self._control.choose(view, self._state)
-        self._note_quotas(engines)
-        started = [self._start(job, engines[job.model], choice) for job in choice.jobs]
-        retracted = any(engine.prompts.retracted for engine in busy)
-        if retracted or (any(started) and choice.holds_s <= 0):
-            self._end_runs(engines)
-        if any(started):
-            self._version += 1
-            if 0 < choice.holds_s < math.inf:
-                self._kernel.after(choice.holds_s, self._expire, self._version)
-
-    def _start(self, job: StepJob, engine: ControlledEngine, choice: StepChoice) -> bool:
-        if job.phase is Phase.PREFILL:
-            started = engine.prefill_now(job.requests, job.sm_share)
-            engine.lacks_memory = not started
-            self._again = self._again or not started
-            return started
-        steps_max = UNBOUNDED_STEPS if choice.holds_s > 0 else 1
-        started = engine.decode_now(job.requests, job.sm_share, steps_max)
-        # If all requests were retracted, they wait again.
-        self._again = self._again or not started
-        return started
-
-    def _end_runs(self, engines: Mapping[str, ControlledEngine]) -> None:
-        for engine in engines.values():
-            engine.run.end_run()
-
-    def _expire(self, version: int) -> None:
-        if version == self._version:
-            self._expired()
-
-    def _note_quotas(self, engines: Mapping[str, ControlledEngine]) -> None:
-        """Resets the peaks when the control has changed its quotas."""
-        quotas = self._control.kv_quotas(self._state)
-        if quotas is not self._quotas:
-            self._quotas = quotas
-            for engine in engines.values():
-                engine.kv.reset_peak()
-
-    def _view(self, engines: Mapping[str, ControlledEngine]) -> DeviceStepView:
         static_bytes = sum(account.static_bytes for account in self._ledger.accounts.values())
         return DeviceStepView(
             self._kernel.time_s,
-            tuple(engine.step_view(name) for name, engine in engines.items()),
+            tuple(engine.step_view(name) for name, engine in self.engines.items()),
             self._ledger.capacity_bytes - static_bytes,
             max(0.0, 1.0 - self._gpu.sm_held()),
         )
+
+    def start(self, job: StepJob, *, repeats: bool) -> bool:
+        engine = self.engines[job.model]
+        if job.phase is Phase.PREFILL:
+            started = engine.prefill_now(job.requests, job.sm_share)
+            engine.lacks_memory = not started
+            return started
+        # If all requests were retracted, they wait again.
+        return engine.decode_now(job.requests, job.sm_share, UNBOUNDED_STEPS if repeats else 1)
+
+    def retracted(self) -> bool:
+        return any(engine.prompts.retracted for engine in self._busy)
+
+    def end_runs(self, *, changed: bool) -> None:
+        for engine in self.engines.values():
+            engine.run.end_run()
+            if changed:
+                engine.lacks_memory = False
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Starts new measurements of peaks: admission by the control enforces the quotas."""
+        for engine in self.engines.values():
+            engine.kv.reset_peak()
+
+    def expire_after(self, seconds: float, choice: int) -> None:
+        self._kernel.after(seconds, self._expired, choice)

@@ -21,12 +21,14 @@ import zmq
 from kvcached.errors import LedgerCorruptError
 from kvcached.handover.offer_server import malformed_total as malformed_fetches
 from prism.engines.core import EngineContext, EngineCore, StepOutput, activation_failed
+from prism.engines.processes.jobs import Jobs
 from prism.errors import ActivationError, RankLostError, RequestsFailedError
 from prism.messages.engine import (
     ActivateEngine,
     ActivationFailed,
     Deactivate,
     Deactivated,
+    EndRun,
     EngineHello,
     Export,
     Exported,
@@ -34,6 +36,7 @@ from prism.messages.engine import (
     ResumeRequests,
     SetLimit,
     Shutdown,
+    StartJob,
     Submit,
     ToEngine,
 )
@@ -116,6 +119,8 @@ class Worker:
         self._deactivating: tuple[str, float] | None = None  # model, start in seconds of `clock`
         self._open: dict[str, int] = {}
         self._paused: set[str] = set()  # some may have ended since the last pause
+        self._jobs = Jobs(core, link.send)
+        self._controlled = False  # True: only jobs are stepped
         self._busy = False
         self._stalled = False
         self._stopping = False
@@ -160,17 +165,28 @@ class Worker:
         if self._busy and not self._stalled:
             return 0.0
         until_status_s = self._status_due_s() - self._clock()
-        soon = self._open.keys() - self._paused or self._deactivating
+        soon = self._may_step() or self._deactivating
         return min(STALLED_RETRY_S, until_status_s) if soon else until_status_s
 
+    def _may_step(self) -> bool:
+        """Returns whether a request may get a token without a further message."""
+        if self._controlled:
+            return self._jobs.present is not None
+        return bool(self._open.keys() - self._paused)
+
     def _step(self) -> None:
+        if self._controlled:
+            self._jobs.prepare()
         started_s = self._clock()
         output = self._core.step()
+        seconds = self._clock() - started_s
         self._busy = output.busy
         silent = not (output.chunks or output.failures)
-        self._stalled = silent and self._clock() - started_s < STALLED_STEP_S
+        self._stalled = silent and seconds < STALLED_STEP_S
         self._changed = True
         self._send_output(output)
+        if self._controlled:
+            self._jobs.stepped(output, seconds, stalled=self._stalled)
 
     def _send_output(self, output: StepOutput) -> None:
         if not (output.chunks or output.failures):
@@ -211,6 +227,11 @@ class Worker:
             case ResumeRequests(request_ids=ids):
                 self._core.resume(ids)
                 self._paused.difference_update(ids)
+            case StartJob():
+                self._jobs.start(message, self._open)
+                self._stalled = False
+            case EndRun():
+                self._jobs.end_run()
             case ActivateEngine():
                 self._activate(message)
             case Deactivate():
@@ -232,11 +253,14 @@ class Worker:
         self._paused.difference_update(r.id for r in mine)
         if mine:
             self._core.submit(mine)
+            if self._controlled:
+                self._jobs.submitted([r.id for r in mine])
 
     def _export(self, targets: Sequence[str] | None) -> None:
         requests = self._core.export(targets)
         for request in requests:
             self._open.pop(request.id, None)
+        self._jobs.forget([request.id for request in requests])
         self._link.send(Exported(requests))
 
     def _activate(self, order: ActivateEngine) -> None:
@@ -248,7 +272,7 @@ class Worker:
         self._activating = name
         try:
             activated = self._core.activate(order)
-            self._model = name
+            self._model, self._controlled = name, order.controlled
             log.info("activated %s", name)
             self._link.send(activated)
         except ActivationError as error:
@@ -262,6 +286,7 @@ class Worker:
         model, self._model = self._model or "", None
         self._fail(self._open, "model_evicted", f"{model} left this engine while serving")
         self._open = {}
+        self._jobs.clear()
         self._busy = False
         self._deactivating = self._deactivating or (model, self._clock())
         self._finish_deactivation()
