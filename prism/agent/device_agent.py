@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from prism.agent.hosting import Hosting
 from prism.agent.inbox import CancelInbox
 from prism.agent.network.kv_transfer import KvNetwork
 from prism.agent.network.sockets import EngineLink, SchedulerLink, remove_files
+from prism.agent.requests.controlled_steps import ControlledSteps
 from prism.agent.requests.engine_views import EngineViews
+from prism.agent.requests.running import RunningRequests
 from prism.agent.requests.serving import Serving
 from prism.agent.state.device_state import AgentTiming, DeviceState
 from prism.agent.state.engine_pool import EnginePool
@@ -84,7 +86,22 @@ class Agent:
         scheduler = LocalScheduler(limits, live_policy(config).order, observer)
         place, adapters = config.device(self._name), config.adapters_on(self._name)
         pool = EnginePool(local_name(self._name), place.engines, place.sm_percent, adapters)
-        return DeviceState(pool, self._timing, requests=RequestTable(scheduler))
+        controlled = live_policy(config).steps is not None
+        table = RequestTable(scheduler)
+        return DeviceState(pool, self._timing, requests=table, controlled=controlled)
+
+    def _make_steps(self) -> Callable[[RunningRequests], ControlledSteps] | None:
+        control = live_policy(self._config).steps
+        if control is None:
+            return None
+        return lambda running: ControlledSteps(
+            self._state,
+            control,
+            device=self._device,
+            engines=self._engines,
+            running=running,
+            journal=self._journal,
+        )
 
     def _wire(self, config_path: Path, limits: Limits) -> None:
         config, state = self._config, self._state
@@ -99,6 +116,7 @@ class Agent:
             engines=self._engines,
             kv=self._kv,
             limits=limits,
+            make_steps=self._make_steps(),
         )
         self._hosting = Hosting(
             config,

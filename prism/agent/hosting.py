@@ -86,7 +86,13 @@ class Hosting:
             for adapter in state.pool.adapters
         ]
         self._engine_inbox = EngineInbox(
-            state, engines, self._lifecycle, serving.running, self._watch.check_soon, trace=trace
+            state,
+            engines,
+            self._lifecycle,
+            serving.running,
+            self._watch.check_soon,
+            trace=trace,
+            steps=serving.steps,
         )
         self._order_inbox = OrderInbox(
             scheduler=scheduler,

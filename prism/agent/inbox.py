@@ -17,6 +17,7 @@ from prism.agent.network.prefetch import Prefetcher
 from prism.agent.network.sockets import EngineLink, SchedulerLink
 from prism.agent.reports import Reporter
 from prism.agent.requests.arrivals import Arrivals
+from prism.agent.requests.controlled_steps import ControlledSteps
 from prism.agent.requests.running import RunningRequests
 from prism.agent.state.device_state import DeviceState, Models
 from prism.agent.state.engine_pool import EngineProcess, EngineState, counters_of
@@ -39,6 +40,7 @@ from prism.messages.engine import (
     EngineStatus,
     Exported,
     FromEngine,
+    JobEnded,
 )
 from prism.messages.kv import KvPart, KvTaken
 from prism.messages.model_spec import ModelSpec
@@ -54,6 +56,7 @@ class EngineInbox:
     Args:
         on_evicted: called when a model was evicted, so memory is free.
         trace: receives captured CUDA graphs.
+        steps: receives the ends of jobs.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class EngineInbox:
         on_evicted: Callable[[], None],
         *,
         trace: TraceFile | None = None,
+        steps: ControlledSteps | None = None,
     ) -> None:
         self._state = state
         self._engines = engines
@@ -72,6 +76,7 @@ class EngineInbox:
         self._running = running
         self._on_evicted = on_evicted
         self._trace = trace
+        self._steps = steps
 
     async def run(self) -> None:
         while True:
@@ -91,6 +96,9 @@ class EngineInbox:
                 self._running.output(engine.id, message)
             case Exported(requests=requests):
                 self._running.moved(engine.id, requests)
+            case JobEnded():
+                if self._steps is not None:
+                    self._steps.ended(engine.id, message)
             case EngineStatus():
                 self._take_status(engine, message)
             case EngineHello(pid=pid):

@@ -221,7 +221,8 @@ class Actuator:
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._spec(name, 1 + len(action.peers))
-        command = ActivateModel(0, spec, limit_bytes, action.reason, action.peers)
+        share = self._sm_share(name, (device, *action.peers))
+        command = ActivateModel(0, spec, limit_bytes, action.reason, action.peers, share)
         since_s = self._state.now_s()
         result = self._link.post(device, command)
         try:
@@ -233,6 +234,12 @@ class Actuator:
         await self._wait_for_report(device, name, "active")
         now_s = self._state.now_s()
         self._state.activations.loaded(name, now_s - since_s, now_s)
+
+    def _sm_share(self, name: str, devices: tuple[str, ...]) -> float:
+        """Returns the part of the devices' compute that the searched placement gives the model."""
+        units = self._state.target.units if self._state.target else ()
+        here = [hosted for unit in units if unit.devices == devices for hosted in unit.models]
+        return next((hosted.sm_share for hosted in here if hosted.model == name), 1.0)
 
     def _spec(self, name: str, tp: int) -> ModelSpec:
         """Returns the model on `tp` devices. Raises ActionError if it cannot be spread over as

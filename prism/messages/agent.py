@@ -104,6 +104,7 @@ class ActivateModel(Wire, frozen=True):
     kv_limit_bytes: int | None = None
     reason: str = ""
     peers: tuple[str, ...] = ()
+    sm_share: float = 1.0  # part of the devices' compute for its decode steps (MuxServe §3.4)
 
 
 class EvictModel(Wire, frozen=True):

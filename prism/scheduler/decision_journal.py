@@ -17,6 +17,7 @@ import msgspec
 
 from prism.errors import ConfigError
 from prism.policies.data import Action, ClusterView, EngineView, Settings, Waiting
+from prism.policies.multiplexing.steps import DeviceStepView, StepJob
 from prism.scheduler.local_scheduler import AdmissionPlan, Limits
 
 log = logging.getLogger(__name__)
@@ -125,11 +126,19 @@ class Stepped(Record, frozen=True, tag="stepped"):
     views: tuple[EngineView, ...] | None = None  # its input, if inputs are kept
 
 
+class StepsChosen(Record, frozen=True, tag="steps_chosen"):
+    """Choice of step control, with its input."""
+
+    view: DeviceStepView
+    jobs: tuple[StepJob, ...] = ()
+
+
 class Full(Record, frozen=True, tag="full"):
     """Last record of a file that reached its maximum size."""
 
 
-AnyRecord = Opened | Started | Ended | Refused | Planned | Served | Queued | Left | Stepped | Full
+_OfCluster = Opened | Started | Ended | Refused | Planned
+AnyRecord = _OfCluster | Served | Queued | Left | Stepped | StepsChosen | Full
 
 
 class Sink(Protocol):
@@ -224,6 +233,9 @@ class QueueJournal:
 
     def removed(self, request_ids: tuple[str, ...]) -> None:
         self._journal.add(Left(time_s=self._now_s(), ids=request_ids))
+
+    def started(self, request_ids: tuple[str, ...]) -> None:
+        self._journal.add(Stepped(time_s=self._now_s(), ids=request_ids))
 
     def stepped(self, now_s: float, views: Sequence[EngineView], plan: AdmissionPlan) -> None:
         inputs = self._journal.inputs

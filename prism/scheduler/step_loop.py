@@ -6,7 +6,7 @@ Step-driven, for engines that run nothing else than these jobs (`prism/policies/
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from prism.policies.multiplexing.steps import DeviceStepView, StepControl, StepJob
@@ -55,11 +55,20 @@ class StepLoop:
     A decode job continues for `holds_s` of its choice. It ends with its present step when a request
     is admitted, ends or is retracted on the device, and when a choice with `holds_s` = 0 starts a
     job.
+
+    Args:
+        observe: called with each view that the control gets, and the chosen jobs.
     """
 
-    def __init__(self, control: StepControl, port: StepPort) -> None:
+    def __init__(
+        self,
+        control: StepControl,
+        port: StepPort,
+        observe: Callable[[DeviceStepView, Sequence[StepJob]], None] | None = None,
+    ) -> None:
         self._control = control
         self._port = port
+        self._observe = observe
         self._state: Any = None
         self._names: Set[str] = frozenset()
         self._quotas: Mapping[str, int] | None = None
@@ -97,6 +106,8 @@ class StepLoop:
         if names != self._names:
             self._names, self._state = frozenset(names), self._control.start(view)
         choice, self._state = self._control.choose(view, self._state)
+        if self._observe is not None:
+            self._observe(view, choice.jobs)
         self._note_quotas()
         repeats = choice.holds_s > 0
         started = [self._port.start(job, repeats=repeats) for job in choice.jobs]

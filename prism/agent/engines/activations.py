@@ -80,7 +80,8 @@ class Activations:
 
     def begin(self, hosted: HostedModel) -> None:
         """Starts the activation on a free engine, or lets the model wait for one that starts."""
-        engine = self._pool.free(self._state.kind_for(hosted), hosted.needs_fresh)
+        kind = self._state.kind_for(hosted)
+        engine = self._pool.free(kind, hosted.needs_fresh, hosted.sm_share)
         if engine is None:
             self._wait_or_fail(hosted)
             return
@@ -93,7 +94,13 @@ class Activations:
         expected = self._fingerprints.expected(hosted, engine.is_fresh)
         self._effects.send(
             engine.id,
-            ActivateEngine(hosted.spec, hosted.kv_limit_bytes, self._max_running, expected),
+            ActivateEngine(
+                hosted.spec,
+                hosted.kv_limit_bytes,
+                self._max_running,
+                expected,
+                self._state.controlled,
+            ),
         )
         self._effects.changed()
 

@@ -63,6 +63,7 @@ class Lifecycle:
             hosted = HostedModel(
                 order.model, self._now_s(), kv_limit_bytes=limit_bytes, peers=order.peers
             )
+            hosted.sm_share = order.sm_share
             self._models.hosted[hosted.name] = hosted
             hosted.actions.append(order.action_id)
             self._activations.begin(hosted)

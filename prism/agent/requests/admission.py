@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from prism.agent.engines.reclaimer import Reclaimer
+from prism.agent.requests.controlled_steps import ControlledSteps
 from prism.agent.requests.engine_views import EngineViews
 from prism.agent.requests.queue import Lease
 from prism.agent.requests.running import RunningRequests
@@ -33,6 +34,7 @@ class Admission:
 
     Args:
         device: the device's name.
+        steps: chooses the requests in place of the local scheduler, if the policy controls steps.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Admission:
         queue: RequestQueue,
         device: str,
         running: RunningRequests,
+        steps: ControlledSteps | None = None,
     ) -> None:
+        self._steps = steps
         self._requests = state.requests
         self._now_s = state.now_s
         self._views = views
@@ -60,6 +64,9 @@ class Admission:
         Raises QueueUnavailableError or LeaseLostError; the next step then does the rest.
         """
         await self._requests.outbox.flush(self._queue, self._device, epoch)
+        if self._steps is not None:
+            await self._control(self._steps, epoch)
+            return
         if self.paused or not self._requests.has_waiting:
             return
         plan, admitting = self._requests.plan(self._now_s(), self._views.read())
@@ -69,6 +76,14 @@ class Admission:
             self._running.preempt(model)
         if admitting:
             await self._admit(admitting, epoch)
+
+    async def _control(self, steps: ControlledSteps, epoch: int) -> None:
+        admitting = steps.step(admits=not self.paused)
+        try:
+            if admitting:
+                await self._admit(admitting, epoch)
+        finally:
+            steps.admitted()
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
         left = admitting

@@ -6,7 +6,7 @@ Everything here runs in one event loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from prism.agent.engines.reclaimer import Reclaimer
@@ -14,6 +14,7 @@ from prism.agent.network.kv_transfer import KvNetwork
 from prism.agent.network.sockets import EngineLink, TokenSender
 from prism.agent.requests.admission import Admission, AdmissionLoop
 from prism.agent.requests.arrivals import Arrivals
+from prism.agent.requests.controlled_steps import ControlledSteps
 from prism.agent.requests.engine_views import EngineViews
 from prism.agent.requests.queue import (
     FrontendWatch,
@@ -36,6 +37,7 @@ class Serving:
 
     Args:
         name: the device's name in the cluster.
+        make_steps: makes the step control of the device, if the policy controls steps.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Serving:
         engines: EngineLink,
         kv: KvNetwork,
         limits: Limits,
+        make_steps: Callable[[RunningRequests], ControlledSteps] | None = None,
     ) -> None:
         self._name, self._requests = name, state.requests
         self._queue = queue = RequestQueue.connect(config.redis_url, config.namespace)
@@ -71,6 +74,7 @@ class Serving:
             send_kv=kv.sender.begin,
         )
         self.arrivals = Arrivals(state.requests, self.running, self.tokens)
+        self.steps = make_steps(self.running) if make_steps is not None else None
         self.admission = Admission(
             state,
             views=views,
@@ -78,6 +82,7 @@ class Serving:
             queue=queue,
             device=name,
             running=self.running,
+            steps=self.steps,
         )
         self._loop = AdmissionLoop(self.lease, self.admission, state)
         self._reader = QueueReader(

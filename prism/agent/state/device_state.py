@@ -96,6 +96,7 @@ class HostedModel:
     stages_s: dict[str, float] = field(default_factory=dict)  # of its last activation
     deactivating: bool = False  # True if its engine was ordered to evict it
     finish_all: bool = False  # as in EvictModel
+    sm_share: float = 1.0  # as in ActivateModel
     kv_target: str = ""  # device of another machine to which its requests' KV is sent
     error: str = ""
     broken: bool = False  # as in ModelReport
@@ -218,6 +219,7 @@ class DeviceState:
     now_s: Callable[[], float] = time.monotonic  # monotonic clock
     models: Models = field(default_factory=Models)
     requests: RequestTable = field(default_factory=lambda: RequestTable(LocalScheduler()))
+    controlled: bool = False  # True if the policy controls the engines' steps
 
     def kind_for(self, hosted: HostedModel) -> EngineKind:
         """Returns the kind of engine that serves this model."""

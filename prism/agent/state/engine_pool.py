@@ -125,9 +125,10 @@ class EnginePool:
         return EngineKind(adapter or self.adapters[0], peers)
 
     def free(
-        self, kind: EngineKind | None = None, fresh_only: bool = False
+        self, kind: EngineKind | None = None, fresh_only: bool = False, sm_share: float = 1.0
     ) -> EngineProcess | None:
-        """Returns the engine of this kind that has been free the longest.
+        """Returns the engine of this kind whose part of the SMs is nearest to `sm_share`, of these
+        the one that has been free the longest.
 
         Args:
             kind: None means the first adapter on one device.
@@ -135,7 +136,11 @@ class EnginePool:
         """
         kind = kind or self.kind()
         suitable = (e for e in self._idle() if e.kind == kind and (e.is_fresh or not fresh_only))
-        return min(suitable, key=lambda engine: engine.since_s, default=None)
+        return min(
+            suitable,
+            key=lambda engine: (abs(engine.sm_percent - 100 * sm_share), engine.since_s),
+            default=None,
+        )
 
     def unsuitable(self) -> EngineProcess | None:
         """Returns the free engine to replace for a model that needs another kind.

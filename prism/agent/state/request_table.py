@@ -40,6 +40,8 @@ class TrackedRequest:
     started_unix_s: float = 0.0  # when it was submitted to its engine
     prefilled: bool = False  # True if its first token has arrived
     produced: int = 0  # output tokens so far, including those of earlier engines
+    executed_s: float = 0.0  # total time of its steps here, under step control
+    stepped_s: float = 0.0  # monotonic end of its last step here, under step control; 0: none
     preempted: bool = False  # True if its engine was ordered to export it for a suspect
 
     @property
@@ -178,7 +180,8 @@ class RequestTable:
         self.woken = asyncio.Event()
         """Set when requests may start or queue updates are pending."""
         self._scheduler = scheduler
-        self._wall_ahead_s = wall_ahead_s
+        self.wall_ahead_s = wall_ahead_s
+        self.changes = 0  # number of requests that began to wait or left
         self._requests: dict[str, TrackedRequest] = {}
         self._on_engines: dict[str, TrackedRequest] = {}
         self.malformed_total = 0  # malformed entries of the queue
@@ -194,7 +197,8 @@ class RequestTable:
 
     def wait(self, tracked: TrackedRequest) -> None:
         """Adds a waiting request. A second entry of a waiting request replaces the first."""
-        request, ahead_s = tracked.request, self._wall_ahead_s()
+        request, ahead_s = tracked.request, self.wall_ahead_s()
+        self.changes += 1
         tracked.state = RequestState.WAITING
         self._requests[request.id] = tracked
         self._scheduler.add(
@@ -215,14 +219,23 @@ class RequestTable:
     ) -> tuple[AdmissionPlan, list[TrackedRequest]]:
         """Returns the scheduler's plan, and the requests that it starts, now ADMITTING."""
         plan = self._scheduler.step(now_s, views)
+        return plan, self._admit([i for ids in plan.starts.values() for i in ids])
+
+    def admit(self, request_ids: Sequence[str]) -> list[TrackedRequest]:
+        """Returns the waiting requests that start by the decision of step control, now ADMITTING.
+        One whose earlier attempt is not acknowledged waits again."""
+        self._scheduler.start(request_ids)
+        return self._admit(request_ids)
+
+    def _admit(self, request_ids: Sequence[str]) -> list[TrackedRequest]:
         admitting = []
-        for tracked in [self._requests[i] for ids in plan.starts.values() for i in ids]:
+        for tracked in [self._requests[i] for i in request_ids]:
             if self.outbox.has_end_of(tracked.id):
                 self.wait(tracked)  # until its earlier attempt is acknowledged
             else:
                 tracked.state = RequestState.ADMITTING
                 admitting.append(tracked)
-        return plan, admitting
+        return admitting
 
     def start(self, tracked: TrackedRequest, engine_id: str, need_tokens: int) -> None:
         tracked.state = RequestState.RUNNING
@@ -233,6 +246,7 @@ class RequestTable:
 
     def drop(self, tracked: TrackedRequest) -> None:
         """Removes a request. Its newer entry, if any, waits from now on."""
+        self.changes += 1
         del self._requests[tracked.id]
         self._on_engines.pop(tracked.id, None)
         if not self._on_engines:
