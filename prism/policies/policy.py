@@ -32,15 +32,19 @@ PLACEMENT_SEARCH = "placement search"  # a search uses profiles and recent reque
 VIRTUAL_QUEUES = "virtual queues"  # requests are assigned to devices before their model is there
 TOKEN_TURNS = "token-level switching"  # weights and KV are swapped with host memory between tokens
 
-LIVE_ENGINES = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, KV_LIMIT, PLACEMENT_SEARCH})
+LIVE_ENGINES = frozenset(
+    {
+        ADMISSION_ORDER,
+        ELASTIC_MEMORY,
+        KV_LIMIT,
+        PLACEMENT_SEARCH,
+        STEP_CONTROL,
+        SM_SHARES,
+        UNIFIED_KV,
+    }
+)
 """Features of the live system's engines."""
-FEATURES = LIVE_ENGINES | {
-    STEP_CONTROL,
-    SM_SHARES,
-    UNIFIED_KV,
-    VIRTUAL_QUEUES,
-    TOKEN_TURNS,
-}
+FEATURES = LIVE_ENGINES | {VIRTUAL_QUEUES, TOKEN_TURNS}
 """Features of the simulator's engines."""
 
 

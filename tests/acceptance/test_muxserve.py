@@ -1,4 +1,4 @@
-"""`policy: muxserve++` with real engines: placed by expected traffic, then by measured traffic."""
+"""MuxServe with real engines: placed by expected traffic, then by measured traffic."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ TOKENS = 24
 BUSY = {"rate": 500, "prompt_tokens": 400, "output_tokens": 100}
 
 
+@pytest.mark.parametrize("policy", ["muxserve++", "muxserve"])
 def test_each_busy_model_has_a_device_and_stays(
-    tiny_models: tuple[str, str], tmp_path: Path
+    tiny_models: tuple[str, str], tmp_path: Path, policy: str
 ) -> None:
     """Searches a few times while requests run. Their answers are right, and no model moves."""
     config = cluster_yaml(
@@ -25,7 +26,7 @@ def test_each_busy_model_has_a_device_and_stays(
             {"name": f"host:{i}", "capacity": "128MiB", "page": "64KiB", "engines": 2}
             for i in range(2)
         ],
-        policy="muxserve++",
+        policy=policy,
         scheduler={"search_interval": "2s"},
     )
     with serving(config, tmp_path) as cluster:
@@ -40,3 +41,17 @@ def test_each_busy_model_has_a_device_and_stays(
             assert report is not None
             assert report["activations_total"] == 1
             assert report["step_s"] > 0
+
+
+def test_models_of_one_device_take_turns_step_by_step(
+    tiny_models: tuple[str, str], tmp_path: Path
+) -> None:
+    """Sends more requests of two models than run at a time, under MuxServe's control."""
+    config = cluster_yaml(
+        [model_yaml(name) for name in tiny_models],
+        [{"name": "host:0", "capacity": "128MiB", "page": "64KiB", "engines": 2}],
+        policy="muxserve",
+    )
+    with serving(config, tmp_path) as cluster:
+        jobs = [(name, p, TOKENS) for name in tiny_models for p in prompts(name, 24)]
+        assert not judge(jobs, complete_all(cluster, jobs))

@@ -34,11 +34,18 @@ def fake_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def policy() -> str:
+    """Returns the policy, which a test may set as its parameter."""
+    return "prism"
+
+
+@pytest.fixture
 async def agent_world(
-    redis_server: BundledRedis, short_dir: Path, namespace: str
+    redis_server: BundledRedis, short_dir: Path, namespace: str, policy: str
 ) -> AsyncIterator[World]:
     """Yields a world whose agent is not started yet."""
-    async with world(make_config(short_dir, namespace, redis_server.url), FAST) as this:
+    config = make_config(short_dir, namespace, redis_server.url, policy=policy)
+    async with world(config, FAST) as this:
         yield this
 
 

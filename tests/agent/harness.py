@@ -69,13 +69,19 @@ def model_spec(name: str, num_layers: int = 2, num_kv_heads: int = 2) -> ModelSp
 
 
 def make_config(
-    run_dir: Path, namespace: str, redis_url: str, capacity_bytes: int = 16 << 20, engines: int = 2
+    run_dir: Path,
+    namespace: str,
+    redis_url: str,
+    capacity_bytes: int = 16 << 20,
+    engines: int = 2,
+    *,
+    policy: str = "prism",
 ) -> ClusterConfig:
     config = ClusterConfig(
         namespace=namespace,
         run_dir=str(run_dir),
         redis_url=redis_url,
-        policy="prism",
+        policy=policy,
         devices=[DeviceConfig(DEVICE, capacity_bytes, 64 << 10, engines)],
         models=[model_spec("a"), model_spec("b", num_layers=3, num_kv_heads=1), model_spec("c")],
         report_interval_s=0.1,

@@ -127,6 +127,7 @@ async def test_a_fork_server_that_hangs_is_replaced_when_an_engine_is_missing(
     await agent_world.frontend.finish(await agent_world.frontend.send(3))
 
 
+@pytest.mark.parametrize("policy", ["prism", "muxserve"])
 async def test_cancelled_requests_end_and_their_memory_comes_back(agent_world: World) -> None:
     await agent_world.serve("a")
     running = await running_requests(agent_world, 4)
@@ -249,6 +250,7 @@ async def test_an_agent_that_gets_no_lease_leaves_the_ledger_alone(agent_world: 
     of_first.destroy()
 
 
+@pytest.mark.parametrize("policy", ["prism", "muxserve"])
 async def test_drain_order_finishes_what_runs_and_keeps_what_waits(agent_world: World) -> None:
     await agent_world.serve("a")
     running = await running_requests(agent_world, 4, max_tokens=200)
@@ -310,16 +312,19 @@ async def test_a_malformed_entry_is_moved_away_and_ends_by_name(agent_world: Wor
     await until(lambda: agent_world.scheduler.report.malformed_total == 1)
 
 
-@pytest.mark.parametrize("marked", [0, 15], ids=["first", "last"])
+@pytest.mark.parametrize(("policy", "marked"), [("prism", 0), ("prism", 7), ("muxserve", 7)])
 async def test_a_request_that_kills_engines_ends_by_name_and_the_others_finish(
     short_dir: Path,
     namespace: str,
     redis_server: BundledRedis,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    policy: str,
     marked: int,
 ) -> None:
     """Covers one guilty request of 16: it kills two engines and is not tried on a third."""
-    made = make_config(short_dir, namespace, redis_server.url, capacity_bytes=32 << 20)
+    size_bytes = 32 << 20
+    made = make_config(short_dir, namespace, redis_server.url, size_bytes, policy=policy)
     engine = msgspec.structs.replace(made.engine, max_running=16)
     config = msgspec.structs.replace(made, engine=engine)
     write_resolved(config, short_dir / "cluster.json")

@@ -46,13 +46,14 @@ async def move(this: World, _: BundledRedis, rng: random.Random) -> None:
     await this.queue.route(model, DEVICE)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_storm(short_dir: Path, namespace: str, seed: int) -> None:
+@pytest.mark.parametrize(("policy", "seed"), [("prism", 1), ("prism", 2), ("muxserve", 3)])
+async def test_storm(short_dir: Path, namespace: str, policy: str, seed: int) -> None:
     rng = random.Random(seed)
     (short_dir / "redis").mkdir()
     timing = replace(FAST, revives_max=1000)
     with BundledRedis(short_dir / "redis") as server:
-        async with world(make_config(short_dir, namespace, server.url), timing) as this:
+        config = make_config(short_dir, namespace, server.url, policy=policy)
+        async with world(config, timing) as this:
             await this.serve(*MODELS)
             this.stop_listening()
             frontend = Retrying(this, keeps_blame=False)  # external kills blame no request

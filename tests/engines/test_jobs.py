@@ -118,7 +118,7 @@ def test_a_run_continues_after_a_prefill_and_ends_on_order(
 def test_jobs_end_without_their_requests(
     subject: Subject, device: DeviceUnderTest, engine: str, second_engine: str
 ) -> None:
-    """A job of unknown requests, of cancelled ones, and of exported ones, which continue at another
+    """Ends jobs of unknown, cancelled and exported requests. The last continue at another
     controlled engine."""
     controlled(subject, device, engine)
     controlled(subject, device, second_engine)
@@ -141,7 +141,7 @@ def test_jobs_end_without_their_requests(
 
 
 def test_a_job_that_computes_nothing_ends() -> None:
-    """A step that computes a part of a prompt has no tokens either."""
+    """Distinguishes it from a step that computes a part of a prompt, without tokens either."""
     status = EngineStatus("e0", "m", pending_prefill_tokens=100)
     core: Any = SimpleNamespace(pause=print, resume=print, status=lambda: status)
     sent: list[JobEnded] = []
