@@ -223,9 +223,12 @@ def process(command: list[str], **environment: str) -> Iterator[subprocess.Popen
 
 
 @contextmanager
-def cluster(model: Path, streams: int, **environment: str) -> Iterator[tuple[str, dict[str, int]]]:
+def cluster(
+    model: Path, streams: int, policy: str = "prism", **environment: str
+) -> Iterator[tuple[str, dict[str, int]]]:
     """Runs a cluster of the fake engine. Yields its URL, and the pids of its processes."""
     settings = {
+        "policy": policy,
         "devices": [{"name": "host:0", "capacity": "256MiB", "page": "64KiB", "engines": 1}],
         "models": [{"name": "m", "path": str(model), "context_length": CONTEXT_TOKENS}],
         "engine": {"adapter": "fake", "static": "1MiB", "max_running": streams},

@@ -113,7 +113,8 @@ class Queued(Record, frozen=True, tag="queued"):
 
 
 class Left(Record, frozen=True, tag="left"):
-    """Requests that left the queue without being dispatched: cancelled or moved."""
+    """Requests that left the queue without being dispatched by the local scheduler: cancelled,
+    moved, or started by step control."""
 
     ids: tuple[str, ...]
 
@@ -233,9 +234,6 @@ class QueueJournal:
 
     def removed(self, request_ids: tuple[str, ...]) -> None:
         self._journal.add(Left(time_s=self._now_s(), ids=request_ids))
-
-    def started(self, request_ids: tuple[str, ...]) -> None:
-        self._journal.add(Stepped(time_s=self._now_s(), ids=request_ids))
 
     def stepped(self, now_s: float, views: Sequence[EngineView], plan: AdmissionPlan) -> None:
         inputs = self._journal.inputs

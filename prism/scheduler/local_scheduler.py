@@ -59,8 +59,6 @@ class QueueObserver(Protocol):
 
     def removed(self, request_ids: tuple[str, ...]) -> None: ...
 
-    def started(self, request_ids: tuple[str, ...]) -> None: ...
-
     def stepped(self, now_s: float, views: Sequence[EngineView], plan: AdmissionPlan) -> None: ...
 
 
@@ -120,12 +118,6 @@ class LocalScheduler:
             self._suspects.pop(request_id, None)
             self._passed.pop(request_id, None)
             self._held_since_s.pop(request_id, None)
-
-    def start(self, request_ids: Collection[str]) -> None:
-        """Removes requests that start by another decision than that of `step`."""
-        self._drop(request_ids)
-        if request_ids and self._observer is not None:
-            self._observer.started(tuple(request_ids))
 
     def waiting(self) -> Counter[str]:
         """Returns model -> number of waiting requests."""

@@ -219,15 +219,11 @@ class RequestTable:
     ) -> tuple[AdmissionPlan, list[TrackedRequest]]:
         """Returns the scheduler's plan, and the requests that it starts, now ADMITTING."""
         plan = self._scheduler.step(now_s, views)
-        return plan, self._admit([i for ids in plan.starts.values() for i in ids])
+        return plan, self.admit([i for ids in plan.starts.values() for i in ids])
 
     def admit(self, request_ids: Sequence[str]) -> list[TrackedRequest]:
-        """Returns the waiting requests that start by the decision of step control, now ADMITTING.
-        One whose earlier attempt is not acknowledged waits again."""
-        self._scheduler.start(request_ids)
-        return self._admit(request_ids)
-
-    def _admit(self, request_ids: Sequence[str]) -> list[TrackedRequest]:
+        """Returns the waiting requests that start, now ADMITTING."""
+        self._scheduler.remove(request_ids)
         admitting = []
         for tracked in [self._requests[i] for i in request_ids]:
             if self.outbox.has_end_of(tracked.id):
