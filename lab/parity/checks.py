@@ -12,7 +12,15 @@ from lab.parity.journals import Dated, Journals
 from lab.parity.parity_results import Check
 from prism.policies.data import Settings
 from prism.policies.policy import Policy
-from prism.scheduler.decision_journal import Left, Opened, Planned, Queued, Stepped, fields_of
+from prism.scheduler.decision_journal import (
+    Left,
+    Opened,
+    Planned,
+    Queued,
+    Stepped,
+    StepsChosen,
+    fields_of,
+)
 from prism.scheduler.local_scheduler import Limits, LocalScheduler
 
 Records = tuple[Dated, ...]
@@ -21,7 +29,8 @@ Records = tuple[Dated, ...]
 def check_all(journals: Journals, policy: Policy) -> list[Check]:
     """Returns the checks of all schedulers; an empty list for journals without inputs."""
     checks = [check_plans(journals.cluster, policy)]
-    checks += [check_queue(device, records, policy) for device, records in journals.agents.items()]
+    for device, records in journals.agents.items():
+        checks += [check_queue(device, records, policy), check_steps(device, records, policy)]
     return [check for check in checks if check.decisions]
 
 
@@ -58,6 +67,26 @@ def check_queue(device: str, records: Records, policy: Policy) -> Check:
         else:
             replay.take(dated)
     return Check(f"steps of {device}'s local scheduler", total, equal, first)
+
+
+def check_steps(device: str, records: Records, policy: Policy) -> Check:
+    """Checks every choice of a device's step control."""
+    total, equal, first = 0, 0, ""
+    names: set[str] = set()
+    state: object = None
+    for record in (dated.record for dated in records):
+        if isinstance(record, Opened):
+            names = set()
+        elif isinstance(record, StepsChosen) and policy.steps is not None:
+            present = {engine.model for engine in record.view.engines}
+            if present != names:
+                names, state = present, policy.steps.start(record.view)
+            choice, state = policy.steps.choose(record.view, state)
+            total += 1
+            equal += choice.jobs == record.jobs
+            if choice.jobs != record.jobs:
+                first = first or f"live {record.jobs}, again {choice.jobs}"
+    return Check(f"choices of {device}'s step control", total, equal, first)
 
 
 class _Queue:

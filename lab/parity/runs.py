@@ -164,7 +164,8 @@ def waits_of(
             for request_id in record.ids:
                 queued.pop(request_id, None)
         elif isinstance(record, Stepped):
-            for request_id in record.ids:
+            # Step control dispatches a request again that was retracted.
+            for request_id in [i for i in record.ids if i in queued]:
                 since, since_s, shift_s, request = queued.pop(request_id)
                 rank += 1
                 index = index_of(request_id)

@@ -17,7 +17,7 @@ import msgspec
 
 from prism.errors import ConfigError
 from prism.policies.data import Action, ClusterView, EngineView, Settings, Waiting
-from prism.policies.multiplexing.steps import DeviceStepView, StepJob
+from prism.policies.multiplexing.steps import DeviceStepView, Phase, StepJob
 from prism.scheduler.local_scheduler import AdmissionPlan, Limits
 
 log = logging.getLogger(__name__)
@@ -113,14 +113,13 @@ class Queued(Record, frozen=True, tag="queued"):
 
 
 class Left(Record, frozen=True, tag="left"):
-    """Requests that left the queue without being dispatched by the local scheduler: cancelled,
-    moved, or started by step control."""
+    """Requests that left the queue without being dispatched: cancelled or moved."""
 
     ids: tuple[str, ...]
 
 
 class Stepped(Record, frozen=True, tag="stepped"):
-    """Step of the local scheduler."""
+    """Step of the local scheduler, or requests that step control dispatches."""
 
     ids: tuple[str, ...] = ()  # dispatched requests, in order
     blocked: dict[str, str] = {}  # model -> why its first waiting request could not start
@@ -234,6 +233,14 @@ class QueueJournal:
 
     def removed(self, request_ids: tuple[str, ...]) -> None:
         self._journal.add(Left(time_s=self._now_s(), ids=request_ids))
+
+    def chosen(self, view: DeviceStepView, jobs: Sequence[StepJob]) -> None:
+        """Writes a choice of step control, with the requests that it dispatches."""
+        if self._journal.inputs:
+            self._journal.add(StepsChosen(time_s=view.now_s, view=view, jobs=tuple(jobs)))
+        ids = tuple(i for job in jobs if job.phase is Phase.PREFILL for i in job.requests)
+        if ids:
+            self._journal.add(Stepped(time_s=view.now_s, ids=ids))
 
     def stepped(self, now_s: float, views: Sequence[EngineView], plan: AdmissionPlan) -> None:
         inputs = self._journal.inputs

@@ -188,10 +188,12 @@ class SimDevice:
         # not starve an activation.
         self.pending_bytes = 0
         observer = None if journal is None else QueueJournal(journal, kernel.now_s)
+        self._observer = observer
         self.scheduler = LocalScheduler(limits, policy.order, observer)
         self._limits = limits
         self._port = ControlledDevice(kernel, self.gpu, self.ledger, self._on_choice_expired)
-        self.controller = StepLoop(policy.steps, self._port) if policy.steps else None
+        observe = observer.chosen if observer is not None else None
+        self.controller = StepLoop(policy.steps, self._port, observe) if policy.steps else None
         # A journal records every request in the queue, and step control sees every request.
         self._may_skip_queue = journal is None and self.controller is None
         self._changed = False
@@ -278,21 +280,12 @@ class SimDevice:
         request.device = self.number
         self._changed = True
         if self.controller is not None and resident.engine is not None:
+            if self._observer is not None:
+                self._observer.added(_waiting(resident, request))
             resident.engine.admit([request])
             return
-        key = str(request.index)
-        resident.queue[key] = request
-        self.scheduler.add(
-            Waiting(
-                key,
-                resident.model.name,
-                request.todo_tokens,
-                request.output_tokens,
-                request.queued_s,
-                request.deadline_s,
-                priority=request.priority,
-            )
-        )
+        resident.queue[str(request.index)] = request
+        self.scheduler.add(_waiting(resident, request))
 
     def receive(self, resident: Resident, requests: Sequence[SimRequest]) -> None:
         """Moves running requests of another copy into this one's engine. REQUIRES: it is active."""
@@ -375,6 +368,18 @@ class SimDevice:
         self._tick_due = False
         if len(self.scheduler):
             self.try_dispatch()
+
+
+def _waiting(resident: Resident, request: SimRequest) -> Waiting:
+    return Waiting(
+        str(request.index),
+        resident.model.name,
+        request.todo_tokens,
+        request.output_tokens,
+        request.queued_s,
+        request.deadline_s,
+        priority=request.priority,
+    )
 
 
 def _engine_views(residents: Iterable[Resident], now_s: float) -> Sequence[EngineView]:

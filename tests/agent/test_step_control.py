@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lab.parity.checks import check_steps
+from lab.parity.journals import Dated
 from prism.policies import registry
 from prism.policies.multiplexing.steps import Phase
 from prism.queueing import BundledRedis
@@ -37,18 +39,10 @@ async def test_models_share_a_device_step_by_step(
         first = await this.frontend.send(9, "a", max_tokens=30)
         second = await this.frontend.send(9, "b", prompt_tokens=300, max_tokens=20)
         await this.frontend.finish([*first, *second])
-    control = registry.get(policy).steps
-    assert control is not None
-    records = list(read(journal_path(short_dir / "logs", DEVICE)))
-    chosen = [record for record in records if isinstance(record, StepsChosen)]
-    names: set[str] = set()
-    state: object = None
-    for record in chosen:
-        present = {engine.model for engine in record.view.engines}
-        if present != names:
-            names, state = present, control.start(record.view)
-        choice, state = control.choose(record.view, state)
-        assert choice.jobs == record.jobs
+    records = [Dated(0.0, 0.0, record) for record in read(journal_path(short_dir / "logs", DEVICE))]
+    check = check_steps(DEVICE, tuple(records), registry.get(policy))
+    assert check.equal == check.decisions > 0, check
+    chosen = [each.record for each in records if isinstance(each.record, StepsChosen)]
     jobs = [job for record in chosen for job in record.jobs]
     assert {(job.model, job.phase) for job in jobs} == {(m, phase) for m in "ab" for phase in Phase}
     prefilled = [i for job in jobs if job.phase is Phase.PREFILL for i in job.requests]

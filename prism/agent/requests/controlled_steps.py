@@ -7,7 +7,7 @@ Tensor-parallel engines are controlled by the agent of their rank 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 
 from kvcached import Device
 from prism.agent.network.sockets import EngineLink
@@ -17,7 +17,7 @@ from prism.agent.state.device_state import DeviceState
 from prism.agent.state.request_table import RequestState, TrackedRequest
 from prism.messages.engine import EndRun, JobEnded, SetLimit, StartJob
 from prism.policies.multiplexing.steps import DeviceStepView, Phase, StepControl, StepJob
-from prism.scheduler.decision_journal import Sink, StepsChosen
+from prism.scheduler.decision_journal import QueueJournal, Sink
 from prism.scheduler.step_loop import StepLoop
 
 SHORT_S = 0.05
@@ -29,7 +29,7 @@ class ControlledSteps:
 
     Args:
         running: preempts requests for a suspect.
-        journal: receives each choice, if inputs are kept.
+        journal: receives the choices.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ControlledSteps:
         self._views = StepViews(state, device)
         self._engines = engines
         self._running = running
-        self._journal = journal if journal is not None and journal.inputs else None
-        self._loop = StepLoop(control, self, self._chosen)
+        observer = None if journal is None else QueueJournal(journal, state.now_s)
+        self._loop = StepLoop(control, self, observer.chosen if observer is not None else None)
         self._jobs: dict[str, dict[Phase, EngineJob]] = {}  # by engine
         self._short_s: dict[str, float] = {}  # model -> when its job found no memory
         self._limits: dict[str, int] = {}  # engine -> KV limit that it was sent
@@ -111,10 +111,6 @@ class ControlledSteps:
     def _expired(self, choice: int) -> None:
         if self._loop.is_last(choice):
             self._consult(changed=True)
-
-    def _chosen(self, view: DeviceStepView, jobs: Sequence[StepJob]) -> None:
-        if self._journal is not None:
-            self._journal.add(StepsChosen(time_s=view.now_s, view=view, jobs=tuple(jobs)))
 
     # --- StepPort ---------------------------------------------------------------------------
 
