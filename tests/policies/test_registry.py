@@ -7,7 +7,7 @@ import pytest
 from prism.errors import ConfigError
 from prism.policies import prism, registry
 from prism.policies.admission import fcfs, moore_hodgson
-from prism.policies.policy import KV_LIMIT, SM_SHARES, STEP_CONTROL, Policy
+from prism.policies.policy import KV_LIMIT, TOKEN_TURNS, Policy
 
 
 def test_names_and_lookup() -> None:
@@ -30,11 +30,11 @@ def test_the_live_policy_has_what_it_needs() -> None:
 
 
 def test_what_the_engines_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = frozenset({STEP_CONTROL, SM_SHARES, KV_LIMIT})
+    needs = frozenset({TOKEN_TURNS, "time travel", KV_LIMIT})
     wants_more = Policy("wants_more", prism.plan, needs)
     monkeypatch.setattr(registry, "get", lambda name: wants_more)
-    assert registry.missing(wants_more) == ("SM shares", "step control")
-    with pytest.raises(ConfigError, match="'wants_more' needs SM shares, step control"):
+    assert registry.missing(wants_more) == ("time travel", "token-level switching")
+    with pytest.raises(ConfigError, match="'wants_more' needs time travel, token-level"):
         registry.live("wants_more")
 
 
