@@ -27,10 +27,12 @@ TIMING, DRAIN_S = AgentTiming(revives_max=2, memory_tries=1), 10.0
 class Bench:
     """Lifecycle with `engines` ready engines."""
 
-    def __init__(self, engines: int = 2, names: Sequence[str] = ("",)) -> None:
+    def __init__(
+        self, engines: int = 2, names: Sequence[str] = ("",), shares: Sequence[int] = ()
+    ) -> None:
         self.time_s, self.effects = 0.0, Recorder()
         self.state = DeviceState(
-            EnginePool("host:0", engines, (), names), TIMING, lambda: self.time_s
+            EnginePool("host:0", engines, shares, names), TIMING, lambda: self.time_s
         )
         self.lifecycle = Lifecycle(self.state, self.effects, 4, DRAIN_S)
         self.fill()
@@ -86,6 +88,18 @@ def test_activation_is_answered_when_the_model_is_active() -> None:
     bench.succeed("a")
     assert (bench.stage("a"), bench.answered()) == ("active", [(7, True)])
     assert bench.effects.answers[0].seconds == 1.5
+
+
+def test_a_model_gets_the_engine_with_the_nearest_part_of_the_sms() -> None:
+    bench = Bench(engines=4, shares=(100, 60, 40, 30))
+    for model, share, percent in (
+        ("a", 0.35, 40),
+        ("b", 0.35, 30),
+        ("c", 1.0, 100),
+        ("d", 0.1, 60),
+    ):
+        bench.lifecycle.activate(ActivateModel(1, model_spec(model), sm_share=share))
+        assert bench.engine(model).sm_percent == percent
 
 
 def test_a_failure_is_reported_for_a_while_and_then_forgotten() -> None:

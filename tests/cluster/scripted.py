@@ -43,6 +43,7 @@ class Resident:
     kv_limit_bytes: int | None = None
     error: str = ""
     peers: tuple[str, ...] = ()
+    sm_share: float = 1.0
 
 
 @dataclass
@@ -193,7 +194,9 @@ class ScriptedAgent:
         if taken + need > device.capacity_bytes:
             self.broken_rules.append(f"activate {name}: {taken} + {need} bytes overfill")
         limit_bytes = order.kv_limit_bytes
-        self.residents[name] = Resident(need, kv_limit_bytes=limit_bytes, peers=order.peers)
+        self.residents[name] = Resident(
+            need, kv_limit_bytes=limit_bytes, peers=order.peers, sm_share=order.sm_share
+        )
         await self.report()
         await asyncio.sleep(self.delay_s)
         while name in self.stuck or self.engines_starting:

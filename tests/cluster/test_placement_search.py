@@ -11,7 +11,7 @@ import pytest
 
 from prism.messages.model_spec import ExpectedLoad
 from prism.policies import registry
-from prism.policies.placement import Placement, Problem
+from prism.policies.placement import Hosted, Placement, Problem, Unit
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
 
@@ -65,6 +65,19 @@ async def test_models_are_placed_by_their_expected_traffic(
     assert sorted(placed) == [["a"], ["b"]]
     assert searches.rates() == rates
     assert len(searches.problems) == 1
+
+
+async def test_models_get_the_parts_of_the_sms_that_the_placement_gives(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = Unit(("host:0",), (Hosted("a", sm_share=0.25), Hosted("b", sm_share=0.6)))
+    policy = replace(registry.get("muxserve"), search=lambda problem: Placement((unit,)))
+    monkeypatch.setattr("prism.cluster.main.live_policy", lambda _: policy)
+    cluster.configure(spec("a"), spec("b"), rooms=(3.0,), engines=3)
+    await cluster.start()
+    await eventually(homes(cluster, 2))
+    residents = cluster.agents["host:0"].residents
+    assert {name: each.sm_share for name, each in residents.items()} == {"a": 0.25, "b": 0.6}
 
 
 async def test_nothing_is_planned_until_the_first_search_has_ended(
