@@ -191,7 +191,8 @@ class SimDevice:
         self._observer = observer
         self.scheduler = LocalScheduler(limits, policy.order, observer)
         self._limits = limits
-        self._port = ControlledDevice(kernel, self.gpu, self.ledger, self._on_choice_expired)
+        own_gpu = None if setup.processor else self.gpu
+        self._port = ControlledDevice(kernel, own_gpu, self.ledger, self._on_choice_expired)
         observe = observer.chosen if observer is not None else None
         self.controller = StepLoop(policy.steps, self._port, observe) if policy.steps else None
         # A journal records every request in the queue, and step control sees every request.

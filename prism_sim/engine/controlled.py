@@ -42,6 +42,8 @@ class ControlledEngine(SimEngine):
         # True after a prefill found no memory. Waiting requests are then hidden from the control
         # until something changes, since it counts tokens while the ledger grants quanta.
         self.lacks_memory = False
+        # SM shares of the last job of each phase.
+        self._shares: dict[Phase, float] = {}
         self._clock_s = 0.0
         self._decode_since_s = 0.0
         # The view of the engine without requests, and its KV memory and peak then.
@@ -52,6 +54,10 @@ class ControlledEngine(SimEngine):
         """Phases with a job in flight."""
         found = ((Phase.PREFILL, self._chunks), (Phase.DECODE, self.run.job))
         return frozenset(phase for phase, job in found if job)
+
+    def sm_held(self) -> float:
+        """Returns the part of the SMs that its jobs hold."""
+        return sum(self._shares[phase] for phase in self.busy)
 
     def requests(self) -> list[SimRequest]:
         return [*super().requests(), *self.parked.values(), *self.waiting.values()]
@@ -119,6 +125,7 @@ class ControlledEngine(SimEngine):
             self.prompts.ready.append(request)
             chunks.append((request, request.todo_tokens))
         if chunks:
+            self._shares[Phase.PREFILL] = sm_share
             self._prefill_step(chunks, 0, sm_share)
         return bool(chunks)
 
@@ -135,6 +142,7 @@ class ControlledEngine(SimEngine):
         if not self.batch:
             return False
         self._decode_since_s = self._kernel.time_s
+        self._shares[Phase.DECODE] = sm_share
         return self._start_decode(min(steps_max, self._settings.run_steps), sm_share)
 
     def _prefill_ended(self) -> None:
@@ -253,11 +261,12 @@ class ControlledDevice:
     """`StepPort` (`prism/scheduler/step_loop.py`) of a simulated device.
 
     Args:
+        gpu: Its processor. None: it shares one with other devices, whose jobs it does not know.
         expired: called at the end of a choice's `holds_s`, with the number of the choice.
     """
 
     def __init__(
-        self, kernel: Kernel, gpu: Gpu, ledger: Ledger, expired: Callable[[int], None]
+        self, kernel: Kernel, gpu: Gpu | None, ledger: Ledger, expired: Callable[[int], None]
     ) -> None:
         self._kernel = kernel
         self._gpu = gpu
@@ -280,8 +289,13 @@ class ControlledDevice:
             self._kernel.time_s,
             tuple(engine.step_view(name) for name, engine in self.engines.items()),
             self._ledger.capacity_bytes - static_bytes,
-            max(0.0, 1.0 - self._gpu.sm_held()),
+            max(0.0, 1.0 - self._sm_held()),
         )
+
+    def _sm_held(self) -> float:
+        if self._gpu is not None:
+            return self._gpu.sm_held()
+        return sum(engine.sm_held() for engine in self._busy)
 
     def start(self, job: StepJob, *, repeats: bool) -> bool:
         engine = self.engines[job.model]

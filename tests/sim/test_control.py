@@ -149,3 +149,16 @@ def test_a_prefill_that_finds_no_memory_lets_others_run() -> None:
     trace = [request(0.0, name, 2000, 10) for name in "ab" for _ in range(12)]
     records = World(setup, work(setup, trace), policy).run()
     assert (records.ended, records.errors) == (24, {})
+
+
+def test_devices_of_one_processor_do_not_hold_each_others_compute() -> None:
+    """Serves a request on each of two host devices. A device is not asked again when a job of the
+    other ends, so it would wait for the next request."""
+    setup = cluster([model(0, "a"), model(1, "b")], gpus=2, policy="muxserve")
+    devices = tuple(dataclasses.replace(d, processor="host") for d in setup.devices)
+    setup = dataclasses.replace(setup, devices=devices)
+    units = (Unit(("gpu:0",), (Hosted("a"),)), Unit(("gpu:1",), (Hosted("b"),)))
+    requests = work(setup, [request(10.0, "a"), request(10.001, "b")])
+    records = World(setup, requests, target=Placement(units)).run()
+    assert not records.errors
+    assert max(records.first_s) < 11
