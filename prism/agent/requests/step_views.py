@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcached import ClientUsage, Device
+from kvcached import Device
 from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
 from prism.agent.state.engine_pool import EngineProcess
 from prism.agent.state.request_table import RequestState, TrackedRequest
@@ -174,12 +174,12 @@ class StepViews:
         capacity_bytes, used_bytes = usage.free_bytes, {}
         for engine in engines:
             process, status = engine.process, engine.status
-            elastic_bytes = _elastic_bytes(status, clients.get(process.id))
-            capacity_bytes += elastic_bytes
-            load = loads.get(process.id)
+            client, load = clients.get(process.id), loads.get(process.id)
+            pages_bytes = client.reserved_bytes if client else 0
+            capacity_bytes += max(pages_bytes, client.min_bytes if client else 0)
             coming_tokens = load.pending_need_tokens if load else 0
             idle_tokens = status.free_mapped_tokens + status.evictable_tokens
-            held_bytes = elastic_bytes + (coming_tokens - idle_tokens) * process.token_bytes
+            held_bytes = pages_bytes + (coming_tokens - idle_tokens) * process.token_bytes
             used_bytes[engine.name] = max(0, held_bytes)
         return capacity_bytes, used_bytes
 
@@ -239,8 +239,3 @@ class StepViews:
 
 def _can_step(run: TrackedRequest) -> bool:
     return run.state is RequestState.RUNNING and not run.preempted
-
-
-def _elastic_bytes(status: EngineStatus, client: ClientUsage | None) -> int:
-    """Returns the KV memory that an engine holds, its idle pages included."""
-    return max(0, client.reserved_bytes - status.static_bytes) if client else 0
