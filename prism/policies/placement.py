@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,11 @@ class PlacementOutcome:
         weighted = (n * self.normalized_latency.get(m, 0.0) for m, n in served.items())
         return sum(weighted) / total if total else 0.0
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Attainment, then the lower normalised latency: larger is better."""
+        return self.attainment, -self.mean_normalized_latency
+
 
 LatencyFn = Callable[[str, int, int, float, float], float]
 """(model, tp, batch, tokens, sm_share) -> seconds of one step.
@@ -159,4 +164,16 @@ class Problem:
     present: Placement | None = None
 
 
+REQUESTS_MIN = 20
+"""Least number of requests since a search from which the next one of a policy with `next_interval`
+follows (SeaLLM §4.3)."""
+
 Search = Callable[[Problem], Placement]
+
+
+def better(problem: Problem, kept: Placement, found: Placement) -> Placement:
+    """Returns `found` if its simulation is better than that of `kept`, else `kept` with its new
+    attainment as the score: a move has a cost. REQUIRES: `problem.simulate`."""
+    assert problem.simulate is not None
+    before, after = problem.simulate(kept), problem.simulate(found)
+    return found if after.rank > before.rank else replace(kept, score=before.attainment)

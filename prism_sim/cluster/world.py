@@ -32,7 +32,7 @@ from prism_sim.core.workload import NO_SLO, Workload
 from prism_sim.engine.compute import Compute, Gpu
 from prism_sim.engine.engine import SimEngine
 from prism_sim.placement.replacement import Replacement
-from prism_sim.placement.search import search
+from prism_sim.placement.search import problem
 
 SAMPLE_S = 1.0
 SAMPLES = 200
@@ -131,11 +131,11 @@ class World:
         return self.records
 
     def place(self) -> Placement | None:
-        """Returns the placement, after a search if the policy has one and none was given. Called by
-        `run`."""
+        """Returns the placement, after a search if the policy has one and none was given."""
         controller, searches = self.controller, self.policy.search
         if controller.target is None and searches is not None and self._loads is not None:
-            controller.target = search(searches, self.setup, self._loads, self._simulate, self.work)
+            given = problem(self.setup, self._loads, self._simulate, self.work)
+            controller.target = searches(given)
         return controller.target
 
     def _begin(self, target: Placement) -> None:

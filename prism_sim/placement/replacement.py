@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from prism.policies.placement import Placement
+from prism.policies.placement import REQUESTS_MIN, Placement, better
 from prism.policies.policy import Policy
 from prism_sim.core.profile import ModelLoad, loads
 from prism_sim.core.records import NEVER, Records
 from prism_sim.core.setup import ClusterSetup
 from prism_sim.core.workload import Workload, window
-from prism_sim.placement.search import outcome, sample_of, search
+from prism_sim.placement.search import problem
 
 Simulation = Callable[[Placement, Workload], Records]
-REQUESTS_MIN = 20
-"""Minimum number of requests in an interval for a new search."""
 
 
 class Replacement:
@@ -44,8 +42,8 @@ class Replacement:
     ) -> Placement:
         """Returns the placement for the next interval.
 
-        A new placement replaces `target` only if it does better on the requests of the last
-        interval, which end before index `until`, since moving models has a cost.
+        A new placement replaces `target` only if it does better (`placement.better`) on the
+        requests of the last interval, which end before index `until`.
         """
         first, self._since = self._since, until
         if until - first < REQUESTS_MIN:
@@ -53,16 +51,8 @@ class Replacement:
         real = attainment(self._records, first, until, now_s)
         self.interval_s = self._follow(self.interval_s, real, target.score)
         recent = window(self._records.work, first, until)
-        seen = self._loads(recent)
-        found = search(self._find, self._setup, seen, simulate, recent)
-        sample = sample_of(recent, self._setup.search_requests)
-        kept, moved = (outcome(simulate(p, sample), seen) for p in (target, found))
-        if (moved.attainment, -moved.mean_normalized_latency) <= (
-            kept.attainment,
-            -kept.mean_normalized_latency,
-        ):
-            return replace(target, score=kept.attainment)
-        return found
+        given = problem(self._setup, self._loads(recent), simulate, recent)
+        return better(given, target, self._find(given))
 
     def _loads(self, recent: Workload) -> list[ModelLoad]:
         """Returns loads with the rates of the interval, and lengths and times of the profile."""

@@ -15,7 +15,6 @@ from prism.policies.placement import (
     Placement,
     PlacementOutcome,
     Problem,
-    Search,
     StepTimes,
 )
 from prism_replay.metrics import met, normalized_latency
@@ -37,22 +36,21 @@ LATENCY_DIGITS = 6
 rounding errors of step times, and would decide between equally good placements."""
 
 
-def search(
-    find: Search,
+def problem(
     setup: ClusterSetup,
     loads: Sequence[ModelLoad],
     simulate: Callable[[Placement, Workload], Records],
     work: Workload,
-) -> Placement:
-    """Returns the placement that `find` selects. simulate: Runs a workload on a placement with the
-    policy's own scheduling."""
+) -> Problem:
+    """Returns the input of a search. simulate: Runs a workload on a placement with the policy's own
+    scheduling."""
     sample = sample_of(work, setup.search_requests)
     given = expected(loads, work, setup.search_rates)
 
     def outcome_of(placement: Placement) -> PlacementOutcome:
         return outcome(simulate(placement, sample), loads)
 
-    return find(problem(setup, given, outcome_of))
+    return _problem(setup, given, outcome_of)
 
 
 def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[ModelLoad]:
@@ -87,7 +85,7 @@ def expected_traffic(setup: ClusterSetup, work: Workload) -> dict[str, Traffic]:
     }
 
 
-def problem(
+def _problem(
     setup: ClusterSetup,
     loads: Sequence[ModelLoad],
     simulate: Callable[[Placement], PlacementOutcome],

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from prism.policies.placement import Placement, Problem
 from prism_sim.core.profile import loads
-from prism_sim.placement.search import PIECES, expected, search
+from prism_sim.placement.search import PIECES, expected, problem
 from tests.sim.clusters import cluster, model, request, work
 
 MODELS = [model(0, "steady"), model(1, "bursty"), model(2, "never")]
@@ -34,13 +33,7 @@ def test_rates_are_mean_peak_or_equal(rates: str, said: list[float]) -> None:
 
 
 def test_the_search_is_given_them() -> None:
-    seen: list[float] = []
-
-    def find(problem: Problem) -> Placement:
-        seen.extend(m.rate_rps for m in problem.models)
-        return Placement(())
-
     setup = cluster(MODELS, search_rates="equal")
     never: Any = None  # nothing is simulated
-    search(find, setup, loads(setup, WORK), never, WORK)
-    assert seen == pytest.approx([151 / 300] * 3)
+    given = problem(setup, loads(setup, WORK), never, WORK)
+    assert [m.rate_rps for m in given.models] == pytest.approx([151 / 300] * 3)

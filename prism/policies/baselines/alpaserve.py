@@ -51,7 +51,7 @@ def search(problem: Problem) -> Placement:
     best: tuple[tuple[float, int, float], Placement] | None = None
     for made in _candidates(problem):
         for placement, outcome in made:
-            attainment, latency = _rank(outcome)
+            attainment, latency = outcome.rank
             rank = (attainment, _placed(placement), latency)
             if best is None or rank > best[0]:
                 best = (rank, placement)
@@ -100,16 +100,12 @@ def _simulate_each(
                 group.models.append(model)
                 step = simulate()
                 group.models.pop()
-                if best is None or _rank(step[1]) > best[0]:
-                    best = (_rank(step[1]), step, group, model)
+                if best is None or step[1].rank > best[0]:
+                    best = (step[1].rank, step, group, model)
         if best is None:
             return
         best[2].models.append(best[3])
         yield best[1]
-
-
-def _rank(outcome: PlacementOutcome) -> tuple[float, float]:
-    return (outcome.attainment, -outcome.mean_normalized_latency)
 
 
 def _placed(placement: Placement) -> int:

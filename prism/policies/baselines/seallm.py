@@ -70,7 +70,7 @@ def _rank(simulated: Step) -> tuple[int, float, float]:
     since the last replica may make the result worse.
     """
     placement, outcome = simulated
-    return -len(placement.refused), outcome.attainment, -outcome.mean_normalized_latency
+    return -len(placement.refused), *outcome.rank
 
 
 def _allocated(
