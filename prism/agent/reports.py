@@ -86,6 +86,7 @@ def _model_report(
         prompt_tokens_total=totals.prompt_tokens,
         output_tokens_total=totals.output_tokens,
         finished_total=totals.finished,
+        met_total=totals.met,
         failed_total=totals.failed,
         cancelled_total=totals.cancelled,
         kv_mapped_bytes=status.kv_mapped_bytes,

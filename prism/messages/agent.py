@@ -50,6 +50,7 @@ class ModelReport(Wire, frozen=True):
     # (bucket of a length (prism/scheduler/traffic.py), requests that ended since the agent
     # started). Not a mapping, since keys of JSON are text.
     output_lengths: list[tuple[int, int]] = []
+    met_total: int = 0  # finished requests that met their end-to-end SLO
     broken: bool = False  # a live engine failed to load it, and not for lack of memory
 
     @property

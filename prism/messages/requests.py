@@ -128,6 +128,12 @@ class Request(Wire, frozen=True):
     def deadline_unix_s(self) -> float:
         return self.arrival_unix_s + self.slo_ttft_s
 
+    def e2e_deadline_unix_s(self, output_tokens: int) -> float:
+        """Returns the time at which the whole output, of this length, is due. If a part came with
+        the request, it is the rest that is due from its arrival."""
+        rest = output_tokens - self.resumed_tokens
+        return self.deadline_unix_s + self.slo_tpot_s * max(0, rest - 1)
+
     def as_resumed(self, now_unix_s: float) -> Request:
         """Returns the request as resumed in the middle of its output: the next token is due within
         the TPOT SLO."""

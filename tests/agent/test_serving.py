@@ -17,6 +17,7 @@ async def test_activates_and_serves_with_the_right_tokens(agent_world: World) ->
     assert report is not None
     assert (report.prompt_tokens_total, report.output_tokens_total) == (6 * 90, 6 * 40)
     assert report.output_lengths == [(bucket(40), 6)]
+    assert report.met_total == 6
     assert report.prefill_tokens_per_s > 0
     assert report.maps_total > 0
     assert (report.waiting, report.running, report.failed_total) == (0, 0, 0)

@@ -88,6 +88,10 @@ async def test_the_next_token_of_one_that_goes_on_is_due_within_its_tpot_slo(sta
     first, second = stack.agent.seen
     assert second.arrival_unix_s >= first.arrival_unix_s
     assert second.deadline_unix_s == second.arrival_unix_s + first.slo_tpot_s
+    rest_s = first.slo_tpot_s * (len(WHOLE) - 3)
+    assert second.e2e_deadline_unix_s(len(WHOLE)) == pytest.approx(second.arrival_unix_s + rest_s)
+    whole_s = first.slo_ttft_s + first.slo_tpot_s * (len(WHOLE) - 1)
+    assert first.e2e_deadline_unix_s(len(WHOLE)) == pytest.approx(first.arrival_unix_s + whole_s)
 
 
 async def test_a_request_outlives_many_agents_but_not_any_number(stack: Stack) -> None:

@@ -235,6 +235,8 @@ class RunningRequests:
                 totals.cancelled += 1
             else:
                 totals.finished += 1
+                due_unix_s = run.request.e2e_deadline_unix_s(run.produced)
+                totals.met += self._now_unix_s() <= due_unix_s
                 totals.output_lengths[bucket(run.produced)] += 1
             self._ended(run)
 

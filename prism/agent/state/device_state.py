@@ -150,6 +150,7 @@ class ModelTotals:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finished: int = 0
+    met: int = 0  # of the finished ones, those that met their end-to-end SLO
     failed: int = 0
     cancelled: int = 0
     maps: int = 0
