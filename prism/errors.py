@@ -16,6 +16,7 @@ PrismError
 │       └── SelfCheckError
 ├── ModelSourceError     a model cannot be prepared or downloaded
 ├── ActionError          an agent could not execute an action of the cluster scheduler
+├── PlacementSearchError a placement search failed
 ├── QueueUnavailableError    Redis cannot be reached
 ├── MalformedRequestError    entries of a queue are not valid requests
 └── LeaseLostError           another agent has taken over this device's queue
@@ -120,6 +121,10 @@ class ActionError(PrismError):
     def __init__(self, message: str, lasting: bool = False) -> None:
         super().__init__(message)
         self.lasting = lasting
+
+
+class PlacementSearchError(PrismError):
+    """The process of a placement search failed."""
 
 
 class QueueUnavailableError(PrismError):

@@ -16,11 +16,10 @@ from lab.parity.parity_results import ParityResults
 from lab.parity.placement import compare_placement
 from lab.parity.runs import History, live_run, simulated_run
 from lab.parity.setup import (
-    cluster_setup,
-    cores_of,
     cost_tables,
     initial,
     measured,
+    parity_setup,
     replayed,
 )
 from prism.config.schema.cluster_config import ClusterConfig
@@ -31,6 +30,7 @@ from prism_replay.results import ReplayResults, RequestRecord
 from prism_sim.cluster.world import World
 from prism_sim.core.profile import loads
 from prism_sim.core.workload import Workload
+from prism_sim.live.live_setup import cores_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def compare(given: Inputs) -> ParityOutcome:
     cores = given.cores or cores_of(given.config)
     found = measured((*given.earlier, given.journals))
     found, lead_s = initial(given.journals, start_s, found)
-    setup = cluster_setup(given.config, found, tables, cores)
+    setup = parity_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)
     work = replayed(given.results, setup, lead_s)
     world = World(setup, work, target=_searched(given.journals), keep_queues=True)

@@ -6,8 +6,6 @@ engine reserved it, and the times measured on the live cluster.
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 from array import array
 from collections import defaultdict
@@ -18,35 +16,31 @@ from pathlib import Path
 
 from lab.parity.journals import Dated, Journals
 from prism.config.checks.memory_needs import BLOCK_TOKENS, layout_of, memory_need
-from prism.config.policy_knobs import own_knobs
-from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism.messages.model_spec import ModelSpec
 from prism.models.prefill_speed import PRIOR_TOKENS_PER_S
-from prism.policies.knobs import Knobs
-from prism.policies.multiplexing.kv_blocks import KvShape
 from prism.scheduler.decision_journal import Ended, Queued, Served, Started
-from prism.scheduler.local_scheduler import Limits
 from prism_replay.results import ReplayResults, RequestRecord
 from prism_sim.core.setup import (
     ActivationSettings,
     ClusterSetup,
     DegreeSetup,
-    DeviceSetup,
-    EngineSettings,
-    KvNeed,
     ModelSetup,
 )
 from prism_sim.core.workload import Workload, slo_s
 from prism_sim.costs.grid import read_grid
-from prism_sim.costs.model import CostModel, GpuUsage, PromptChunk
+from prism_sim.costs.model import CostModel
 from prism_sim.costs.shapes import short_name
 from prism_sim.costs.table import StepTable, TableCost
-
-MIXED = ("fake",)
-"""Adapters with engines that compute prompts and decodes in one step."""
-SLEEPING = ("fake",)
-"""Adapters with steps that use no core."""
+from prism_sim.live.live_setup import (
+    HostCost,
+    cluster_setup,
+    device_setup,
+    is_on_host,
+    kv_shape,
+    model_setup,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +96,6 @@ def initial(
     return replace(found, first_activation_s=activated_s), start_unix_s - begin_s
 
 
-class HostCost:
-    """Cost model with steps that use one of `cores`, since engines compute with one thread."""
-
-    def __init__(self, cost: CostModel, cores: float) -> None:
-        self._cost = cost
-        self._share = GpuUsage(1.0 / cores, 1.0 / cores)
-        self.step_s = cost.step_s
-        self.prefill_s = cost.prefill_s
-        self.decode_s = cost.decode_s
-        self.decode_run_s = cost.decode_run_s
-        self.decode_steps = cost.decode_steps
-
-    def usage(self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int) -> GpuUsage:
-        return self._share if chunks or batch else GpuUsage(0.0, 0.0)
-
-
-def cores_of(config: ClusterConfig) -> float:
-    """Returns the number of cores for engines of host devices: all cores of this process."""
-    if config.engine.adapter in SLEEPING:
-        return math.inf
-    return float(len(os.sched_getaffinity(0)))
-
-
 def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
     """Returns model -> its table in the file. Raises ConfigError."""
     if not path.exists():
@@ -143,7 +114,7 @@ def cost_tables(path: Path, models: Iterable[str]) -> dict[str, StepTable]:
     return found
 
 
-def cluster_setup(
+def parity_setup(
     config: ClusterConfig, found: LiveMeasurements, tables: Mapping[str, StepTable], cores: float
 ) -> ClusterSetup:
     """Returns the simulation's setup. Raises ConfigError.
@@ -153,27 +124,15 @@ def cluster_setup(
     parallel = [model.name for model in config.models if model.possible_degrees != (1,)]
     if parallel:
         raise ConfigError(f"--config: {parallel[0]} may have tp > 1; parity supports only tp: 1")
-    scheduler, engine = config.scheduler, config.engine
-    if scheduler.move_running:
+    if config.scheduler.move_running:
         raise ConfigError("--config: parity supports only scheduler.migrate_running: finish")
-    return ClusterSetup(
-        devices=tuple(_device(device) for device in config.devices),
-        models=tuple(
-            _model(index, model, config, found, _cost(model.name, tables, config, cores))
-            for index, model in enumerate(config.models)
-        ),
-        policy=config.policy,
-        knobs=Knobs(own=own_knobs(config.policy, config.knobs)),
-        settings=scheduler.settings(),
-        limits=Limits(prefill_chunk_tokens=engine.prefill_chunk_tokens),
-        engine=EngineSettings(
-            max_running=engine.max_running,
-            prefill_chunk_tokens=engine.prefill_chunk_tokens,
-            mixed_chunk=engine.adapter in MIXED,
-        ),
+    models = (
+        _model(index, model, config, found, _cost(model.name, tables, config, cores))
+        for index, model in enumerate(config.models)
+    )
+    return replace(
+        cluster_setup(config, [device_setup(device) for device in config.devices], [*models]),
         activation=ActivationSettings(unload_s=found.unload_s),
-        interval_s=scheduler.interval_s,
-        rate_window_s=scheduler.rate_window_s,
         warm=False,
     )
 
@@ -209,25 +168,12 @@ def _sent_s(record: RequestRecord) -> float:
     return record.arrival_s + max(0.0, record.send_lag_ms) / 1000
 
 
-def _device(device: DeviceConfig) -> DeviceSetup:
-    on_host = device.name.startswith("host:")
-    return DeviceSetup(
-        device.name,
-        "node0",
-        device.capacity_bytes,
-        device.page_bytes,
-        device.engines,
-        processor="host" if on_host else "",
-    )
-
-
 def _cost(
     name: str, tables: Mapping[str, StepTable], config: ClusterConfig, cores: float
 ) -> tuple[CostModel, float]:
     """Returns the model's step costs and the seconds of a request outside of steps."""
     table = tables.get(name) or max(tables.values(), key=lambda t: t.dense_s[-1])
-    on_host = all(device.name.startswith("host:") for device in config.devices)
-    cost = HostCost(TableCost(table), cores) if on_host else TableCost(table)
+    cost = HostCost(TableCost(table), cores) if is_on_host(config) else TableCost(table)
     return cost, table.request_s
 
 
@@ -239,30 +185,15 @@ def _model(
     costs: tuple[CostModel, float],
 ) -> ModelSetup:
     cost, request_s = costs
-    chunk = config.engine.prefill_chunk_tokens
     memory = found.served.get(spec.name) or _memory(spec, config)
     weight_bytes = min(spec.weight_bytes, memory.static_bytes)
-    shape = KvShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, 2, BLOCK_TOKENS)
     quantum_blocks = memory.quantum_tokens // BLOCK_TOKENS
-    return ModelSetup(
-        index=index,
-        name=spec.name,
-        tp=1,
+    part = DegreeSetup(cost, quantum_blocks, memory.quantum_bytes, kv_shape(spec, 1))
+    return replace(
+        model_setup(index, spec, {1: part}, config),
         weight_bytes=weight_bytes,
         share_bytes=memory.static_bytes - weight_bytes,
-        token_bytes=spec.token_bytes,
         kv_floor_bytes=memory.reserve_bytes,
-        need=KvNeed(BLOCK_TOKENS),
-        slo_ttft_s=spec.slo_ttft_s,
-        slo_tpot_s=spec.slo_tpot_s,
-        parts={1: DegreeSetup(cost, quantum_blocks, memory.quantum_bytes, shape)},
-        prefill_tokens_per_s=chunk / cost.prefill_s(chunk),
-        never_evict=spec.never_evict,
-        pinned_device=spec.pinned_device,
-        static_share=spec.static_share,
-        replicas_min=spec.replicas_min,
-        replicas_max=spec.replicas_max,
-        context_tokens=spec.context_length,
         activation_s=found.activation_s.get(spec.name),
         first_activation_s=found.first_activation_s.get(spec.name),
         request_s=min(found.reach_s, request_s),

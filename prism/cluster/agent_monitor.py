@@ -44,6 +44,8 @@ class AgentMonitor:
         state.traffic.ended(device, outputs, now_s)
         state.sizes.observe(report)
         state.speeds.observe(report)
+        if state.policy.next_interval is not None:
+            state.attainment.observe(device, report.models)
         if state.policy.asks_startup:
             state.starts.observe(report, state.config)
         if before is None or _planning_state(before) != _planning_state(report):

@@ -66,14 +66,15 @@ async def run(
     monitor = AgentMonitor(state, link, queue)
     controller = ClusterController(state, queue, monitor, actuator)
     operator = Operator(state, link, actuator)
-    receiving = link.run(monitor.on_report, operator.take)
+    # These may wait for long: for reports, and for a search.
+    unwatched = [link.run(monitor.on_report, operator.take)]
+    if policy.search is not None:
+        unwatched.append(PlacementSearch(state).run())
     try:
         loops = [controller.watch_arrivals(), controller.watch_traffic(), controller.run()]
-        if policy.search is not None:
-            loops.append(PlacementSearch(state, policy.search).run())
         if file is not None:
             loops.append(cluster_reload.watch(file, state, controller.scheduler))
-        await _until_stopped(stop, receiving, *map(watchdog.watch, loops))
+        await _until_stopped(stop, *unwatched, *map(watchdog.watch, loops))
     finally:
         await operator.stop()
         await actuator.stop()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from dataclasses import replace
 
+from prism.cluster.simulated_search import SearchInput
+from prism.cluster.simulated_search import search as simulated_search
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.view import build_view
 from prism.policies import profiles
 from prism.policies.data import ClusterView
-from prism.policies.placement import Placement, Search
+from prism.policies.placement import REQUESTS_MIN, Placement
 
 log = logging.getLogger("prism.cluster")
 
@@ -18,16 +21,16 @@ log = logging.getLogger("prism.cluster")
 class PlacementSearch:
     """Searches at the start, when models or devices change, and after each search interval.
 
-    A search runs in a thread, since it takes seconds with many models. Until the first has ended,
-    nothing is planned. REQUIRES: the policy has a search.
+    A search takes seconds with many models, so it runs in a thread, or in a process if it
+    simulates. Until the first has ended, nothing is planned. REQUIRES: the policy has a search.
     """
 
-    def __init__(self, state: SchedulerState, search: Search) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._search = search
         self._searched_s = -math.inf
         # Models with their degrees, and live devices, of the last search.
         self._inputs: object = None
+        self._interval = SearchInterval(state)
 
     async def run(self) -> None:
         """Searches until cancelled."""
@@ -38,20 +41,29 @@ class PlacementSearch:
 
     async def step(self) -> None:
         """Searches if a search is due."""
-        state, now_s = self._state, self._state.now_s()
-        interval_s, inputs = state.config.scheduler.search_interval_s, self._inputs_now()
-        due = interval_s is not None and now_s - self._searched_s >= interval_s
-        if inputs == self._inputs and not due:
+        state, now_s, inputs = self._state, self._state.now_s(), self._inputs_now()
+        changed, due = inputs != self._inputs, now_s - self._searched_s >= self._interval.seconds
+        if not changed and not due:
             return
         self._inputs, self._searched_s = inputs, now_s
+        if not changed and not self._interval.ended():
+            return
         view = build_view(state, now_s)
-        found = self._resumed(view)
-        if found is None:
-            found = await asyncio.to_thread(self._search, profiles.problem(view))
+        resumed = self._resumed(view)
+        # A placement of other models or devices is not kept.
+        found = resumed or await self._find(replace(view, target=None) if changed else view)
         if state.target is None or found.units != state.target.units:
             log.info("new placement after %.1f s: %s", state.now_s() - now_s, text(found))
         state.target = found
+        self._interval.begins(None if resumed else found.score)
         state.changes.notify()
+
+    async def _find(self, view: ClusterView) -> Placement:
+        policy = self._state.policy
+        assert policy.search is not None
+        if policy.simulates:
+            return await simulated_search(SearchInput(self._state.config, view))
+        return await asyncio.to_thread(policy.search, profiles.problem(view))
 
     def _inputs_now(self) -> object:
         state = self._state
@@ -69,6 +81,57 @@ class PlacementSearch:
         present = profiles.present(view)
         missing = any(not present.homes(model.name) for model in view.models)
         return None if self._state.target is not None or missing else present
+
+
+class SearchInterval:
+    """Time from one search to the next: that of the configuration, which a policy with
+    `next_interval` adapts (SeaLLM §4.3)."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._adapted_s = self._given_s = self._configured_s()
+        # Score of the last search; None: the placement was not searched.
+        self._estimated: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The present interval; infinity if intervals are off."""
+        configured_s = self._configured_s()
+        if configured_s != self._given_s:  # a reload has changed it
+            self._adapted_s = self._given_s = configured_s
+        return self._adapted_s
+
+    def begins(self, estimated: float | None) -> None:
+        """Begins an interval. estimated: Attainment by the search before it, if known."""
+        self._estimated = estimated
+        self._state.attainment.reset()
+
+    def ended(self) -> bool:
+        """Adapts the next interval to the estimate's error. Returns False if the traffic since the
+        last search is too little for another one."""
+        follow, seen = self._state.policy.next_interval, self._state.attainment
+        if follow is None:
+            return True
+        if seen.ended < REQUESTS_MIN:
+            seen.reset()
+            return False
+        if self._estimated is not None:
+            before_s, self._adapted_s = (
+                self._adapted_s,
+                follow(self._adapted_s, seen.part, self._estimated),
+            )
+            log.info(
+                "attainment of %.3f, estimated %.3f: the search interval of %.0f s becomes %.0f s",
+                seen.part,
+                self._estimated,
+                before_s,
+                self._adapted_s,
+            )
+        return True
+
+    def _configured_s(self) -> float:
+        interval_s = self._state.config.scheduler.search_interval_s
+        return math.inf if interval_s is None else float(interval_s)
 
 
 def text(placement: Placement) -> str:

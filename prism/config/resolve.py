@@ -68,6 +68,7 @@ from prism.errors import ConfigError
 from prism.messages.model_spec import ExpectedLoad, ModelSpec
 from prism.models.files import DTYPE_BYTES, ModelFiles, inspect_model
 from prism.models.hub.hub_model import cached
+from prism.policies import registry
 from prism.scheduler import decision_journal
 from prism.scheduler.decision_journal import JournalConfig
 from prism.transport import ENGINE_MESSAGE_BYTES_MAX
@@ -166,9 +167,11 @@ def _resolve(
 
 def _check_policy(data: ServeYaml) -> None:
     """Raises ConfigError for a policy that does not run live, or a device that it does not read."""
-    searches = live_policy(data).search is not None
+    policy = live_policy(data)
+    if policy.simulates:
+        registry.simulator(policy.name)
     for index, model in enumerate(data.models):
-        if searches and model.device is not None:
+        if policy.search is not None and model.device is not None:
             raise ConfigError(
                 f"models[{index}].device: cannot be combined with policy {data.policy!r}, which"
                 " searches a placement; remove the key or use another policy"

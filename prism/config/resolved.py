@@ -41,11 +41,11 @@ def read_resolved(path: Path) -> ClusterConfig:
 
 
 def _read(body: bytes) -> ClusterConfig:
-    return msgspec.json.decode(body, type=ClusterConfig, dec_hook=_read_back)
+    return msgspec.json.decode(body, type=ClusterConfig, dec_hook=read_back)
 
 
-def _read_back(kind: type[Any], value: object) -> Any:
-    """Decodes sizes and times. Tests write plain numbers, too."""
+def read_back(kind: type[Any], value: object) -> Any:
+    """Decodes sizes and times, as msgspec's `dec_hook`. Tests write plain numbers, too."""
     return kind(value) if isinstance(value, int | float) else decoded(kind, value)
 
 

@@ -150,6 +150,9 @@ class StepTimes:
     decode_s: LatencyFn
 
 
+Simulate = Callable[[Placement], PlacementOutcome]
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Input of a placement search."""
@@ -158,7 +161,7 @@ class Problem:
     devices: tuple[DeviceSpecView, ...]
     times: StepTimes | None = None
     # Replays the recent requests on a placement with the policy's own scheduling.
-    simulate: Callable[[Placement], PlacementOutcome] | None = None
+    simulate: Simulate | None = None
     # Placement of the models now. A search keeps it unless another one is clearly better, since
     # every move has a cost.
     present: Placement | None = None

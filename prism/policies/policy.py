@@ -69,10 +69,14 @@ class Policy:
     evicts: bool = True
     # Orders a device's waiting requests for admission.
     order: Order = fcfs.order
-    # Finds `ClusterView.target` before the first plan, and again after each replacement interval
-    # if `next_interval` is set.
+    # Finds `ClusterView.target` before the first plan, and again after each search interval; in the
+    # simulator only if `next_interval` is set.
     search: Search | None = None
-    # (last interval, real, estimated performance) -> the next interval in seconds.
+    # True if `search` needs `Problem.simulate`, for which the live system needs a simulator
+    # (`registry.simulator`).
+    simulates: bool = False
+    # (last interval, real, estimated performance) -> the next interval in seconds. Performance is
+    # the attainment of the end-to-end SLO.
     next_interval: Callable[[float, float, float], float] | None = None
     # Controls each step of co-located engines. None: engines run concurrently, and each may use
     # the whole device (Prism §7.1, MPS at 100 %).

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec import structs
+
 from prism.policies.bins import devices_of
 from prism.policies.data import ClusterView, Degree, ModelView, Traffic
 from prism.policies.latency import LEAST_REQUESTS
@@ -38,18 +40,15 @@ SM_EXPONENT = 0.3
 
 
 def problem(view: ClusterView) -> Problem:
-    """Returns the input of a search, without a simulator. Devices that take no model are left
+    """Returns the input of a search, without `simulate`. Devices that take no model are left
     out."""
-    views: dict[str, list[ModelView]] = {}
-    for model in view.models:
-        views.setdefault(model.name, []).append(model)
-    loads = _loads(views)
+    views, traffic = _by_model(view), loads(view)
     devices = tuple(
         DeviceSpecView(gpu.name, gpu.capacity_bytes, gpu.node, gpu.engines_total)
         for gpu in view.gpus
         if gpu.alive
     )
-    models = tuple(_spec(copies[0], loads[name]) for name, copies in views.items())
+    models = tuple(_spec(copies[0], traffic[name]) for name, copies in views.items())
     return Problem(
         models,
         devices,
@@ -93,21 +92,29 @@ def _degrees(model: ModelView) -> Mapping[int, Degree]:
 # --- loads ----------------------------------------------------------------------------------
 
 
-def _loads(views: Mapping[str, Sequence[ModelView]]) -> dict[str, Traffic]:
-    """Returns the mean rate and the mean lengths of each model."""
-    found = {name: _load(copies) for name, copies in views.items()}
+def loads(view: ClusterView) -> dict[str, Traffic]:
+    """Returns the mean rate, and mean and spread of the lengths, of each model."""
+    found = {name: _load(copies) for name, copies in _by_model(view).items()}
     if not any(load.mean_rps for load in found.values()):
         return dict.fromkeys(found, EQUAL)
     prompt_tokens = _mean((load.prompt_tokens for load in found.values()), EQUAL.prompt_tokens)
     output_tokens = _mean((load.output_tokens for load in found.values()), EQUAL.output_tokens)
     return {
-        name: Traffic(
-            mean_rps=load.mean_rps,
+        name: structs.replace(
+            load,
             prompt_tokens=load.prompt_tokens or prompt_tokens,
             output_tokens=load.output_tokens or output_tokens,
         )
         for name, load in found.items()
     }
+
+
+def _by_model(view: ClusterView) -> dict[str, list[ModelView]]:
+    """Returns the views of each model's copies."""
+    views: dict[str, list[ModelView]] = {}
+    for model in view.models:
+        views.setdefault(model.name, []).append(model)
+    return views
 
 
 def _load(copies: Sequence[ModelView]) -> Traffic:
@@ -117,7 +124,9 @@ def _load(copies: Sequence[ModelView]) -> Traffic:
     return Traffic(
         mean_rps=sum(copy.traffic.mean_rps for copy in copies),
         prompt_tokens=first.traffic.prompt_tokens,
+        prompt_std_tokens=first.traffic.prompt_std_tokens,
         output_tokens=first.traffic.output_tokens,
+        output_std_tokens=first.traffic.output_std_tokens,
     )
 
 

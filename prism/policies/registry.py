@@ -23,6 +23,8 @@ from prism.errors import ConfigError
 from prism.policies.policy import FEATURES, LIVE_ENGINES, Policy, PolicyKnobs
 
 GROUP = "prism.policies"
+SIMULATORS = "prism.simulators"
+"""Group of the entry point of a simulator (`Simulator` in `prism/cluster/simulated_search.py`)."""
 DISTRIBUTION = "prism-serving"
 
 
@@ -171,6 +173,17 @@ def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:
 def missing(policy: Policy) -> tuple[str, ...]:
     """Returns the needed features that the live engines lack, sorted."""
     return tuple(sorted(policy.needs - LIVE_ENGINES))
+
+
+def simulator(policy: str) -> metadata.EntryPoint:
+    """Returns the simulator for the placement search of a policy. Raises ConfigError without
+    one."""
+    for point in metadata.entry_points(group=SIMULATORS):
+        return point
+    raise ConfigError(
+        f"policy: {policy!r} tries placements in a simulator, which is not installed; install the"
+        " package prism-sim, or choose another policy"
+    )
 
 
 def live(name: str) -> Policy:

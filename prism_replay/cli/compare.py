@@ -142,10 +142,12 @@ def _observer(console: Console, name: str, requests: int) -> LiveProgress:
 def live_policies(text: str) -> list[str]:
     """Parses "prism,static", or "all" for all that run live. Raises ConfigError for another one."""
     if text == "all":
-        return [name for name in registry.names() if not registry.missing(registry.get(name))]
-    names = opts.parse_names("--policies", text)
+        names = [name for name in registry.names() if not registry.missing(registry.get(name))]
+    else:
+        names = opts.parse_names("--policies", text)
     for name in names:
-        registry.live(name)
+        if registry.live(name).simulates:
+            registry.simulator(name)
     return names
 
 

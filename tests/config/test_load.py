@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prism.config.resolved import read_resolved, write_resolved
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.replicas import ReplicasYaml
 from prism.errors import ConfigError
+from prism.policies import registry
 from prism.policies.registry import names
 from tests.frontend.tiny_model import make_model
 
@@ -46,6 +48,18 @@ def written(folder: Path, data: object) -> Path:
     path = folder / "prism.yaml"
     path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
     return path
+
+
+def test_a_policy_that_simulates_placements_needs_the_simulator(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = replace(registry.get("seallm"), needs=frozenset())
+    monkeypatch.setattr(registry, "live", lambda name: policy)
+    data = {**GOOD, "policy": "seallm", "models": GOOD["models"][:1]}
+    assert load(written(folder, data)).policy == "seallm"
+    monkeypatch.setattr(registry, "SIMULATORS", "prism.none")
+    with pytest.raises(ConfigError, match=r"policy: 'seallm' .* install the package prism-sim"):
+        load(written(folder, data))
 
 
 def test_bounds_of_copies_follow_the_devices(folder: Path) -> None:

@@ -47,6 +47,13 @@ def test_measured_traffic_goes_before_what_was_expected() -> None:
     }
 
 
+def test_loads_have_the_spread_of_lengths() -> None:
+    seen = Traffic(50, mean_rps=2.0, prompt_tokens=300.0, prompt_std_tokens=40.0)
+    found = profiles.loads(view([active("a", "g0", traffic=seen)], [gpu("g0")]))["a"]
+    assert (found.prompt_tokens, found.prompt_std_tokens) == (300.0, 40.0)
+    assert (found.output_tokens, found.output_std_tokens) == (256.0, 0.0)
+
+
 def test_without_any_traffic_all_models_are_equal() -> None:
     found = profiles.problem(view([model("a"), model("b", 90)], [gpu("g0")]))
     loads = {(m.rate_rps, m.prompt_tokens, m.output_tokens) for m in found.models}

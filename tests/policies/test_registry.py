@@ -42,3 +42,12 @@ def test_muxserve_pp_shares_memory_and_never_evicts() -> None:
     policy = registry.get("muxserve++")
     assert (policy.evicts, policy.kv_blocks) == (False, None)
     assert registry.live("muxserve++") is policy
+
+
+@pytest.mark.parametrize("policy", ["alpaserve", "seallm"])
+def test_a_missing_simulator_is_named(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    assert registry.get(policy).simulates
+    assert registry.simulator(policy).name == "prism-sim"
+    monkeypatch.setattr(registry, "SIMULATORS", "prism.none")
+    with pytest.raises(ConfigError, match=f"'{policy}' tries .* install the package prism-sim"):
+        registry.simulator(policy)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prism.cluster.state.actions import Actions
 from prism.cluster.state.activation_history import Activations
 from prism.cluster.state.agents import AgentBook
+from prism.cluster.state.attainment import Attainment
 from prism.cluster.state.changes import Changes
 from prism.cluster.state.demands import OperatorDemands, Startup
 from prism.cluster.state.routes import Routes
@@ -53,6 +54,8 @@ class SchedulerState:
         self.rates = TokenRates(config.scheduler.rate_window_s)
         # agent_monitor; arrivals: controller
         self.traffic = TrafficBook()
+        # agent_monitor, if the policy has `next_interval`; resets: placement_search
+        self.attainment = Attainment()
         self.sizes = Sizes(self.config, learn=policy.evicts)
         self.speeds = DegreeSpeeds()
         # agent_monitor; prefetches: actuator, operator_commands

@@ -170,6 +170,7 @@ class SchedulerConfig(
     rate_window_s: Seconds = Seconds("60s")
     # The interval after which policies with a placement search, such as muxserve++, search again by
     # the traffic measured so far. null: only at the start, and when models or devices change.
+    # seallm adapts it to the errors of its estimates.
     search_interval_s: Seconds | None = Seconds("5m")
     # The handling of running requests when their model moves: "finish" lets them finish (for at
     # most engine.drain_timeout), "move" moves them to the target with their KV. To another machine,

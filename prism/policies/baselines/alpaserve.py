@@ -178,5 +178,6 @@ POLICY = Policy(
     evicts=False,
     is_balanced=always_balanced,
     search=search,
+    simulates=True,
     steps=temporal.FCFS,
 )

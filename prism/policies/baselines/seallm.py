@@ -176,6 +176,7 @@ POLICY = Policy(
     evicts=False,
     is_balanced=always_balanced,
     search=search,
+    simulates=True,
     next_interval=next_interval,
     steps=doubling_budget.control(),
     kv_blocks=KvBlocks.MERGED,

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from lab.parity.setup import (
-    HostCost,
     LiveMeasurements,
-    cluster_setup,
     cost_tables,
     initial,
     measured,
+    parity_setup,
     replayed,
 )
 from prism.config.schema.cluster_config import (
@@ -31,6 +30,7 @@ from prism_sim.cluster.world import World
 from prism_sim.costs.calibrate import save
 from prism_sim.costs.model import GpuUsage, PromptChunk
 from prism_sim.costs.table import StepTable, TableCost, linear_decode
+from prism_sim.live.live_setup import HostCost
 from tests.tools.parity.worlds import journals, queued, stepped
 from tests.tools.parity.worlds import replayed as results_of
 
@@ -102,9 +102,7 @@ def served(model: str, seconds: float) -> Served:
 
 
 def test_settings_and_devices_are_the_live_ones() -> None:
-    setup = cluster_setup(
-        config(spec("a")), LiveMeasurements(reach_s=0.002), {"a": table("a")}, 2.0
-    )
+    setup = parity_setup(config(spec("a")), LiveMeasurements(reach_s=0.002), {"a": table("a")}, 2.0)
     assert [(d.name, d.capacity_bytes, d.engines) for d in setup.devices] == [
         ("host:0", 16 * MIB, 2),
         ("host:1", 16 * MIB, 2),
@@ -120,7 +118,7 @@ def test_settings_and_devices_are_the_live_ones() -> None:
 
 def test_memory_is_what_the_engine_reserved_or_what_the_start_up_check_reckons() -> None:
     found = measured([journals([], [served("a", 0.5), served("a", 0.7), served("a", 9.0)])])
-    setup = cluster_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
+    setup = parity_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
     a, b = setup.models
     assert (a.static_bytes(1), a.kv_floor_bytes, a.activation_s) == (3 * MIB, MIB, 0.7)
     assert (a.parts[1].quantum_bytes, a.parts[1].quantum_blocks) == (262144, 64)
@@ -148,7 +146,7 @@ def test_the_simulation_begins_so_that_the_initial_placement_ends_as_live() -> N
     found, lead_s = initial(made, 1002.0, measured([made]))
     assert lead_s == pytest.approx(5.0)
     assert found.first_activation_s == {"a": pytest.approx(3.0), "b": pytest.approx(2.0)}
-    setup = cluster_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
+    setup = parity_setup(config(spec("a"), spec("b")), found, {"a": table("a")}, 2.0)
     world = World(setup, replayed(results_of("a", "b"), setup, lead_s))
     world.run()
     came_s = {d.model: d.time_s for d in world.records.decisions if d.kind == "active"}
@@ -164,7 +162,7 @@ def test_ways_are_those_of_the_queues_and_speeds_begin_as_an_agents_do() -> None
     came = [msgspec.structs.replace(record, arrival_s=60.0) for record in way]
     found = measured([journals([], [*came, stepped(61.0, 1, 2, 3)])])
     assert found.reach_s == pytest.approx(0.02)
-    setup = cluster_setup(config(spec("a")), found, {"a": table("a")}, 2.0)
+    setup = parity_setup(config(spec("a")), found, {"a": table("a")}, 2.0)
     assert setup.models[0].speed_tokens_per_s == PRIOR_TOKENS_PER_S
 
 
@@ -186,7 +184,7 @@ def test_tables_are_found_by_model(tmp_path: Path) -> None:
 
 
 def test_the_workload_is_what_was_replayed() -> None:
-    setup = cluster_setup(config(spec("a"), spec("b")), LiveMeasurements(), {"a": table("a")}, 2.0)
+    setup = parity_setup(config(spec("a"), spec("b")), LiveMeasurements(), {"a": table("a")}, 2.0)
     results = results_of("b", "a")
     work = replayed(results, setup, 2.5)
     assert list(work.arrival_s) == [2.5, 3.5]
@@ -205,14 +203,14 @@ def test_the_workload_is_what_was_replayed() -> None:
 @pytest.mark.parametrize("spread", [{"tp": 2}, {"degrees": (1, 2)}])
 def test_tensor_parallel_models_are_refused(spread: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a may have tp > 1"):
-        cluster_setup(config(spec("a", **spread)), LiveMeasurements(), {"a": table("a")}, 2.0)
+        parity_setup(config(spec("a", **spread)), LiveMeasurements(), {"a": table("a")}, 2.0)
 
 
 def test_running_requests_that_move_are_refused() -> None:
     moving = config(spec("a"))
     scheduler = msgspec.structs.replace(moving.scheduler, migrate_running="move")
     with pytest.raises(ConfigError, match="migrate_running: finish"):
-        cluster_setup(
+        parity_setup(
             msgspec.structs.replace(moving, scheduler=scheduler),
             LiveMeasurements(),
             {"a": table("a")},
