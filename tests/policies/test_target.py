@@ -67,6 +67,15 @@ def test_a_kv_limit_is_passed_on() -> None:
     assert action.kv_limit_bytes == 7
 
 
+def test_a_further_copy_joins_the_ones_that_serve() -> None:
+    """Leaves requests where a copy serves until another one does, too."""
+    units = [unit("g0", "a", "b"), unit("g1", "a", "b")]
+    coming = model("b", device="g0", state="activating")
+    actions = planned([active("a", "g0"), coming], [gpu("g0"), gpu("g1")], units)
+    joins = {action.model: action.joins for action in actions if isinstance(action, Activate)}
+    assert joins == {"a": True, "b": False}
+
+
 def test_what_stands_as_planned_is_left_alone() -> None:
     models = [active("a", "g0"), active("b", "g0", tp=2, peers=("g1",))]
     units = [unit("g0", "a"), unit("g0 g1", "b")]

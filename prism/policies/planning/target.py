@@ -186,12 +186,15 @@ def _first_fitting(
 def _activate(draft: TargetDiff, by_name: Mapping[str, ModelView]) -> None:
     for name, homes in draft.missing.items():
         model = by_name[name]
+        known = (*draft.staying[name], *draft.surplus[name])
+        joins = any(copy.state in ("active", "migrating") for copy in known)
         # The first ones are left to surplus copies, which move here as soon as they fit.
         for devices, host in homes[len(draft.surplus[name]) :]:
             if draft.fits(model, devices) and not set(devices) & set(model.barred):
                 draft.take(model, devices)
                 reason = f"the placement, with {size_text(draft.free_bytes[devices[0]])} left"
-                activate = Activate(name, devices[0], reason, host.kv_limit_bytes, devices[1:])
+                limit_bytes, peers = host.kv_limit_bytes, devices[1:]
+                activate = Activate(name, devices[0], reason, limit_bytes, peers, joins)
                 draft.actions.append(activate)
 
 
