@@ -51,6 +51,8 @@ class ModelSpecView:
     tp: int = 1
     # Additional memory of its engine on each device, at any degree.
     share_bytes: int = 0
+    # Maximum number of copies.
+    replicas_max: int = sys.maxsize
 
     def held_bytes(self, tp: int) -> int:
         """Returns the size of weights and engines' shares, summed over `tp` devices."""

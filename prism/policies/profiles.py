@@ -81,6 +81,7 @@ def _spec(model: ModelView, load: Traffic) -> ModelSpecView:
         slo_s=model.slo_ttft_s + model.slo_tpot_s * load.output_tokens,
         tp_degrees=tuple(sorted(degrees)),
         tp=model.tp,
+        replicas_max=model.replicas_max,
     )
 
 

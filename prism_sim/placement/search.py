@@ -103,6 +103,7 @@ def _problem(
             slo_s=load.slo_s,
             tp_degrees=tuple(model.parts),
             tp=model.tp,
+            replicas_max=model.replicas_max,
         )
         for model, load in zip(setup.models, loads, strict=True)
     )

@@ -9,13 +9,14 @@ from random import Random
 
 import pytest
 
-from prism.policies.baselines import alpaserve, groups
+from prism.policies.baselines import alpaserve, groups, seallm
 from prism.policies.placement import (
     Hosted,
     ModelSpecView,
     Placement,
     PlacementOutcome,
     Problem,
+    Search,
     Unit,
 )
 from tests.policies.loads import devices, spec
@@ -51,6 +52,14 @@ def test_every_model_is_replicated_while_there_is_room() -> None:
     problem = toy_problem([spec("a", rate=2.0), spec("b", rate=0.5)], 2)
     placement = alpaserve.search(problem)
     assert [len(u.models) for u in placement.units] == [2, 2] or placement.score == 1.0
+    assert not placement.refused
+
+
+@pytest.mark.parametrize("search", [alpaserve.search, seallm.search])
+def test_a_model_has_no_more_copies_than_it_may(search: Search) -> None:
+    models = [dataclasses.replace(spec("a", rate=2.0), replicas_max=2), spec("b", rate=0.5)]
+    placement = search(toy_problem(models, 4))
+    assert len(placement.homes("a")) <= 2
     assert not placement.refused
 
 

@@ -11,7 +11,7 @@ from prism.errors import ConfigError
 
 class ReplicasYaml(Strict, frozen=True):
     """Number of copies of a model, each on separate devices. The policies prism and
-    serverlessllm make them."""
+    serverlessllm make them, and alpaserve and seallm at most `max`."""
 
     # The number of copies that stay without requests. 1: the last one may be evicted, too.
     min: int = 1

@@ -96,7 +96,8 @@ def _simulate_each(
     while True:
         best: tuple[tuple[float, float], Step, Group, ModelSpecView] | None = None
         for group, model in product(meshes, bucket):
-            if group.can_allocate(model, sys.maxsize):
+            more = groups.may_have_replica(meshes, model)
+            if more and group.can_allocate(model, sys.maxsize):
                 group.models.append(model)
                 step = simulate()
                 group.models.pop()

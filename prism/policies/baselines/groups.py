@@ -158,11 +158,16 @@ def _next(
             return group, model
     if fitting:
         return fitting[0]
-    replicas = (m for m in models if m.name in placed)
+    replicas = (m for m in models if m.name in placed and may_have_replica(groups, m))
     for group, model in product(groups, [*replicas]):
         if group.can_allocate(model, models_max) and group.has_room(model, kv_bytes):
             return group, model
     return None
+
+
+def may_have_replica(groups: Sequence[Group], model: ModelSpecView) -> bool:
+    """Returns True if the model has fewer copies in the groups than it may have."""
+    return sum(model in group.models for group in groups) < model.replicas_max
 
 
 def first_unplaced(trial: Sequence[Group], models: Sequence[ModelSpecView]) -> ModelSpecView | None:
