@@ -169,6 +169,9 @@ class Problem:
     present: Placement | None = None
 
 
+KEEPS = 1.05
+"""The present placement is kept unless another one places more models, has a higher attainment, or
+has more than this many times its throughput or less than this part of its latency."""
 REQUESTS_MIN = 20
 """Least number of requests since a search from which the next one of a policy with `next_interval`
 follows (SeaLLM §4.3)."""
@@ -178,7 +181,14 @@ Search = Callable[[Problem], Placement]
 
 def better(problem: Problem, kept: Placement, found: Placement) -> Placement:
     """Returns `found` if its simulation is better than that of `kept`, else `kept` with its new
-    attainment as the score: a move has a cost. REQUIRES: `problem.simulate`."""
+    attainment as the score.
+
+    Better is a higher attainment, or the same one and a clearly lower latency, since a move has a
+    cost. REQUIRES: `problem.simulate`.
+    """
     assert problem.simulate is not None
     before, after = problem.simulate(kept), problem.simulate(found)
-    return found if after.rank > before.rank else replace(kept, score=before.attainment)
+    latency = after.mean_normalized_latency * KEEPS
+    if (after.attainment, -latency) > before.rank:
+        return found
+    return replace(kept, score=before.attainment)

@@ -1,10 +1,17 @@
-"""The figures of a simulation's outcome, and where a placement holds a model."""
+"""The figures of a simulated placement, where it holds a model, and which of two is better."""
 
 from __future__ import annotations
 
 import pytest
 
-from prism.policies.placement import Hosted, Placement, PlacementOutcome, Unit
+from prism.policies.placement import (
+    Hosted,
+    Placement,
+    PlacementOutcome,
+    Problem,
+    Unit,
+    better,
+)
 
 
 def test_attainment_counts_requests_not_models() -> None:
@@ -24,3 +31,32 @@ def test_a_model_may_have_several_homes() -> None:
     assert placement.homes("a") == (wide, narrow)
     assert placement.homes("b") == (wide,)
     assert (wide.tp, narrow.tp) == (2, 1)
+
+
+def outcomes(
+    kept: PlacementOutcome, found: PlacementOutcome
+) -> tuple[Problem, Placement, Placement]:
+    old, new = Placement((), score=0.3), Placement((Unit(("g0",)),), score=0.4)
+    by_units = {old.units: kept, new.units: found}
+    return Problem((), (), simulate=lambda placement: by_units[placement.units]), old, new
+
+
+def outcome(late: int, latency: float) -> PlacementOutcome:
+    return PlacementOutcome({"a": 10}, {"a": late}, {"a": latency})
+
+
+@pytest.mark.parametrize(
+    ("late", "latency"), [(0, 9.0), (1, 1.8)], ids=["attainment", "clearly lower latency"]
+)
+def test_a_better_placement_replaces_the_present_one(late: int, latency: float) -> None:
+    problem, old, new = outcomes(outcome(1, 2.0), outcome(late, latency))
+    assert better(problem, old, new) is new
+
+
+@pytest.mark.parametrize(
+    ("late", "latency"), [(1, 2.0), (1, 1.95), (2, 1.0)], ids=["equal", "hardly", "worse"]
+)
+def test_another_placement_does_not(late: int, latency: float) -> None:
+    problem, old, new = outcomes(outcome(1, 2.0), outcome(late, latency))
+    found = better(problem, old, new)
+    assert (found.units, found.score) == (old.units, 0.9)

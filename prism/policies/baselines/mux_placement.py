@@ -20,6 +20,7 @@ from prism.policies.baselines.mux_throughput import (
 )
 from prism.policies.bins import size_text
 from prism.policies.placement import (
+    KEEPS,
     DeviceSpecView,
     Hosted,
     ModelSpecView,
@@ -33,9 +34,6 @@ from prism.policies.placement import (
 T = TypeVar("T")
 Key = Callable[[ModelSpecView], float]
 
-KEEPS = 1.05
-"""The present placement is kept unless another one has more than this many times its throughput, or
-places more models."""
 GROUPS_MAX = 512
 """Largest number of mesh groups to try. More are sampled evenly (§3.2 prunes as well)."""
 
