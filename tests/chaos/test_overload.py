@@ -337,7 +337,7 @@ def test_every_stream_ends_whole_or_with_the_name_of_a_refused_model(tmp_path: P
         assert httpx.get(f"{cluster.url}/status").json()["overload"] == []
 
 
-@pytest.mark.parametrize("policy", ["muxserve++", "muxserve"])
+@pytest.mark.parametrize("policy", ["muxserve++", "muxserve", "seallm", "alpaserve"])
 def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path, policy: str) -> None:
     """Refuses the large model by name under a policy which places the small ones.
 

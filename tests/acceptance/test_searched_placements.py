@@ -1,4 +1,4 @@
-"""MuxServe with real engines: placed by expected traffic, then by measured traffic."""
+"""MuxServe, SeaLLM and AlpaServe with real engines: their placement, and their steps in turns."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ def test_each_busy_model_has_a_device_and_stays(
             assert report["step_s"] > 0
 
 
+@pytest.mark.parametrize("policy", ["muxserve", "seallm", "alpaserve"])
 def test_models_of_one_device_take_turns_step_by_step(
-    tiny_models: tuple[str, str], tmp_path: Path
+    tiny_models: tuple[str, str], tmp_path: Path, policy: str
 ) -> None:
-    """Sends more requests of two models than run at a time, under MuxServe's control."""
+    """Sends more requests of two models than run at a time."""
     config = cluster_yaml(
         [model_yaml(name) for name in tiny_models],
         [{"name": "host:0", "capacity": "128MiB", "page": "64KiB", "engines": 2}],
-        policy="muxserve",
+        policy=policy,
     )
     with serving(config, tmp_path) as cluster:
         jobs = [(name, p, TOKENS) for name in tiny_models for p in prompts(name, 24)]
