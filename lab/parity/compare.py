@@ -22,6 +22,7 @@ from lab.parity.setup import (
     parity_setup,
     replayed,
 )
+from prism.config.policy_knobs import live_policy
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism.policies.placement import Placement
@@ -62,7 +63,8 @@ def compare(given: Inputs) -> ParityOutcome:
     start_s = given.results.config.started_unix_s
     tables = cost_tables(given.costs, sorted({record.model for record in records}))
     cores = given.cores or cores_of(given.config)
-    found = measured((*given.earlier, given.journals))
+    restarts = live_policy(given.config).restarts_engine
+    found = measured((*given.earlier, given.journals), restarts=restarts)
     found, lead_s = initial(given.journals, start_s, found)
     setup = parity_setup(given.config, found, tables, cores)
     live = live_run(given.journals, given.results)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -59,17 +59,22 @@ class LiveMeasurements:
     """Model -> time of its activation before the replay, in the initial placement."""
 
 
-def measured(journals: Iterable[Journals]) -> LiveMeasurements:
+def measured(journals: Iterable[Journals], *, restarts: bool = False) -> LiveMeasurements:
+    """Returns the measurements. restarts: Activations include the start of an engine."""
     served: dict[str, Served] = {}
     seconds: dict[str, list[float]] = defaultdict(list)
     unloads_s: list[float] = []
     reach_s: list[float] = []
     for found in journals:
         unloads_s += _evictions_s(found.cluster)
+        if restarts:
+            for model, taken_s in _activations_s(found.cluster):
+                seconds[model].append(taken_s)
         for _, (_, _, record) in found.all_agents():
             if isinstance(record, Served):
                 served[record.model] = record
-                seconds[record.model].append(record.seconds)
+                if not restarts:
+                    seconds[record.model].append(record.seconds)
             elif isinstance(record, Queued):
                 reach_s.append(record.time_s - record.arrival_s)
     medians_s = {model: statistics.median_low(values) for model, values in seconds.items()}
@@ -232,6 +237,20 @@ def _evictions_s(records: Iterable[Dated]) -> list[float]:
             seconds = dated.unix_s - started.pop(record.model)
             found += [] if record.problem else [seconds]
     return found
+
+
+def _activations_s(records: Iterable[Dated]) -> Iterator[tuple[str, float]]:
+    """Yields (model, time of an activation after the evictions that it waited for)."""
+    since_s: dict[str, float] = defaultdict(float)  # by model, or by the device of an eviction
+    for dated in records:
+        record = dated.record
+        if isinstance(record, Started) and record.kind == "activate":
+            since_s[record.model] = dated.unix_s
+        elif isinstance(record, Ended) and record.kind == "evict":
+            since_s[record.device] = dated.unix_s
+        elif isinstance(record, Ended) and record.kind == "activate" and not record.problem:
+            begun_s = max(since_s[record.model], since_s[record.device])
+            yield record.model, dated.unix_s - begun_s
 
 
 def _median(values: Sequence[float]) -> float:

@@ -21,6 +21,7 @@ from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.messages.model_spec import ModelSpec
 from prism.policies.data import Action, Activate, Evict, Migrate
+from prism.policies.placement import Placement
 from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
 
@@ -157,8 +158,10 @@ class Actuator:
             if problem:
                 raise ActionError(f"{model} could not be evicted from {action.device}: {problem}")
         name, device = action.model, action.device
-        await self._bring_up(name, device, action, route_at_once=not action.joins)
-        if action.joins:
+        # In virtual queues, requests wait for the model elsewhere, and other copies serve.
+        joins = action.joins or self._state.policy.assign is not None
+        await self._bring_up(name, device, action, route_at_once=not joins)
+        if joins:
             await self.reroute(name, lambda placed: [*(d for d in placed if d != device), device])
 
     async def _hint(self, action: Activate) -> None:
@@ -221,8 +224,10 @@ class Actuator:
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._spec(name, 1 + len(action.peers))
-        share = self._sm_share(name, (device, *action.peers))
-        command = ActivateModel(0, spec, limit_bytes, action.reason, action.peers, share)
+        share = _sm_share(self._state.target, name, (device, *action.peers))
+        restarts = self._state.policy.restarts_engine
+        order = (limit_bytes, action.reason, action.peers, share, restarts)
+        command = ActivateModel(0, spec, *order)
         since_s = self._state.now_s()
         result = self._link.post(device, command)
         try:
@@ -234,12 +239,6 @@ class Actuator:
         await self._wait_for_report(device, name, "active")
         now_s = self._state.now_s()
         self._state.activations.loaded(name, now_s - since_s, now_s)
-
-    def _sm_share(self, name: str, devices: tuple[str, ...]) -> float:
-        """Returns the part of the devices' compute that the searched placement gives the model."""
-        units = self._state.target.units if self._state.target else ()
-        here = [hosted for unit in units if unit.devices == devices for hosted in unit.models]
-        return next((hosted.sm_share for hosted in here if hosted.model == name), 1.0)
 
     def _spec(self, name: str, tp: int) -> ModelSpec:
         """Returns the model on `tp` devices. Raises ActionError if it cannot be spread over as
@@ -273,3 +272,10 @@ class Actuator:
         await self._state.changes.wait_until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
+
+
+def _sm_share(target: Placement | None, name: str, devices: tuple[str, ...]) -> float:
+    """Returns the part of the devices' compute that the searched placement gives the model."""
+    units = target.units if target else ()
+    here = [hosted for unit in units if unit.devices == devices for hosted in unit.models]
+    return next((hosted.sm_share for hosted in here if hosted.model == name), 1.0)

@@ -14,13 +14,14 @@ from contextlib import suppress
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
+from prism.cluster.bindings import Bindings
 from prism.cluster.cluster_reload import confirm
 from prism.cluster.repairs import Remove, Reroute, Route, repairs
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
 from prism.errors import QueueUnavailableError
-from prism.policies.data import Action, ClusterView, Refuse
+from prism.policies.data import Action, Activate, ClusterView, Evict, Refuse
 from prism.queueing.request_queue import RequestQueue
 from prism.scheduler.cluster_scheduler import ClusterScheduler
 
@@ -41,7 +42,11 @@ class ClusterController:
         self._queue = queue
         self._monitor = monitor
         self._actuator = actuator
+        assign = state.policy.assign
+        self._bindings = None if assign is None else Bindings(state, queue, assign)
         self._resumed = False
+        # Devices of evictions in this step's plan that could not start.
+        self._occupied: set[str] = set()
         # `changes.version` and view of this step's plan.
         self._seen: tuple[int, ClusterView] | None = None
         self.scheduler = ClusterScheduler(
@@ -55,14 +60,23 @@ class ClusterController:
         return build_view(self._state, self._state.now_s())
 
     def apply(self, action: Action) -> None:
-        """Starts an action, or records a refusal for the status."""
+        """Starts an action, or records a refusal for the status.
+
+        An eviction does not start while its model has another action. Then no activation of the
+        same plan takes its place.
+        """
         if isinstance(action, Refuse):
             self._refuse(action)
-        else:
-            self._actuator.start(action)
+        elif isinstance(action, Activate) and self._occupied.intersection(
+            (action.device, *action.peers)
+        ):
+            log.debug("activate %s on %s: not yet", action.model, action.device)
+        elif self._actuator.start(action) is None and isinstance(action, Evict):
+            self._occupied.add(action.device)
 
     def _note_plan(self, view: ClusterView, actions: tuple[Action, ...]) -> None:
         self._seen = self._state.changes.version, view
+        self._occupied.clear()
         self._state.actions.note_plan(view, actions)
 
     # --- the loop ---------------------------------------------------------------------------
@@ -106,6 +120,8 @@ class ClusterController:
             taken_s = time.thread_time() - began_s
             await asyncio.sleep(min(max(STEP_GAP_S, taken_s), STEP_GAP_MAX_S))
             pause_s = min(self._state.config.report_interval_s, self.scheduler.next_step_in_s)
+            if self._bindings is not None:
+                pause_s = min(pause_s, self._bindings.due_in_s)
             await self._state.changes.wait_since(version, pause_s)
 
     async def step(self) -> None:
@@ -116,14 +132,21 @@ class ClusterController:
         self._monitor.drop_lost()
         # An action may end while Redis is read; its model is repaired in the next step.
         moving = set(state.actions.moves)
-        await state.routes.read(self._queue)
+        bindings = self._bindings
+        unplaced = self._queue.unplaced_counts if bindings is None else bindings.read
+        await state.routes.read(self._queue, unplaced)
         await confirm(state, self._queue)
         await self._repair(moving)
         await self._monitor.recover_queues()
         self._seen = None
         searching = state.policy.search is not None and state.target is None
         if state.book.all_heard(state.now_s()) and not searching:
-            self._plan()
+            if bindings is not None:
+                await bindings.step()
+            # Else the routes do not show the result of an action that has ended since they were
+            # read. The next step follows at once.
+            if moving <= state.actions.moves.keys():
+                self._plan()
         if not self._awaits_first_report():
             await self._publish()
 
@@ -147,6 +170,8 @@ class ClusterController:
         placement is not made again.
         """
         state, before = self._state, await self._queue.status()
+        if self._bindings is None:
+            await self._queue.stop_holding()  # an earlier policy's
         state.demands.kept_drained = frozenset(before.drained if before else ())
         state.demands.drained.update(filter(state.book.knows, state.demands.kept_drained))
         state.changes.notify()
@@ -169,6 +194,8 @@ class ClusterController:
         before = set(state.activations.overload)
         refusals = [a for a in self.scheduler.step(state.now_s()) if isinstance(a, Refuse)]
         state.activations.keep_refusals({action.model for action in refusals})
+        if self._bindings is not None and not state.actions.moves:
+            state.startup.wanted.clear()  # models without a device follow their requests
         for model in sorted(before - state.activations.overload):
             log.info("requests for %s are not rejected any more", model)
 

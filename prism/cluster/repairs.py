@@ -71,7 +71,7 @@ def repairs(state: SchedulerState, now_s: float) -> list[Repair]:
         if name in moves:
             found += _repairs_during_action(moves[name], book, placed)
         else:
-            found += _repairs_of(model, routes, book, placed)
+            found += _repairs_of(model, state, placed)
     return found
 
 
@@ -81,14 +81,18 @@ def _removals(book: AgentBook, names: Set[str]) -> list[Repair]:
     return [Remove(name, tuple(devices)) for name, devices in active.items() if devices]
 
 
-def _repairs_of(
-    model: ModelSpec, routes: Routes, book: AgentBook, placed: tuple[str, ...]
-) -> list[Repair]:
-    name, route = model.name, _route_of(model, routes, book, placed)
+def _repairs_of(model: ModelSpec, state: SchedulerState, placed: tuple[str, ...]) -> list[Repair]:
+    name, routes, book = model.name, state.routes, state.book
+    # Virtual queues have a copy wherever requests are, and hold what waits.
+    has_queues = state.policy.assign is not None
+    if has_queues:
+        route = _ordered(placed, book.where(name, "active", "activating"))
+    else:
+        route = _route_of(model, routes, book, placed)
     found: list[Repair] = []
     if route != placed:
         found.append(Route(name, route, f"it was routed to {', '.join(placed) or 'no device'}"))
-    elif route and routes.unplaced.get(name):
+    elif route and routes.unplaced.get(name) and not has_queues:
         found.append(Route(name, route, "requests waited although it is placed"))
     copies = [d for d in book.where(name, "active") if route and d not in route]
     return found + [DropCopy(name, copy, route[0]) for copy in copies[:1]]
@@ -109,6 +113,12 @@ def _repairs_during_action(move: Move, book: AgentBook, placed: tuple[str, ...])
 
 def _may_report(book: AgentBook, device: str, now_s: float) -> bool:
     return book.report(device) is None and not book.is_gone(device, now_s)
+
+
+def _ordered(first: tuple[str, ...], devices: list[str]) -> tuple[str, ...]:
+    """Returns the devices, those of `first` at first."""
+    kept = [device for device in first if device in devices]
+    return (*kept, *(device for device in devices if device not in kept))
 
 
 def _route_of(

@@ -36,7 +36,7 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
     )
     here = _by_device(state.book, state.actions.moves.values(), models)
     gpus = tuple(_gpu(state, device, here[device.name]) for device in state.config.devices)
-    return ClusterView(now_s, models, gpus, target=state.target)
+    return ClusterView(now_s, models, gpus, target=state.target, queues=state.queues)
 
 
 def copies_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
@@ -100,7 +100,7 @@ def _model(
     move = state.actions.moves.get(spec.name)
     tp, sizes = _tp(state.book, spec, devices), state.sizes.of(spec.name)
     size = sizes[tp]
-    waiting = state.routes.unplaced.get(spec.name, 0) + sum(m.waiting for _, m in reports)
+    waiting, running = _requests(state, spec.name, copy)
     demands = state.demands.activations
     moving = move is not None and stage == "migrating"
     return ModelView(
@@ -113,7 +113,7 @@ def _model(
         token_rate=rate,
         # An operator's activation counts as one waiting request.
         waiting=max(waiting, 1) if spec.name in demands else waiting,
-        running=sum(m.running for _, m in reports),
+        running=running,
         idle_s=_idle_s(state, spec.name, reports, now_s),
         owes_s=state.activations.owes_s(spec.name, now_s),
         device=devices[0] if devices else None,
@@ -144,6 +144,19 @@ def _model(
         expected=_expected(spec),
         startup_s=state.starts.of(spec, state.config) if state.policy.asks_startup else {},
     )
+
+
+def _requests(state: SchedulerState, name: str, copy: Copy) -> tuple[int, int]:
+    """Returns the numbers of waiting and of running requests.
+
+    In virtual queues unplaced requests do not wait for a copy in particular. Those that were moved
+    to its device count as running, since a report may be older than the move.
+    """
+    unplaced = state.routes.unplaced.get(name, 0)
+    waiting = sum(m.waiting for _, m in copy.reports)
+    if state.policy.assign is not None and copy.devices:
+        return waiting, state.waiting.open.get(copy.devices[0], 0)
+    return unplaced + waiting, sum(m.running for _, m in copy.reports)
 
 
 def _expected(spec: ModelSpec) -> Traffic:

@@ -106,6 +106,7 @@ class ActivateModel(Wire, frozen=True):
     reason: str = ""
     peers: tuple[str, ...] = ()
     sm_share: float = 1.0  # part of the devices' compute for its decode steps (MuxServe §3.4)
+    restarts_engine: bool = False  # an engine is started for it, instead of reusing one
 
 
 class EvictModel(Wire, frozen=True):

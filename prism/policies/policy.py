@@ -41,10 +41,11 @@ LIVE_ENGINES = frozenset(
         STEP_CONTROL,
         SM_SHARES,
         UNIFIED_KV,
+        VIRTUAL_QUEUES,
     }
 )
 """Features of the live system's engines."""
-FEATURES = LIVE_ENGINES | {VIRTUAL_QUEUES, TOKEN_TURNS}
+FEATURES = LIVE_ENGINES | {TOKEN_TURNS}
 """Features of the simulator's engines."""
 
 

@@ -9,6 +9,8 @@
 --                    waiting and "=" .. the entry's id while running
 -- load               hash device|model -> number of requests that wait or run there
 -- placement          hash model -> devices of its copies, separated by '|'
+-- held               set while requests wait in UNPLACED, whatever the placement of their model,
+--                    until the cluster scheduler moves each to a device (bind.lua)
 -- begun:<model>|<beginning>  the copy that got the last prompt with this beginning; expires
 -- lease:<device>     "owner|epoch"; expires
 -- epoch:<device>     the last epoch given out
@@ -37,6 +39,7 @@ local function lease_key(device) return prefix .. 'lease:' .. device end
 local function claims_key(frontend) return prefix .. 'claims:' .. frontend end
 local function answer_key(key) return prefix .. 'answer:' .. key end
 local function image_key(digest) return prefix .. 'image:' .. digest end
+local function held_key() return prefix .. 'held' end
 local function epoch_key(device) return prefix .. 'epoch:' .. device end
 
 local function acquired_key(device) return prefix .. 'acquired:' .. device end
@@ -67,16 +70,18 @@ local function choose(model, devices, preferred, slack)
   return best
 end
 
+local function is_held() return redis.call('EXISTS', held_key()) == 1 end
+
 local function target_of(model)
   local devices = devices_of(model)
-  if #devices < 2 then return devices[1] or UNPLACED end
-  return choose(model, devices)
+  if #devices == 0 or is_held() then return UNPLACED end
+  return #devices == 1 and devices[1] or choose(model, devices)
 end
 
 -- Prefers the copy that got the last prompt with this beginning: it may be in its prefix cache.
 local function target_of_prompt(model, beginning, slack, remembered_ms)
   local devices = devices_of(model)
-  if beginning == '' or #devices < 2 then return target_of(model) end
+  if beginning == '' or #devices < 2 or is_held() then return target_of(model) end
   local key = prefix .. 'begun:' .. model .. '|' .. beginning
   local target = choose(model, devices, redis.call('GET', key), slack)
   redis.call('SET', key, target, 'PX', remembered_ms)

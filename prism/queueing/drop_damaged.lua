@@ -3,7 +3,7 @@
 local HASHES = {running = 1, admitted = 1, open = 1, load = 1, placement = 1, claims = 1, limit = 1}
 local STREAMS = {queue = 1, left = 1, malformed = 1}
 local STRINGS = {'begun', 'lease', 'epoch', 'frontend', 'incarnation', 'server', 'acquired',
-  'answer', 'answers_bytes', 'image', 'images_bytes', 'status', 'writable'}
+  'answer', 'answers_bytes', 'held', 'image', 'images_bytes', 'status', 'writable'}
 local TYPES = {frontends = 'set', answers = 'list', images = 'zset'}
 for kind in pairs(HASHES) do TYPES[kind] = 'hash' end
 for kind in pairs(STREAMS) do TYPES[kind] = 'stream' end

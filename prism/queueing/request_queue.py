@@ -34,14 +34,15 @@ from prism.messages.image_tensors import Tensors
 from prism.messages.prompt_prefix import PREFIX_KEPT_S, SLACK_REQUESTS, prefix_hash
 from prism.messages.requests import KeptAnswer, Request
 from prism.queueing.redis_errors import queue_errors
+from prism.queueing.stream_entries import Row, Unplaced, attempt, decoded, text, texts
 
 UNPLACED = "unplaced"
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECTIONS_MAX = 32
 _BLOCK_MAX_S = 5.0
 _LAST_ATTEMPT = 2**31 - 1
-_ATTEMPT_DIGITS_MAX = 9
 _KEYS_AT_ONCE = 100
+_UNPLACED_AT_ONCE = 256
 _REPAIRS_MAX = 5  # of damaged keys, in one call
 _WRITABLE_TTL_S = 60.0
 # Several heartbeats of frontends, which keep the images of their open requests.
@@ -52,14 +53,11 @@ _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
     "remove_frontend", "claim", "settle", "take", "drop_damaged",
-    "keep_images",
+    "keep_images", "read_unplaced", "bind",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 
 log = logging.getLogger(__name__)
-
-Row = tuple[str, str, dict[bytes, bytes]]
-"""(key of the stream, id of the entry, fields of the entry)."""
 
 
 class RequestQueue:
@@ -77,7 +75,6 @@ class RequestQueue:
             name: client.register_script(common + (_HERE / f"{name}.lua").read_text())
             for name in _SCRIPTS
         }
-        self._requests = msgspec.msgpack.Decoder(Request)
         self._answers = msgspec.msgpack.Decoder(KeptAnswer)
         self._images = msgspec.msgpack.Decoder(Tensors)
         self._statuses = msgspec.msgpack.Decoder(ClusterStatus)
@@ -121,7 +118,7 @@ class RequestQueue:
         for each in requests:
             packed = msgspec.msgpack.encode(each)
             args += each.id, each.model, each.attempt, packed, prefix_hash(each)
-        return [_text(queue) for queue in await self._run("enqueue", *args)] if requests else []
+        return [text(queue) for queue in await self._run("enqueue", *args)] if requests else []
 
     async def store_images(self, images: Mapping[str, Tensors]) -> bool:
         """Stores images for IMAGES_KEPT_S by their digests. Known ones are not sent again.
@@ -140,7 +137,7 @@ class RequestQueue:
         if not digests:
             return set()
         limits = _ms(IMAGES_KEPT_S), IMAGES_BYTES_MAX
-        return _texts(await self._run("keep_images", *limits, "", *digests))
+        return texts(await self._run("keep_images", *limits, "", *digests))
 
     async def images(self, digests: Collection[str]) -> dict[str, Tensors]:
         """Returns digest -> image, for those that are stored."""
@@ -167,7 +164,7 @@ class RequestQueue:
         if not attempts:
             return set()
         pairs = [part for pair in attempts.items() for part in pair]
-        return _texts(await self._run("forget", *pairs))
+        return texts(await self._run("forget", *pairs))
 
     async def open_attempts(self, request_ids: Sequence[str]) -> dict[str, int]:
         """Returns request id -> attempt of those requests that wait or run."""
@@ -176,9 +173,9 @@ class RequestQueue:
         ids = list(request_ids)
         found = await self._call(lambda: self._redis.hmget(self._prefix + "open", ids))
         pairs = zip(
-            ids, (_attempt((value or b"").partition(b"|")[0]) for value in found), strict=True
+            ids, (attempt((value or b"").partition(b"|")[0]) for value in found), strict=True
         )
-        return {request_id: attempt for request_id, attempt in pairs if attempt}
+        return {request_id: number for request_id, number in pairs if number}
 
     async def beat(self, frontend_id: str, ttl_s: float, state: FrontendState | None = None) -> str:
         """Sets the frontend's heartbeat for `ttl_s` and returns the incarnation of the data.
@@ -187,7 +184,7 @@ class RequestQueue:
         """
         await self._sync_clock()
         body = msgspec.msgpack.encode(state or FrontendState())
-        return _text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8), body))
+        return text(await self._run("beat", frontend_id, _ms(ttl_s), secrets.token_hex(8), body))
 
     async def claim(
         self, key: str, frontend_id: str, fingerprint: str, ttl_s: float
@@ -206,7 +203,7 @@ class RequestQueue:
             except MALFORMED_ERRORS:
                 await self._call(lambda: self._redis.unlink(self._key("answer", key)))
                 return await self.claim(key, frontend_id, fingerprint, ttl_s)
-        return _text(known) if outcome == b"open" else None
+        return text(known) if outcome == b"open" else None
 
     async def settle(
         self, key: str, frontend_id: str, answer: KeptAnswer | None, ttl_s: float
@@ -271,7 +268,7 @@ class RequestQueue:
         ttl_ms = _ms(ttl_s)
         epoch, holder = await self._run("acquire", device, owner, ttl_ms, since_epoch, *keep)
         if not epoch:
-            raise LeaseLostError(f"the queue of {device} is held by {_text(holder)}")
+            raise LeaseLostError(f"the queue of {device} is held by {text(holder)}")
         return int(epoch)
 
     async def renew(self, device: str, owner: str, epoch: int, ttl_s: float) -> None:
@@ -312,13 +309,7 @@ class RequestQueue:
         return requests, ids[-1] if ids else left
 
     def _decoded(self, found: Sequence[Row]) -> list[tuple[str, Request]]:
-        requests: list[tuple[str, Request]] = []
-        malformed: dict[str, tuple[str, int]] = {}
-        for _, entry, fields in found:
-            try:
-                requests.append((entry, self._requests.decode(fields.get(b"body", b""))))
-            except MALFORMED_ERRORS:
-                malformed[entry] = _id_and_attempt(fields)
+        requests, malformed = decoded(found)
         if malformed:
             raise MalformedRequestError(malformed)
         return requests
@@ -330,7 +321,7 @@ class RequestQueue:
         """
         if not entry_ids:
             return set()
-        return _texts(await self._run("admit", device, epoch, *entry_ids))
+        return texts(await self._run("admit", device, epoch, *entry_ids))
 
     async def register(self, device: str, epoch: int, requests: Collection[Request]) -> None:
         """Records that these requests run here. A newer attempt of one of them stays as it is."""
@@ -351,7 +342,7 @@ class RequestQueue:
 
         Returns the live frontends, one of which may have sent them.
         """
-        return _texts(await self._run("set_aside", device, epoch, *entry_ids))
+        return texts(await self._run("set_aside", device, epoch, *entry_ids))
 
     async def finish(self, device: str, epoch: int, request_ids: Collection[str]) -> None:
         """Acknowledges requests that ended: removes them from Redis. Unknown ids are ignored."""
@@ -424,7 +415,7 @@ class RequestQueue:
             lambda: client.hmget(key, models) if models else client.hgetall(key)
         )
         pairs = zip(models, found, strict=True) if models else found.items()
-        return {_text(name): tuple(_text(d).split("|")) for name, d in pairs if d is not None}
+        return {text(name): tuple(text(d).split("|")) for name, d in pairs if d is not None}
 
     async def depth(self, device: str) -> int:
         """Returns the number of requests that wait in the device's queue."""
@@ -434,7 +425,7 @@ class RequestQueue:
     async def unplaced_counts(self) -> dict[str, int]:
         """Returns model -> number of requests that wait in UNPLACED."""
         flat = iter(await self._run("unplaced_counts"))
-        return {_text(model): int(count) for model, count in zip(flat, flat, strict=True)}
+        return {text(model): int(count) for model, count in zip(flat, flat, strict=True)}
 
     async def wait_unplaced(self, cursor: str, block_s: float) -> tuple[str, dict[str, int]]:
         """Waits up to `block_s` (at most 5 s) for arrivals in UNPLACED after `cursor` ("0": all).
@@ -442,13 +433,53 @@ class RequestQueue:
         Returns the new cursor and model -> number of new arrivals.
         """
         entries = await self._read_streams({self._key("queue", UNPLACED): cursor}, block_s, 1024)
-        counts = Counter(_text(fields.get(b"model", b"")) for _, _, fields in entries)
+        counts = Counter(text(fields.get(b"model", b"")) for _, _, fields in entries)
         return (entries[-1][1] if entries else cursor), dict(counts)
+
+    async def read_unplaced(self, cursor: str, devices: Sequence[str]) -> Unplaced:
+        """Reads UNPLACED after `cursor` ("0": all). From now on requests are held: they wait there
+        until `bind` moves them, whatever the placement of their model."""
+        found = await self._run("read_unplaced", cursor, _UNPLACED_AT_ONCE, *devices)
+        size, entries, open_ = found
+        rows = [Row("", text(e), dict(zip(f[::2], f[1::2], strict=True))) for e, f in entries]
+        requests, malformed = decoded(rows)
+        return Unplaced(
+            rows[-1][1] if rows else cursor,
+            len(rows) < _UNPLACED_AT_ONCE,
+            requests,
+            list(malformed),
+            int(size),
+            dict(zip(devices, map(int, open_), strict=True)),
+        )
+
+    async def still_unplaced(self, entries: Mapping[str, str]) -> set[str]:
+        """Returns those of the entries that wait in UNPLACED.
+
+        Args:
+            entries: entry id -> request id.
+        """
+        found = await self._call(
+            lambda: self._redis.hmget(self._prefix + "open", list(entries.values()))
+        )
+        places = (text(value or b"").split("|")[1:3] for value in found)
+        pairs = zip(entries, places, strict=True)
+        return {entry for entry, place in pairs if place == [entry, UNPLACED]}
+
+    async def bind(
+        self, device: str, entry_ids: Collection[str], *, anywhere: bool = False
+    ) -> set[str]:
+        """Moves entries from UNPLACED to a device that has a copy of their model, or to any device
+        if `anywhere`. Returns those that moved."""
+        return texts(await self._run("bind", device, int(anywhere), *entry_ids))
+
+    async def stop_holding(self) -> None:
+        """Lets requests go to the devices of their models, the opposite of `read_unplaced`."""
+        await self._call(lambda: self._redis.unlink(self._prefix + "held"))
 
     async def frontends(self) -> dict[str, FrontendState]:
         """Returns the last state of each live frontend by its id."""
         found = await self._call(lambda: self._redis.smembers(self._prefix + "frontends"))
-        names = sorted(_texts(found))
+        names = sorted(texts(found))
         keys = [self._key("frontend", name) for name in names]
         beats = await self._call(lambda: self._redis.mget(keys)) if keys else []
         known = zip(names, beats, strict=True)
@@ -521,7 +552,7 @@ class RequestQueue:
             acquired = [key for key in keys if key.startswith(self._key("acquired", "").encode())]
             known = [self._prefix + "incarnation", self._prefix + "server", *acquired]
             await self._answer(self._redis.unlink(*known))
-        return sorted(_texts(damaged))
+        return sorted(texts(damaged))
 
     async def _answer(self, answer: Any) -> Any:
         # redis-py waits with asyncio.wait_for, which before Python 3.12 swallows a cancellation
@@ -539,29 +570,10 @@ class RequestQueue:
         block_ms = max(1, _ms(min(block_s, _BLOCK_MAX_S))) if block_s > 0 else None
         answer = await self._call(lambda: self._redis.xread(cursors, count=count, block=block_ms))
         return [
-            (_text(key), _text(entry), fields)
+            Row(text(key), text(entry), fields)
             for key, entries in answer or ()
             for entry, fields in entries
         ]
-
-
-def _id_and_attempt(fields: dict[bytes, bytes]) -> tuple[str, int]:
-    """Returns request id and attempt of a malformed entry; "" or 0 if one is missing."""
-    return _text(fields.get(b"id", b"")), _attempt(fields.get(b"attempt", b""))
-
-
-def _attempt(text: bytes) -> int:
-    """Returns the attempt that the text names, or 0 if it is not a number."""
-    return int(text) if text.isdigit() and len(text) <= _ATTEMPT_DIGITS_MAX else 0
-
-
-def _text(value: bytes | str) -> str:
-    """Decodes a name. Invalid UTF-8 is replaced, so that the result matches no valid name."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-def _texts(values: Sequence[bytes]) -> set[str]:
-    return {_text(value) for value in values}
 
 
 def _ms(seconds: float) -> int:

@@ -1,6 +1,6 @@
 -- ARGV: model, the devices of its copies (none: unplaced). Sets the placement, moves the model's
 -- waiting requests and returns the number of those that moved. If a copy is new, requests on
--- devices that keep theirs are distributed again, too.
+-- devices that keep theirs are distributed again, too, unless requests are held.
 local PAGE = 256
 local model = ARGV[1]
 local before = devices_of(model)
@@ -13,7 +13,7 @@ local had, stays, joined = {}, {}, false
 for _, device in ipairs(before) do had[device] = true end
 for i = 2, #ARGV do
   stays[ARGV[i]] = true
-  if not had[ARGV[i]] then joined = true end
+  if not had[ARGV[i]] then joined = not is_held() end
 end
 
 -- Gathered requests leave the load, so that `choose` sees only those already distributed.
@@ -40,7 +40,7 @@ for _, device in ipairs(before) do
   if joined or not stays[device] then gather(device) end
 end
 -- An agent may have handed requests back while the placement still named its device.
-if #ARGV > 1 then gather(UNPLACED) end
+if #ARGV > 1 and not is_held() then gather(UNPLACED) end
 table.sort(waiting, function(a, b) return a.ms < b.ms or a.ms == b.ms and a.place < b.place end)
 
 local moved, left = 0, {}

@@ -1,8 +1,4 @@
-"""Virtual queues, which bind requests to devices before their model is active there (QLM §4).
-
-Builds the input of a policy's `assign` from the simulated cluster, and selects the requests that
-start from the returned queues.
-"""
+"""Virtual queues of the simulated cluster (`prism/scheduler/virtual_queues.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Sequence
 
 from prism.policies.placement import Placement, Unit
 from prism.policies.queues import Assign, QueueDevice, QueuedRequest, QueueView, VirtualQueue
+from prism.scheduler.virtual_queues import VirtualQueues, tokens_per_s
 from prism_sim.cluster.activation import activation_s, home_node
 from prism_sim.cluster.copies import SimModel
 from prism_sim.cluster.device import Resident, Stage
@@ -17,9 +14,6 @@ from prism_sim.cluster.parts import ClusterParts
 from prism_sim.core.profile import ModelLoad
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import ModelSetup
-
-ASSIGN_S_PER_REQUEST = 1e-4
-"""Minimum time between two assignments per waiting request, as in `LocalScheduler`."""
 
 
 class Bindings:
@@ -31,7 +25,7 @@ class Bindings:
         parts: ClusterParts,
         loads: Sequence[ModelLoad],
     ) -> None:
-        self._assign = assign
+        self._queues = VirtualQueues(assign)
         self._setup = parts.setup
         self._loads = loads
         self._models = {model.setup.name: model for model in parts.models}
@@ -40,8 +34,6 @@ class Bindings:
         self._tokens_per_s: dict[str, float] = {}
         self._swap_s: dict[str, float] = {}
         self._shown: dict[int, QueuedRequest] = {}
-        self.queues: tuple[VirtualQueue, ...] = ()
-        self._again_s = 0.0
 
     def begin(self, target: Placement) -> None:
         """Sets the units of `target` as the serving instances. REQUIRES: called first."""
@@ -54,8 +46,28 @@ class Bindings:
 
     def assign(self, now_s: float) -> tuple[VirtualQueue, ...]:
         """Returns queues with all waiting requests, or the previous queues if they are recent."""
-        if now_s < self._again_s:
-            return self.queues
+        if now_s >= self._queues.due_s:
+            self._queues.update(self._view(now_s))
+        return self._queues.queues
+
+    def starting(self) -> list[tuple[Resident, SimRequest]]:
+        """Returns the requests of the leading groups whose model is active, with their copies, and
+        removes them from `SimModel.unplaced`."""
+        found: list[tuple[Resident, SimRequest]] = []
+        for device, group in self._queues.starting(self._is_active):
+            resident = self._devices[device].residents[group.model]
+            waiting = self._models[group.model].unplaced
+            ids = [int(key) for key in group.requests]
+            found += [(resident, waiting.pop(index)) for index in ids if index in waiting]
+        for _, request in found:
+            self._shown.pop(request.index, None)
+        return found
+
+    def _is_active(self, device: str, model: str) -> bool:
+        resident = self._devices[device].residents.get(model)
+        return resident is not None and resident.stage is Stage.ACTIVE
+
+    def _view(self, now_s: float) -> QueueView:
         shown = self._shown
         waiting = tuple(
             shown.get(index) or self._queued(model, request)
@@ -64,26 +76,8 @@ class Bindings:
             if model.setup.name in self._tokens_per_s
         )
         devices = tuple(self._instance(unit) for unit in self._instances)
-        view = QueueView(now_s, waiting, devices, self.queues, self._tokens_per_s, self._swap_s)
-        self.queues = self._assign(view)
-        self._again_s = now_s + len(waiting) * ASSIGN_S_PER_REQUEST
-        return self.queues
-
-    def starting(self) -> list[tuple[Resident, SimRequest]]:
-        """Returns the requests of the leading groups whose model is active, with their copies, and
-        removes them from `SimModel.unplaced`."""
-        found: list[tuple[Resident, SimRequest]] = []
-        for queue in self.queues:
-            for group in queue.groups:
-                resident = self._devices[queue.device].residents.get(group.model)
-                if resident is None or resident.stage is not Stage.ACTIVE:
-                    break
-                waiting = self._models[group.model].unplaced
-                ids = [int(key) for key in group.requests]
-                found += [(resident, waiting.pop(index)) for index in ids if index in waiting]
-        for _, request in found:
-            self._shown.pop(request.index, None)
-        return found
+        queues = self._queues.queues
+        return QueueView(now_s, waiting, devices, queues, self._tokens_per_s, self._swap_s)
 
     def _queued(self, model: SimModel, request: SimRequest) -> QueuedRequest:
         """Returns the view of a request, cached until it starts since it does not change."""
@@ -111,10 +105,12 @@ class Bindings:
         """Returns the output tokens per second at the largest batch whose KV fits."""
         load, cost = self._loads[model.index], model.parts[tp].cost
         tokens = load.prompt_tokens + load.output_tokens
-        room_bytes = self._setup.devices[0].capacity_bytes * tp - model.held_bytes(tp)
-        fitting = int(room_bytes / (model.token_bytes * model.need.held_tokens(tokens)))
-        batch = max(1, min(self._setup.engine.max_running, fitting))
-        return batch / cost.decode_s(batch, round(batch * tokens))
+        return tokens_per_s(
+            lambda batch: cost.decode_s(batch, round(batch * tokens)),
+            self._setup.devices[0].capacity_bytes * tp - model.held_bytes(tp),
+            model.token_bytes * model.need.held_tokens(tokens),
+            self._setup.engine.max_running,
+        )
 
     def _startup_s(self, model: ModelSetup, unit: Unit) -> float:
         ranks = [self._devices[name].setup for name in unit.devices]

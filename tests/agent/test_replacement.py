@@ -70,6 +70,24 @@ def test_a_used_engine_makes_way_for_a_fresh_one() -> None:
     assert bench.engine("b").is_fresh
 
 
+def test_an_order_may_ask_for_an_engine_that_starts_after_it() -> None:
+    """Replaces the engine that has served a model. Its successor is taken, not the spare one."""
+    bench = Bench(2)
+    used = bench.serve("a")
+    bench.lifecycle.evict(EvictModel(1, "a"))
+    bench.lifecycle.deactivated(used, Deactivated("a", 0.1))
+    spare = {engine.id for engine in bench.state.pool} - {used.id}
+    bench.time_s += 1
+    order = ActivateModel(2, model_spec("b"), restarts_engine=True)
+    bench.lifecycle.activate(order)
+    assert bench.effects.killed == [used.id]
+    bench.fill()
+    assert bench.engine("b").id not in {used.id, *spare}
+    bench.succeed("b")
+    bench.lifecycle.engine_died(bench.engine("b").id, "killed")
+    assert {bench.engine("b").id} == spare  # to serve again soon
+
+
 def test_an_idle_engine_is_replaced_at_once() -> None:
     bench = Bench(2)
     engine = bench.state.pool.free()

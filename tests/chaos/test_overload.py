@@ -1,5 +1,5 @@
-"""Overload twenty times over capacity, slow clients, a flood of requests for one model, and a model
-that the policy gives up for overload.
+"""Overload twenty times over capacity, slow clients, a flood of requests for one model, a model
+that the policy gives up for overload, and models that take turns.
 
 PRISM_CHAOS_OVERLOAD_S is the duration of each phase: five minutes by default. PRISM_CHAOS_STREAMS
 is the number of streams, 10,000 by default, of the test with a model that is given up.
@@ -354,3 +354,17 @@ def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path, poli
         assert ends.keys() == {*((model, "whole") for model in SMALL), (LARGE, "named")}
         messages = {stream.message for stream in streams if stream.error}
         assert all("left after the models placed before it" in message for message in messages)
+
+
+def test_models_that_take_turns_serve_all(tmp_path: Path) -> None:
+    """Loses none of the requests that wait under qlm, which has one model on a device at a time."""
+    frontend = {"port": 0, "processes": 2, "max_open_requests": STREAMS}
+    with crowded_cluster(tmp_path, policy="qlm", frontend=frontend) as cluster:
+        seen: Seen = []
+        streams = asyncio.run(ten_thousand(cluster.url, seen))
+        ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
+        deepest = max(sum(status["unplaced"].values()) for _, status in seen)
+        print(f"\n{len(streams)} streams ended: {dict(ends)}; {deepest} waited at once")
+        print(f"{attained(streams):.1f} % in time; actions {seen[-1][1]['actions_total']}")
+        assert len(streams) == STREAMS
+        assert ends.keys() == {(model, "whole") for model in (*SMALL, LARGE)}

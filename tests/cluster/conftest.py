@@ -158,7 +158,13 @@ class Cluster:
     # --- what tests do and see --------------------------------------------------------------
 
     async def send(self, model: str) -> str:
-        request = Request(
+        request = self.request(model)
+        tokens = max((agent.prompt_tokens for agent in self.agents.values()), default=3)
+        await self.count_arrival(model, tokens)
+        return await self.queue.enqueue(request)
+
+    def request(self, model: str) -> Request:
+        return Request(
             id=f"r{next(self._serial)}",
             model=model,
             prompt_ids=[1, 2, 3],
@@ -168,9 +174,6 @@ class Cluster:
             slo_tpot_s=1.0,
             frontend_id="f0",
         )
-        tokens = max((agent.prompt_tokens for agent in self.agents.values()), default=3)
-        await self.count_arrival(model, tokens)
-        return await self.queue.enqueue(request)
 
     async def count_arrival(self, model: str, prompt_tokens: int = 3) -> None:
         """Sends the heartbeat of a frontend after an arrival. No reload waits for this frontend."""

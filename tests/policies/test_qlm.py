@@ -139,6 +139,15 @@ def test_a_group_that_starts_is_closed() -> None:
     assert ids(later) == {"g0": [("3",)]}
 
 
+def test_a_group_leaves_an_instance_that_no_longer_serves_its_model() -> None:
+    """Covers a new placement: the request goes to the queue of another instance."""
+    queues = qlm.assign(queue_view([request("1", "b")], [device("g0", "b"), device("g1")]))
+    assert ids(queues) == {"g0": [("1",)], "g1": []}
+    changed = [QueueDevice("g0", "a", 0, frozenset("a")), device("g1")]
+    after = qlm.assign(queue_view([request("1", "b")], changed, queues))
+    assert ids(after) == {"g0": [], "g1": [("1",)]}
+
+
 groups_strategy = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 5)),
     min_size=1,
@@ -229,6 +238,26 @@ def test_a_swap_waits_until_nothing_runs() -> None:
     assert planned([busy, model("b", waiting=1)], 1, queues=(head("g0", "b"),)) == []
     leaving = structs.replace(busy, running=0, state="draining")
     assert planned([leaving, model("b", waiting=1)], 1, queues=(head("g0", "b"),)) == []
+
+
+def test_a_swap_evicts_all_that_is_there_and_waits_for_what_is_not_in_the_view() -> None:
+    """Covers a model that an operator activated, and one that another scheduler was evicting."""
+    models = [active("a", "g0"), active("c", "g0"), model("b", waiting=1)]
+    assert planned(models, 1, queues=(head("g0", "b"),)) == [
+        ("evict", "a", "g0"), ("evict", "c", "g0"), ("activate", "b", "g0")
+    ]  # fmt: skip
+    seen = view([model("b", waiting=1)], [gpu("g0", fixed_bytes=1)], queues=(head("g0", "b"),))
+    assert qlm.plan(seen, Settings()) == ()
+
+
+def test_a_model_that_a_reload_removed_is_not_swapped_in() -> None:
+    assert planned([active("a", "g0")], 1, queues=(head("g0", "gone"),)) == []
+
+
+def test_a_failed_activation_is_not_repeated_at_once() -> None:
+    target = Placement((Unit(("g0",), (Hosted("a"), Hosted("b"))),))
+    failed = model("a", wanted=True, barred=("g0",))
+    assert planned([failed, model("b", wanted=True)], 1, target=target) == [("activate", "b", "g0")]
 
 
 def test_the_same_model_may_be_on_two_instances() -> None:

@@ -28,7 +28,7 @@ KEYS = (
     "queue:host:0", "queue:unplaced", "left:host:0", "running:host:0", "admitted:host:0", "open",
     "load", "placement", "begun:a|x", "lease:host:0", "epoch:host:0", "frontend:f", "frontends",
     "incarnation", "server", "acquired:host:0", "claims:f", "answer:k", "answers", "answers_bytes",
-    "limit:key", "malformed", "image:d", "images", "images_bytes", "status", "writable",
+    "limit:key", "malformed", "image:d", "images", "images_bytes", "status", "writable", "held",
 )  # fmt: skip
 KEPT = KeptAnswer("print", "cmpl-1", 1.0, [])
 STATUS = ClusterStatus(0.0, "prism", {}, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from msgspec import structs
 
@@ -80,8 +81,10 @@ class Activations:
 
     def begin(self, hosted: HostedModel) -> None:
         """Starts the activation on a free engine, or lets the model wait for one that starts."""
-        kind = self._state.kind_for(hosted)
-        engine = self._pool.free(kind, hosted.needs_fresh, hosted.sm_share)
+        kind, share = self._state.kind_for(hosted), hosted.sm_share
+        is_fresh = hosted.needs_fresh or hosted.restarts
+        since_s = hosted.since_s if hosted.restarts else -math.inf
+        engine = self._pool.free(kind, is_fresh, share, since_s)
         if engine is None:
             self._wait_or_fail(hosted)
             return
@@ -142,7 +145,7 @@ class Activations:
         totals.activations += 1
         totals.stages_s.update(hosted.stages_s)
         self._fingerprints.learn(hosted, message.fingerprint, engine.is_fresh)
-        engine.is_fresh = hosted.needs_fresh = False
+        engine.is_fresh = hosted.needs_fresh = hosted.restarts = False
         self._effects.record(engine.id, structs.replace(message, stages_s=hosted.stages_s))
 
     def failed(self, hosted: HostedModel, engine: EngineProcess, message: ActivationFailed) -> None:

@@ -61,7 +61,11 @@ class Lifecycle:
         if hosted is None or hosted.state is ModelState.FAILED:
             limit_bytes = order.kv_limit_bytes
             hosted = HostedModel(
-                order.model, self._now_s(), kv_limit_bytes=limit_bytes, peers=order.peers
+                order.model,
+                self._now_s(),
+                kv_limit_bytes=limit_bytes,
+                peers=order.peers,
+                restarts=order.restarts_engine,
             )
             hosted.sm_share = order.sm_share
             self._models.hosted[hosted.name] = hosted

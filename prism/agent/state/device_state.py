@@ -92,6 +92,7 @@ class HostedModel:
     asked_s: float = 0.0  # when an engine was first ordered to activate it
     sent_s: float = 0.0  # when an engine was last ordered to activate it
     needs_fresh: bool = False  # True if it needs an engine that has served no model
+    restarts: bool = False  # True if it needs an engine that has started since the order
     peers: tuple[str, ...] = ()  # devices of its other ranks
     stages_s: dict[str, float] = field(default_factory=dict)  # of its last activation
     deactivating: bool = False  # True if its engine was ordered to evict it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,11 @@ class EnginePool:
         return EngineKind(adapter or self.adapters[0], peers)
 
     def free(
-        self, kind: EngineKind | None = None, fresh_only: bool = False, sm_share: float = 1.0
+        self,
+        kind: EngineKind | None = None,
+        fresh_only: bool = False,
+        sm_share: float = 1.0,
+        since_s: float = -math.inf,
     ) -> EngineProcess | None:
         """Returns the engine of this kind whose part of the SMs is nearest to `sm_share`, of these
         the one that has been free the longest.
@@ -133,9 +138,16 @@ class EnginePool:
         Args:
             kind: None means the first adapter on one device.
             fresh_only: whether the engine must not have served a model.
+            since_s: earliest time at which it may have become free.
         """
         kind = kind or self.kind()
-        suitable = (e for e in self._idle() if e.kind == kind and (e.is_fresh or not fresh_only))
+        suitable = (
+            engine
+            for engine in self._idle()
+            if engine.kind == kind
+            and (engine.is_fresh or not fresh_only)
+            and engine.since_s >= since_s
+        )
         return min(
             suitable,
             key=lambda engine: (abs(engine.sm_percent - 100 * sm_share), engine.since_s),

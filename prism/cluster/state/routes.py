@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from prism.cluster.state.actions import Move
@@ -21,10 +21,16 @@ class Routes:
     # Model -> devices of copies that their agent restarts while other copies serve.
     reviving: dict[str, frozenset[str]] = field(default_factory=dict)
 
-    async def read(self, queue: RequestQueue) -> None:
-        """Reads the routes. Raises QueueUnavailableError."""
+    async def read(
+        self, queue: RequestQueue, unplaced: Callable[[], Awaitable[dict[str, int]]]
+    ) -> None:
+        """Reads the routes. Raises QueueUnavailableError.
+
+        Args:
+            unplaced: Reads the numbers of unplaced requests.
+        """
         self.placement = await queue.placement()
-        self.unplaced = await queue.unplaced_counts()
+        self.unplaced = await unplaced()
 
     def changed(self, model: str, devices: tuple[str, ...], moved: int) -> None:
         """Records a changed route, to which `moved` waiting requests moved."""

@@ -16,9 +16,12 @@ from prism.cluster.state.sizes import Sizes
 from prism.cluster.state.speeds import DegreeSpeeds
 from prism.cluster.state.start_times import StartTimes
 from prism.cluster.state.timing import SchedulerTiming
+from prism.cluster.state.waiting_requests import WaitingRequests
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.policies.placement import Placement
 from prism.policies.policy import Policy
+from prism.policies.profiles import EQUAL
+from prism.policies.queues import VirtualQueue
 from prism.scheduler.decision_journal import Sink
 from prism.scheduler.rates import TokenRates
 from prism.scheduler.traffic import TrafficBook
@@ -70,9 +73,18 @@ class SchedulerState:
         self.startup = Startup(self.book, self.activations)
         # placement_search; None: not searched yet, or the policy has no search
         self.target: Placement | None = None
+        # bindings, for policies that assign requests to devices
+        self.waiting = WaitingRequests(self._output_tokens)
+        self.queues: tuple[VirtualQueue, ...] = ()
         # operator_commands; drained devices: controller
         self.demands = OperatorDemands()
 
     @property
     def config(self) -> ClusterConfig:
         return self.served.config
+
+    def _output_tokens(self, model: str) -> float:
+        """Returns the mean output of a model's requests, or what is expected of it."""
+        seen = self.traffic.of(model, self.now_s()).output_tokens
+        expected = next((m.expected for m in self.config.models if m.name == model), None)
+        return seen or (expected.output_tokens if expected else EQUAL.output_tokens)

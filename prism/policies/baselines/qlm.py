@@ -84,12 +84,13 @@ def _by_arrival(request: QueuedRequest) -> tuple[float, str]:
 
 
 def _kept(view: QueueView, by_id: Mapping[str, QueuedRequest]) -> Queues:
-    """Returns the queues of existing instances, without requests that no longer wait."""
-    names = {d.name for d in view.devices}
+    """Returns the queues of existing instances, without requests that no longer wait and models
+    that their instance no longer serves."""
+    serves = {d.name: d.serves for d in view.devices}
     kept: Queues = {}
     for queue in view.queues:
-        if queue.device in names:
-            left = (_without(g, by_id) for g in queue.groups)
+        if queue.device in serves:
+            left = (_without(g, by_id) for g in queue.groups if g.model in serves[queue.device])
             kept[queue.device] = [g for g in left if g.requests]
     return kept
 
@@ -250,44 +251,54 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
 
     `settings` is not used.
     """
-    residents: dict[str, ModelView] = {}
+    residents: dict[str, list[ModelView]] = {}
     for model in view.models:
-        residents.update(dict.fromkeys(devices_of(model), model))
+        for device in devices_of(model):
+            residents.setdefault(device, []).append(model)
     by_name = {m.name: m for m in view.models}
-    alive = {g.name for g in view.gpus if g.alive}
+    ready = _ready(view)
     peers = {u.devices[0]: u.devices[1:] for u in view.target.units} if view.target else {}
     actions: list[Action] = []
     for queue in view.queues:
-        if queue.groups and queue.device in alive:
-            model = by_name[queue.groups[0].model]
-            ranks = (queue.device, *peers.get(queue.device, ()))
-            actions.extend(_swap(model, ranks, residents))
+        # A reload may have removed the model since the assignment.
+        first = by_name.get(queue.groups[0].model) if queue.groups else None
+        ranks = (queue.device, *peers.get(queue.device, ()))
+        if first is not None and ready.issuperset(ranks):
+            actions.extend(_swap(first, ranks, residents))
     actions.extend(_first_models(view, residents))
     actions.extend(_refusals(view))
     return tuple(actions)
 
 
-def _first_models(view: ClusterView, residents: Mapping[str, ModelView]) -> Iterator[Activate]:
+def _ready(view: ClusterView) -> set[str]:
+    """Returns the devices that take models, without those that others than in the view are on."""
+    return {gpu.name for gpu in view.gpus if gpu.alive and not gpu.fixed_bytes}
+
+
+def _first_models(
+    view: ClusterView, residents: Mapping[str, list[ModelView]]
+) -> Iterator[Activate]:
     """Yields initial activations: on each free instance its first wanted model.
 
     Yields nothing once requests are queued.
     """
     if any(queue.groups for queue in view.queues) or view.target is None:
         return
-    alive = {g.name for g in view.gpus if g.alive}
-    wanted = {m.name for m in view.models if m.state == "absent" and m.wanted}
+    ready = _ready(view)
+    wanted = {m.name: m for m in view.models if m.state == "absent" and m.wanted}
     for unit in view.target.units:
-        free = alive.issuperset(unit.devices) and not any(d in residents for d in unit.devices)
-        name = next((h.model for h in unit.models if h.model in wanted), None)
+        free = ready.issuperset(unit.devices) and not any(d in residents for d in unit.devices)
+        able = (h.model for h in unit.models if h.model in wanted)
+        name = next((n for n in able if unit.devices[0] not in wanted[n].barred), None)
         if free and name is not None:
-            wanted.remove(name)
+            del wanted[name]
             yield Activate(name, unit.devices[0], "initial placement", peers=unit.devices[1:])
 
 
 def _swap(
-    model: ModelView, ranks: tuple[str, ...], residents: Mapping[str, ModelView]
+    model: ModelView, ranks: tuple[str, ...], residents: Mapping[str, list[ModelView]]
 ) -> list[Action]:
-    there = {residents[d].name: residents[d] for d in ranks if d in residents}
+    there = {m.name: m for device in ranks for m in residents.get(device, ())}
     if model.name in there or ranks[0] in model.barred:
         return []
     if any(m.running or m.state != "active" for m in there.values()):

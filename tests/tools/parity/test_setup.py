@@ -127,6 +127,30 @@ def test_memory_is_what_the_engine_reserved_or_what_the_start_up_check_reckons()
     assert b.kv_floor_bytes % b.parts[1].quantum_bytes == 0
 
 
+def test_an_activation_with_a_new_engine_lasts_from_the_eviction_before_it() -> None:
+    """Counts the engine's start, which the agent's figure leaves out."""
+
+    def begun(kind: str, model: str, time_s: float) -> Started:
+        return Started(time_s=time_s, kind=kind, model=model, device="host:0")
+
+    def ended(kind: str, model: str, time_s: float, problem: str = "") -> Ended:
+        what = {"kind": kind, "model": model, "device": "host:0"}
+        return Ended(time_s=time_s, problem=problem, **what)
+
+    cluster = [
+        begun("activate", "a", 10.0),
+        ended("activate", "a", 13.0),
+        begun("evict", "a", 20.0),
+        begun("activate", "b", 20.0),
+        ended("evict", "a", 25.0),
+        ended("activate", "b", 29.0),
+        begun("activate", "a", 40.0),
+        ended("activate", "a", 90.0, "no memory"),
+    ]
+    found = measured([journals(cluster, [served("b", 0.5)])], restarts=True)
+    assert found.activation_s == {"a": 3.0, "b": 4.0}
+
+
 def test_evictions_are_timed_and_failed_ones_left_out() -> None:
     def eviction(start_s: float, seconds: float, problem: str = "") -> list[Started | Ended]:
         what = {"kind": "evict", "model": "a", "device": "host:0"}
