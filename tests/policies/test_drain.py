@@ -10,12 +10,16 @@ from msgspec import structs
 
 from prism.policies import registry
 from prism.policies.data import Activate, ClusterView, Evict, GpuView, Migrate, ModelView, Refuse
+from prism.policies.placement import PlacementOutcome
 from prism.policies.planning.evacuation import remaining
 from prism.policies.profiles import problem
 from prism.scheduler.cluster_scheduler import ClusterScheduler
 from tests.policies.clusters import SETTINGS, active, gpu, model, planned, summary, view
 
 LIVE = [name for name in registry.names() if not registry.missing(registry.get(name))]
+
+
+OUTCOME = PlacementOutcome({"a": 1}, {"a": 0}, {"a": 1.0})
 
 
 def drained(name: str, **more: Any) -> GpuView:
@@ -29,7 +33,8 @@ def steps(policy: str, models: list[ModelView], gpus: list[GpuView]) -> list[tup
     class Port:
         def view(self) -> ClusterView:
             seen, search = view(models, gpus), registry.get(policy).search
-            return replace(seen, target=search(problem(seen))) if search else seen
+            trial = replace(problem(seen), simulate=lambda placement: OUTCOME)
+            return replace(seen, target=search(trial)) if search else seen
 
         def apply(self, action: Any) -> None:
             done.append(action)

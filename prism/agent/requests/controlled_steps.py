@@ -66,7 +66,7 @@ class ControlledSteps:
         """
         self._admits = admits
         self._consult()
-        for engine in self._views.engines(admits=admits):
+        for engine in self._views.engines:
             if engine.must_stop:
                 self._running.preempt(engine.name)
         admitting, self._admitting = self._admitting, []

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from kvcached import Device
 from prism.agent.state.device_state import DeviceState, HostedModel, ModelState
@@ -67,6 +68,7 @@ class SteppableEngine:
     process: EngineProcess
     activated: Activated
     status: EngineStatus
+    # Those that can start next: suspects, or the oldest ones.
     waiting: Sequence[TrackedRequest]
     running: Sequence[TrackedRequest]
 
@@ -77,18 +79,21 @@ class SteppableEngine:
     @property
     def must_stop(self) -> bool:
         """True if its requests stop for a suspect that waits."""
-        suspected = any(each.request.is_suspect for each in self.waiting)
-        return suspected and not any(each.is_on_trial for each in self.running)
+        return self._has_suspect and not any(each.is_on_trial for each in self.running)
 
     def startable(self) -> Sequence[TrackedRequest]:
         """Returns the waiting requests that may start: a suspect only alone, and before the others
         (`RequestTable`)."""
-        suspects = [each for each in self.waiting if each.request.is_suspect]
-        if any(each.is_on_trial for each in self.running) or (suspects and self.running):
+        if any(each.is_on_trial for each in self.running):
             return ()
-        if suspects:
-            return [min(suspects, key=lambda each: each.request.suspected_at or 0)]
-        return self.waiting
+        if not self._has_suspect:
+            return self.waiting
+        first = min(self.waiting, key=lambda each: each.request.suspected_at or 0)
+        return () if self.running else [first]
+
+    @property
+    def _has_suspect(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].request.is_suspect
 
 
 class StepViews:
@@ -98,6 +103,8 @@ class StepViews:
         self._state = state
         self._requests = state.requests
         self._device = device
+        # Engines of the last view.
+        self.engines: Sequence[SteppableEngine] = ()
         self._peak_bytes: dict[str, int] = {}
         self._times: dict[str, ExecutionTimes] = defaultdict(ExecutionTimes)
 
@@ -109,12 +116,7 @@ class StepViews:
             if serves and not hosted.deactivating and engine is not None and engine.status:
                 yield hosted
 
-    def engines(self, *, admits: bool) -> list[SteppableEngine]:
-        """Returns the engines that can step.
-
-        Args:
-            admits: whether waiting requests may start.
-        """
+    def _read(self, *, admits: bool) -> list[SteppableEngine]:
         waiting: dict[str, list[TrackedRequest]] = defaultdict(list)
         running: dict[str, list[TrackedRequest]] = defaultdict(list)
         for each in self._requests.waiting() if admits else ():
@@ -128,9 +130,10 @@ class StepViews:
             assert process.activated is not None
             assert process.status is not None
             queue = waiting[hosted.name] if hosted.state is ModelState.ACTIVE else []
+            first = _first(queue, process.activated.max_running)
             own = running[process.id]
             found.append(
-                SteppableEngine(hosted, process, process.activated, process.status, queue, own)
+                SteppableEngine(hosted, process, process.activated, process.status, first, own)
             )
         return found
 
@@ -140,9 +143,9 @@ class StepViews:
         Args:
             jobs: those in flight.
             short: models whose waiting requests are hidden, since memory was too short for them.
-            admits: as in `engines`.
+            admits: whether waiting requests may start.
         """
-        engines = self.engines(admits=admits)
+        self.engines = engines = self._read(admits=admits)
         capacity_bytes, used_bytes = self._memory(engines)
         held = sum(job.sm_share for each in jobs.values() for job in each.values())
         return DeviceStepView(
@@ -235,6 +238,15 @@ class StepViews:
             )
         found.sort(key=lambda each: (each.arrival_s, each.id))
         return tuple(found)
+
+
+def _first(waiting: Sequence[TrackedRequest], count: int) -> Sequence[TrackedRequest]:
+    """Returns the requests that can start next: suspects if there are any, else the oldest ones.
+
+    A view has no others: its cost does not grow with the queue, and no control prefills more.
+    """
+    suspects = [each for each in waiting if each.request.is_suspect]
+    return suspects or nsmallest(count, waiting, key=lambda each: each.request.arrival_unix_s)
 
 
 def _can_step(run: TrackedRequest) -> bool:
