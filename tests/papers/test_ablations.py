@@ -17,9 +17,7 @@ from tests.policies.clusters import SETTINGS, active, gpu, model, summary, view
 
 GIB = 1 << 30
 CHANGED = {
-    ("prism", "no-global"): {"plan"},
     ("prism", "in-order"): {"plan"},
-    ("prism", "no-local"): {"order"},
     ("qlm-first-idle", "by-deadline"): {"assign"},
     ("muxserve++", "given"): {"search"},
     ("muxserve++", "listed"): {"search"},
@@ -50,9 +48,7 @@ def test_nothing_else_changes(policy: str, variant: str) -> None:
 
 def test_unknown_ones_are_named() -> None:
     assert ablations.get("prism") is registry.get("prism")
-    with pytest.raises(
-        ConfigError, match="'x' of 'prism' is not one of no-global, in-order, no-local"
-    ):
+    with pytest.raises(ConfigError, match="'x' of 'prism' is not one of in-order"):
         ablations.get("prism", "x")
     with pytest.raises(ConfigError, match="of 'static' is not one of none"):
         ablations.get("static", "x")

@@ -16,7 +16,7 @@ def test_names_and_lookup() -> None:
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"policy: 'fifo' is not a policy.*prism, qlm"):
+    with pytest.raises(ConfigError, match=r"policy: 'fifo' is not a policy.*prism-fcfs, .*, qlm"):
         registry.get("fifo")
 
 

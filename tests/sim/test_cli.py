@@ -99,7 +99,7 @@ def leaves(value: Any, path: str = "") -> dict[str, float]:
     return {key: number for part in parts for key, number in part.items()}
 
 
-KEEP_PINS = {"prism", "serverlessllm", "static"}
+KEEP_PINS = {"prism", "prism-fcfs", "prism-free-memory", "serverlessllm", "static"}
 
 
 @pytest.mark.parametrize("policy", registry.own_names())

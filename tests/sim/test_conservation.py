@@ -24,6 +24,8 @@ from tests.sim.clusters import MIB, LinearCost, cluster, model, parts, request, 
 
 POLICIES = (
     "prism",
+    "prism-fcfs",
+    "prism-free-memory",
     "static",
     "serverlessllm",
     "dedicated",

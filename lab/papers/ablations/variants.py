@@ -13,8 +13,7 @@ from msgspec import structs
 
 from lab.papers.ablations import mlfq, mux_planners, mux_published, round_robin
 from prism.errors import ConfigError
-from prism.policies import prism, registry
-from prism.policies.admission import fcfs
+from prism.policies import ablations, registry
 from prism.policies.baselines import dedicated, mux_placement, temporal
 from prism.policies.data import Action, ClusterView, Settings
 from prism.policies.knobs import SHIPPED, Knobs, tuned
@@ -22,25 +21,15 @@ from prism.policies.placement import ModelSpecView, Placement, Problem, Search, 
 from prism.policies.policy import Policy
 
 
-def unbalanced(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Plans like Prism without its global scheduler (§7.4).
-
-    Placement sees no load, so it depends on free memory only, and models are not moved for balance.
-    Eviction and activation are unchanged.
-    """
-    models = tuple(structs.replace(model, token_rate=0.0) for model in view.models)
-    return prism.plan(replace(view, models=models, rebalance=False), settings)
-
-
 def in_order(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Plans like `unbalanced`, with single-GPU models pinned in the order of the list.
+    """Plans like prism-free-memory, with single-GPU models pinned in the order of the list.
 
     The first models are on the first GPU and so on, regardless of their load.
     """
     names, gpus = list(dict.fromkeys(m.name for m in view.models)), [g.name for g in view.gpus]
     home = {name: gpus[i * len(gpus) // len(names)] for i, name in enumerate(names)}
     models = tuple(structs.replace(m, pinned_device=home[m.name]) for m in view.models)
-    return unbalanced(replace(view, models=models), settings)
+    return ablations.by_free_memory(replace(view, models=models), settings)
 
 
 def partitioned(search: Search) -> Search:
@@ -95,10 +84,8 @@ Change = Callable[[Policy], Policy]
 KnobsChange = Callable[[Knobs], Knobs]
 
 VARIANTS: dict[tuple[str, str], Change] = {
-    # Prism §7.4, Figures 10 and 11
-    ("prism", "no-global"): lambda p: replace(p, plan=unbalanced),
+    # Prism §7.4, Figure 10
     ("prism", "in-order"): lambda p: replace(p, plan=in_order),
-    ("prism", "no-local"): lambda p: replace(p, order=fcfs.order),
     ("muxserve++", "given"): lambda p: replace(p, search=as_given(mux_placement.search)),
     ("muxserve++", "listed"): lambda p: replace(p, search=as_given(mux_planners.listed)),
     # MuxServe §4.4, Figures 8, 9 and 10

@@ -212,7 +212,7 @@ GAINED = 40.0
 FIRST_SCALE = 8.0
 LOOSE_SCALE = 64.0
 """SLO scale of the first model in an ablation: the scheduler can only use its spare time."""
-LOCAL = {"with": "", "without": "no-local"}
+LOCAL = {"with": "prism", "without": "prism-fcfs"}
 SMALLER_GPU: dict[str, Any] = {"gpus": {**ONE_GPU["gpus"], "memory": "56GB"}}
 """GPU with about 13 GB for KV in addition to two models of 8B, which compete for it."""
 
@@ -285,9 +285,9 @@ def _at(
     name = f"pair-{rate_rps:g}-rps-{LONG.input_median}-{SHORT.input_median}-tokens"
     cluster = prepared(lab, name, PAIR, trace, SMALLER_GPU)
     trials = [
-        Trial(config, {"policy": "prism"}, variant=variant, series=True)
+        Trial(config, {"policy": policy}, series=True)
         for config in (_rescaled(lab, name, cluster, trace, (first, scale)) for scale in scales)
-        for variant in LOCAL.values()
+        for policy in LOCAL.values()
     ]
     outcomes = iter(lab.run(trials, f"{rate_rps:g} req/s"))
     return cluster, [{name: next(outcomes) for name in LOCAL} for _ in scales]

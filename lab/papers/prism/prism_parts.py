@@ -25,7 +25,7 @@ from lab.papers.study.trial import Trial, TrialOutcome
 
 GLOBAL: dict[str, tuple[str, dict[str, Any]]] = {
     "with": ("", {}),
-    "without": ("no-global", {}),
+    "without": ("", {"policy": "prism-free-memory"}),
     "without, models in order": ("in-order", {}),
     "with all moves": ("", {"scheduler.contended_requests": 0.0}),
 }
