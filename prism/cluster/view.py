@@ -256,18 +256,27 @@ def _gpu(state: SchedulerState, device: DeviceConfig, here: _Device) -> GpuView:
     taking_engine = {m.model for m in coming if m.device == device.name} & unseen.keys()
     pending_bytes = sum(_pending_bytes(state.book, state.sizes, m) for m in coming)
     pending_bytes += report.engines_starting * device.idle_bytes
+    held_bytes = report.reserved_bytes - sum(map(_returnable_bytes, report.models))
     return GpuView(
         name=device.name,
         # The capacity for models excludes what engine processes without a model use.
         capacity_bytes=max(0, report.capacity_bytes - device.engines_bytes),
         fixed_bytes=_elsewhere_bytes(state.sizes, here, unseen),
-        free_bytes=max(0, report.capacity_bytes - report.reserved_bytes - pending_bytes),
+        free_bytes=max(0, report.capacity_bytes - held_bytes - pending_bytes),
         engines_free=_engines_free(report) - len(taking_engine | here.peers),
         engines_total=device.engines,
         alive=device.name not in state.demands.drained,
         drained=device.name in state.demands.drained,
         node=device.node,
     )
+
+
+def _returnable_bytes(model: ModelReport) -> int:
+    """Returns the memory of unused cached prefixes, which the engine drops for other models.
+
+    It keeps its reserve. Ranks above 0 are not counted.
+    """
+    return min(model.kv_cached_bytes, max(0, model.kv_mapped_bytes - model.kv_reserve_bytes))
 
 
 def _engines_free(report: AgentReport) -> int:

@@ -228,7 +228,7 @@ class GpuView(msgspec.Struct, frozen=True):
     capacity_bytes: int
     # Memory in use, but not by the models in `ClusterView.models`.
     fixed_bytes: int = 0
-    # Capacity minus everything reserved now (weights, floors, KV).
+    # Capacity minus everything reserved now (weights, floors, KV), but for unused cached prefixes.
     free_bytes: int = 0
     # Number of engines that can take a model now.
     engines_free: int = 0

@@ -167,6 +167,17 @@ def test_a_copy_on_its_way_counts_at_its_own_degree() -> None:
     assert gpus["host:0"].free_bytes == CAPACITY - whole
 
 
+def test_unused_cached_prefixes_are_free_memory() -> None:
+    """Fills a device with caches, which must not keep models from moving there."""
+    state = make_state()
+    full = {"reserved_bytes": CAPACITY, "engines_free": 0}
+    cached = {"kv_mapped_bytes": 9000, "kv_reserve_bytes": 2000, "kv_cached_bytes": 8000}
+    for mapped, free in ((9000, 7000), (9900, 7900), (12000, 8000), (1000, 0)):
+        cached["kv_mapped_bytes"] = mapped
+        seen(state, report("host:0", ModelReport("a", "active", **cached), **full))
+        assert look(state)[1]["host:0"].free_bytes == free
+
+
 def test_two_copies_that_leave_together_are_not_a_degree() -> None:
     state = make_state(spec("a"))
     seen(state, report("host:0"), report("host:1"))
