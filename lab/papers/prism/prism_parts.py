@@ -53,16 +53,21 @@ def fig10(lab: Lab) -> Findings:
             where = f"{style}, {part:g} times the load"
             fixed = {"policy": "prism", "slo_scale": scale, "rate_scale": part * load}
             judge = TPOT_SCALE / TPOT_SCALES[style]
-            trials = [
-                Trial(cluster.config, {**fixed, **changes}, (1.0, judge), variant)
-                for variant, changes in GLOBAL.values()
-            ]
+            trials = trials_of(cluster.config, fixed, judge)
             found = dict(zip(GLOBAL, lab.run(trials), strict=True))
             study.comparisons.extend(_gains(where, judge, found))
             for name, outcome in found.items():
                 bars[name].append((where, 100 * outcome.attainment("ttft", "1")))
                 study.rows.append(row(outcome, scheduler=name, load=where))
     return study
+
+
+def trials_of(config: str, fixed: Mapping[str, Any], judge: float) -> list[Trial]:
+    """Returns a point for each entry of GLOBAL."""
+    return [
+        Trial(config, {**fixed, **changes}, (1.0, judge), variant=variant)
+        for variant, changes in GLOBAL.values()
+    ]
 
 
 def _gains(where: str, judge: float, found: Mapping[str, TrialOutcome]) -> list[Statement]:
