@@ -339,9 +339,9 @@ def test_every_stream_ends_whole_or_with_the_name_of_a_refused_model(tmp_path: P
 
 @pytest.mark.parametrize("policy", ["muxserve++", "muxserve", "seallm", "alpaserve"])
 def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path, policy: str) -> None:
-    """Refuses the large model by name under a policy which places the small ones.
+    """Refuses models by name that the placement leaves out: under MuxServe always the large one.
 
-    Searches again all the time, by what is measured. Steps of a device take turns under some.
+    Searches again all the time, by what is measured. Steps of a device take turns under the others.
     """
     frontend = {"port": 0, "processes": 2, "max_open_requests": STREAMS, "refused_timeout": "1s"}
     scheduler = {"interval": "1s", "search_interval": "5s"}
@@ -353,9 +353,11 @@ def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path, poli
         ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
         print(f"\n{len(streams)} streams ended: {dict(ends)}")
         assert len(streams) == STREAMS
-        assert ends.keys() == {*((model, "whole") for model in SMALL), (LARGE, "named")}
-        messages = {stream.message for stream in streams if stream.error}
-        assert all("left after the models placed before it" in message for message in messages)
+        assert {end for _, end in ends} == {"whole", "named"}
+        if policy.startswith("muxserve"):
+            assert ends.keys() == {*((model, "whole") for model in SMALL), (LARGE, "named")}
+            messages = {stream.message for stream in streams if stream.error}
+            assert all("left after the models placed before it" in message for message in messages)
 
 
 def test_models_that_take_turns_serve_all(tmp_path: Path) -> None:
