@@ -61,10 +61,13 @@ class Bindings:
 
     @property
     def due_in_s(self) -> float:
-        """Seconds until the next step is due because of new requests; infinity without any."""
-        if self._assigned == self._state.waiting.cursor:
+        """Seconds until the next step is due because of new requests; infinity without any, and
+        while none is assigned."""
+        state = self._state
+        is_ready = state.target is not None and state.book.all_heard(state.now_s())
+        if not is_ready or self._assigned == state.waiting.cursor:
             return math.inf
-        return max(0.0, self._queues.due_s - self._state.now_s())
+        return max(0.0, self._queues.due_s - state.now_s())
 
     async def _assign(self) -> None:
         """Assigns in a thread, since it takes up to a second if thousands of requests wait."""
@@ -89,13 +92,12 @@ class Bindings:
         return self._state.target.units if self._state.target is not None else ()
 
     def _device(self, unit: Unit) -> QueueDevice:
-        name = unit.devices[0]
-        return QueueDevice(
-            name,
-            self._resident(name),
-            self._state.waiting.open.get(name, 0),
-            frozenset(hosted.model for hosted in unit.models),
-        )
+        name, state = unit.devices[0], self._state
+        barred = state.activations.barred
+        # A model that cannot be loaded there must not stop those behind it in the queue.
+        able = (h.model for h in unit.models if name not in barred(h.model, state.now_s()))
+        here, running = self._resident(name), state.waiting.open.get(name, 0)
+        return QueueDevice(name, here, running, frozenset(able))
 
     def _resident(self, device: str) -> str | None:
         """Returns the model that is active on the device or will be, or None."""

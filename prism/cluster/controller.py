@@ -72,7 +72,8 @@ class ClusterController:
         ):
             log.debug("activate %s on %s: not yet", action.model, action.device)
         elif self._actuator.start(action) is None and isinstance(action, Evict):
-            self._occupied.add(action.device)
+            peers = self._state.book.peers(action.device, action.model)
+            self._occupied.update((action.device, *peers))
 
     def _note_plan(self, view: ClusterView, actions: tuple[Action, ...]) -> None:
         self._seen = self._state.changes.version, view

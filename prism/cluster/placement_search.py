@@ -11,11 +11,18 @@ from prism.cluster.simulated_search import SearchInput
 from prism.cluster.simulated_search import search as simulated_search
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.view import build_view
+from prism.errors import PlacementSearchError
 from prism.policies import profiles
 from prism.policies.data import ClusterView
 from prism.policies.placement import REQUESTS_MIN, Placement
 
 log = logging.getLogger("prism.cluster")
+
+RETRY_S = 5.0
+"""Pause after a failed search. It doubles with each failure, up to RETRY_MAX_S."""
+RETRY_MAX_S = 300.0
+INTERVAL_MIN = 0.1
+"""Least interval between searches, as a part of the configured one."""
 
 
 class PlacementSearch:
@@ -33,11 +40,20 @@ class PlacementSearch:
         self._interval = SearchInterval(state)
 
     async def run(self) -> None:
-        """Searches until cancelled."""
+        """Searches until cancelled. After a failed search the placement stays as it is."""
+        pause_s = RETRY_S
         while True:
-            if self._state.book.all_heard(self._state.now_s()):
-                await self.step()
-            await asyncio.sleep(self._state.config.report_interval_s)
+            before = self._inputs
+            try:
+                if self._state.book.all_heard(self._state.now_s()):
+                    await self.step()
+                    pause_s = RETRY_S
+                await asyncio.sleep(self._state.config.report_interval_s)
+            except (PlacementSearchError, OSError) as error:
+                log.error("%s; the next search is in %.0f s", error, pause_s)
+                self._inputs = before
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     async def step(self) -> None:
         """Searches if a search is due."""
@@ -118,13 +134,12 @@ class SearchInterval:
             seen.reset()
             return False
         if self._estimated is not None:
-            before_s, self._adapted_s = (
-                self._adapted_s,
-                follow(self._adapted_s, seen.part, self._estimated),
-            )
+            before_s = self._adapted_s
+            least_s = INTERVAL_MIN * self._given_s
+            self._adapted_s = max(least_s, follow(before_s, seen.attainment, self._estimated))
             log.info(
                 "attainment of %.3f, estimated %.3f: the search interval of %.0f s becomes %.0f s",
-                seen.part,
+                seen.attainment,
                 self._estimated,
                 before_s,
                 self._adapted_s,

@@ -116,7 +116,7 @@ def _may_report(book: AgentBook, device: str, now_s: float) -> bool:
 
 
 def _ordered(first: tuple[str, ...], devices: list[str]) -> tuple[str, ...]:
-    """Returns the devices, those of `first` at first."""
+    """Returns `devices`, the ones in `first` before the others."""
     kept = [device for device in first if device in devices]
     return (*kept, *(device for device in devices if device not in kept))
 

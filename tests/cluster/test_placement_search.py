@@ -9,6 +9,8 @@ from threading import Event
 
 import pytest
 
+from prism.cluster import placement_search
+from prism.errors import PlacementSearchError
 from prism.messages.model_spec import ExpectedLoad
 from prism.policies import registry
 from prism.policies.placement import Hosted, Placement, Problem, Unit
@@ -24,12 +26,15 @@ class Searches:
     def __init__(self) -> None:
         self._find = registry.get("muxserve++").search
         self.problems: list[Problem] = []
+        self.failures = 0  # number of first searches that fail
         self.may_end = Event()
         self.may_end.set()
 
     def __call__(self, problem: Problem) -> Placement:
         assert self._find is not None
         self.problems.append(problem)
+        if len(self.problems) <= self.failures:
+            raise PlacementSearchError("the process was killed")
         assert self.may_end.wait(30)
         return self._find(problem)
 
@@ -94,6 +99,18 @@ async def test_nothing_is_planned_until_the_first_search_has_ended(
     assert not await cluster.ready()
     searches.may_end.set()
     await eventually(cluster.ready)
+    await cluster.serves("a")
+
+
+async def test_a_failed_search_is_repeated(
+    cluster: Cluster, searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement_search, "RETRY_S", 0.1)
+    searches.failures = 2
+    cluster.configure(spec("a"), rooms=(2.0,))
+    await cluster.start()
+    await eventually(homes(cluster, 1))
+    assert len(searches.problems) == 3
     await cluster.serves("a")
 
 

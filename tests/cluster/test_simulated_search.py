@@ -174,7 +174,7 @@ def test_counters_that_fell_have_restarted_at_zero() -> None:
     interval = interval_of(state, 1.0)
     ends(state, 1010, 5)
     ends(state, 10, 5)
-    assert (state.attainment.ended, state.attainment.part) == (20, 0.5)
+    assert (state.attainment.ended, state.attainment.attainment) == (20, 0.5)
     assert interval.ended()
 
 

@@ -281,6 +281,14 @@ def test_a_model_without_instance_is_refused() -> None:
     ]
 
 
+def test_a_model_that_failed_on_its_only_instance_is_refused_for_now() -> None:
+    target = Placement((Unit(("g0",), (Hosted("a"),)),))
+    failed = model("a", waiting=1, barred=("g0",))
+    assert planned([failed], 1, queues=(VirtualQueue("g0"),), target=target) == [
+        ("refuse", "a", "")
+    ]
+
+
 def test_who_is_in_no_queue_yet_is_not_refused() -> None:
     """Queues are made anew only so often: requests that came since are in none."""
     target = Placement((Unit(("g0",), (Hosted("a"),)),))

@@ -25,7 +25,7 @@ class Attainment:
         self.ended = self.met = 0
 
     @property
-    def part(self) -> float:
+    def attainment(self) -> float:
         """Fraction that met their SLO; 1 without requests."""
         return self.met / self.ended if self.ended else 1.0
 

@@ -313,10 +313,16 @@ def _refusals(view: ClusterView) -> list[Action]:
     """Returns refusals of models with requests that no instance serves.
 
     Queues may be out of date, so models that an instance can serve are not refused, even if their
-    requests are in no queue.
+    requests are in no queue. An instance on which a model failed to load cannot serve it for now.
     """
     units = view.target.units if view.target else ()
-    served = {hosted.model for unit in units for hosted in unit.models}
+    barred = {model.name: model.barred for model in view.models}
+    served = {
+        hosted.model
+        for unit in units
+        for hosted in unit.models
+        if unit.devices[0] not in barred.get(hosted.model, ())
+    }
     served |= {g.model for q in view.queues for g in q.groups}
     absent = (m for m in view.models if m.state == "absent" and m.waiting)
     lost = (m for m in absent if m.name not in served)
