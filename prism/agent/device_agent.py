@@ -90,7 +90,9 @@ class Agent:
         table = RequestTable(scheduler)
         return DeviceState(pool, self._timing, requests=table, controlled=controlled)
 
-    def _make_steps(self) -> Callable[[RunningRequests], ControlledSteps] | None:
+    def _make_steps(
+        self, reclaimer: Reclaimer
+    ) -> Callable[[RunningRequests], ControlledSteps] | None:
         control = live_policy(self._config).steps
         if control is None:
             return None
@@ -100,6 +102,7 @@ class Agent:
             device=self._device,
             engines=self._engines,
             running=running,
+            reclaim=reclaimer.reclaim_tokens,
             journal=self._journal,
         )
 
@@ -116,7 +119,7 @@ class Agent:
             engines=self._engines,
             kv=self._kv,
             limits=limits,
-            make_steps=self._make_steps(),
+            make_steps=self._make_steps(reclaimer),
         )
         self._hosting = Hosting(
             config,
@@ -217,6 +220,8 @@ class Agent:
         Raises the first error of a loop after all else is done.
         """
         self._serving.admission.paused = True
+        if self._serving.steps is not None:
+            self._serving.steps.close()
         failed = [task for task in tasks if task.done() and not task.cancelled()]
         errors = [error for task in failed if (error := task.exception()) is not None]
         self._replaced |= any(isinstance(error, LeaseLostError) for error in errors)

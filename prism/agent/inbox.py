@@ -109,6 +109,8 @@ class EngineInbox:
             case ActivationFailed():
                 self._lifecycle.activation_failed(engine, message)
             case Deactivated():
+                if self._steps is not None:
+                    self._steps.forget(engine.id)
                 self._lifecycle.deactivated(engine, message)
                 self._on_evicted()
 

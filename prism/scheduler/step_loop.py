@@ -90,12 +90,14 @@ class StepLoop:
         if self._asking or not names:
             return
         self._asking = True
-        for _ in range(CHOICES_MAX):
-            if not self._again:
-                break
-            self._again = False
-            self._ask(self._port.models())
-        self._asking = False
+        try:
+            for _ in range(CHOICES_MAX):
+                if not self._again:
+                    break
+                self._again = False
+                self._ask(self._port.models())
+        finally:
+            self._asking = False
 
     def is_last(self, choice: int) -> bool:
         """Returns whether no choice has started a job since this one."""

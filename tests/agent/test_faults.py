@@ -156,12 +156,18 @@ async def test_dead_frontend_is_dropped_and_blocks_nobody(agent_world: World) ->
     assert await agent_world.queue.depth(DEVICE) == 0
 
 
-@pytest.mark.parametrize("loses_data", [False, True], ids=["restarts", "loses its data"])
-async def test_redis_is_away_for_a_while(short_dir: Path, namespace: str, loses_data: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "loses_data"),
+    [("prism", False), ("prism", True), ("seallm", False), ("muxserve", True)],
+)
+async def test_redis_is_away_for_a_while(
+    short_dir: Path, namespace: str, policy: str, loses_data: bool
+) -> None:
     """Finishes running requests meanwhile and serves waiting ones afterwards, each exactly once."""
     (short_dir / "redis").mkdir()
     with BundledRedis(short_dir / "redis") as server:
-        async with world(make_config(short_dir, namespace, server.url), FAST) as this:
+        config = make_config(short_dir, namespace, server.url, policy=policy)
+        async with world(config, FAST) as this:
             await this.serve("a")
             running = await running_requests(this, 4, max_tokens=300)
             waiting = await this.frontend.send(6, max_tokens=20)

@@ -66,8 +66,8 @@ class Lifecycle:
                 kv_limit_bytes=limit_bytes,
                 peers=order.peers,
                 restarts=order.restarts_engine,
+                sm_share=order.sm_share,
             )
-            hosted.sm_share = order.sm_share
             self._models.hosted[hosted.name] = hosted
             hosted.actions.append(order.action_id)
             self._activations.begin(hosted)

@@ -63,10 +63,10 @@ class Admission:
 
         Raises QueueUnavailableError or LeaseLostError; the next step then does the rest.
         """
-        await self._requests.outbox.flush(self._queue, self._device, epoch)
         if self._steps is not None:
             await self._control(self._steps, epoch)
             return
+        await self._requests.outbox.flush(self._queue, self._device, epoch)
         if self.paused or not self._requests.has_waiting:
             return
         plan, admitting = self._requests.plan(self._now_s(), self._views.read())
@@ -78,12 +78,23 @@ class Admission:
             await self._admit(admitting, epoch)
 
     async def _control(self, steps: ControlledSteps, epoch: int) -> None:
-        admitting = steps.step(admits=not self.paused)
+        """Does `step` under step control. Running requests continue while Redis is away."""
         try:
-            if admitting:
+            await self._requests.outbox.flush(self._queue, self._device, epoch)
+            if self.paused:
+                self._only_running(steps)
+            elif admitting := steps.step(admits=True):
                 await self._admit(admitting, epoch)
+        except (QueueUnavailableError, LeaseLostError):
+            self._only_running(steps)
+            raise
         finally:
             steps.admitted()
+
+    def _only_running(self, steps: ControlledSteps) -> None:
+        for tracked in steps.withdraw():
+            self._wait_again(tracked)
+        steps.step(admits=False)
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
         left = admitting
@@ -149,6 +160,10 @@ class Admission:
         cancellation would not find it otherwise.
         """
         self._requests.outbox.add(Update.REQUEUE, tracked.id)
+        self._wait_again(tracked)
+
+    def _wait_again(self, tracked: TrackedRequest) -> None:
+        """Lets a request wait again that was not admitted."""
         if tracked.cancelled:
             self._requests.outbox.add(Update.FORGET, tracked.id, tracked.request)
         if tracked.cancelled or tracked.newer is not None:

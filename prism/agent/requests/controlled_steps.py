@@ -7,7 +7,7 @@ Tensor-parallel engines are controlled by the agent of their rank 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from kvcached import Device
 from prism.agent.network.sockets import EngineLink
@@ -29,6 +29,7 @@ class ControlledSteps:
 
     Args:
         running: preempts requests for a suspect.
+        reclaim: as `Reclaimer.reclaim_tokens`.
         journal: receives the choices.
     """
 
@@ -40,6 +41,7 @@ class ControlledSteps:
         device: Device,
         engines: EngineLink,
         running: RunningRequests,
+        reclaim: Callable[[int, str], None],
         journal: Sink | None = None,
     ) -> None:
         self._state = state
@@ -47,6 +49,7 @@ class ControlledSteps:
         self._views = StepViews(state, device)
         self._engines = engines
         self._running = running
+        self._reclaim = reclaim
         observer = None if journal is None else QueueJournal(journal, state.now_s)
         self._loop = StepLoop(control, self, observer.chosen if observer is not None else None)
         self._jobs: dict[str, dict[Phase, EngineJob]] = {}  # by engine
@@ -55,6 +58,8 @@ class ControlledSteps:
         self._admitting: list[TrackedRequest] = []
         self._seen_changes = 0
         self._admits = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     # --- the agent's calls ------------------------------------------------------------------
 
@@ -62,7 +67,7 @@ class ControlledSteps:
         """Consults the control. Returns the requests to admit now; `admitted` must follow.
 
         Args:
-            admits: whether waiting requests may start.
+            admits: whether waiting requests may start. If not, call `withdraw` before.
         """
         self._admits = admits
         self._consult()
@@ -78,10 +83,32 @@ class ControlledSteps:
             job = jobs.get(Phase.PREFILL)
             if job is None or job.is_sent:
                 continue
-            job.requests = [each for each in job.requests if each.engine_id == engine_id]
+            known = [each for each in job.requests if self._requests.get(each.id) is each]
+            if any(each.state is RequestState.ADMITTING for each in known):
+                continue  # chosen during the admission
+            job.requests = [each for each in known if each.engine_id == engine_id]
             if not job.requests or not self._send(engine_id, Phase.PREFILL, job):
                 del jobs[Phase.PREFILL]
                 self._requests.wake()
+
+    def withdraw(self) -> list[TrackedRequest]:
+        """Returns the requests that were chosen and not admitted, and drops their jobs."""
+        for jobs in self._jobs.values():
+            if (job := jobs.get(Phase.PREFILL)) is not None and not job.is_sent:
+                del jobs[Phase.PREFILL]
+        withdrawn, self._admitting = self._admitting, []
+        return withdrawn
+
+    def forget(self, engine_id: str) -> None:
+        """Forgets the jobs of an engine whose model has left."""
+        self._jobs.pop(engine_id, None)
+        self._limits.pop(engine_id, None)
+
+    def close(self) -> None:
+        """Ends all consultations."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
 
     def ended(self, engine_id: str, message: JobEnded) -> None:
         """Handles the end of a job."""
@@ -92,14 +119,21 @@ class ControlledSteps:
         for each in job.requests:
             each.executed_s += message.seconds
             each.stepped_s = now_s
+            if not each.prefilled:
+                each.need_tokens = 0  # it is a candidate again, with all its tokens
             if self._requests.has_ended(each.request):
                 self._views.executed(each)
         hosted = self._state.models.on_engine(engine_id)
         if message.lacks_memory and hosted is not None:
             self._short_s[hosted.name] = now_s
+            tokens = [each.request.known_tokens for each in job.requests if not each.prefilled]
+            self._reclaim(sum(tokens) or len(job.requests), hosted.name)
+            asyncio.get_running_loop().call_later(SHORT_S, self._requests.wake)
         self._consult()
 
     def _consult(self, *, changed: bool = False) -> None:
+        if self._closed:
+            return
         if self._seen_changes != self._requests.changes:
             self._seen_changes, changed = self._requests.changes, True
         retry_s = self._state.now_s() - SHORT_S
@@ -116,10 +150,9 @@ class ControlledSteps:
 
     def models(self) -> Set[str]:
         ready = {hosted.name: hosted.engine_id for hosted in self._views.ready()}
-        for engine_id in self._jobs.keys() - ready.values():
-            del self._jobs[engine_id]
-        for engine_id in self._limits.keys() - ready.values():
-            del self._limits[engine_id]
+        for engine_id in {*self._jobs, *self._limits}.difference(ready.values()):
+            self.forget(engine_id)
+        self._views.unreachable.intersection_update(engine.id for engine in self._state.pool)
         return ready.keys()
 
     def view(self) -> DeviceStepView:
@@ -166,10 +199,15 @@ class ControlledSteps:
                 self._engines.send(engine.id, SetLimit(limit_bytes))
 
     def expire_after(self, seconds: float, choice: int) -> None:
-        asyncio.get_running_loop().call_later(seconds, self._expired, choice)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expired, choice)
 
     def _send(self, engine_id: str, phase: Phase, job: EngineJob) -> bool:
         job.is_sent = True
         steps = 1 if phase is Phase.DECODE and not job.repeats else 0
         ids = [each.id for each in job.requests]
-        return self._engines.send(engine_id, StartJob(phase.value, ids, steps))
+        is_sent = self._engines.send(engine_id, StartJob(phase.value, ids, steps))
+        if not is_sent:
+            self._views.unreachable.add(engine_id)
+        return is_sent

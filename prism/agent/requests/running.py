@@ -227,6 +227,7 @@ class RunningRequests:
             batch.started(run.request, started)
         if not run.prefilled or was_on_trial:
             run.prefilled = True
+            self._requests.changes += was_on_trial
             self._requests.wake()
         if is_forwarded:
             batch.chunk(run.request, chunk)

@@ -68,7 +68,7 @@ class SteppableEngine:
     process: EngineProcess
     activated: Activated
     status: EngineStatus
-    # Those that can start next: suspects, or the oldest ones.
+    # Requests that can start next: suspects, or the oldest ones.
     waiting: Sequence[TrackedRequest]
     running: Sequence[TrackedRequest]
 
@@ -103,6 +103,8 @@ class StepViews:
         self._state = state
         self._requests = state.requests
         self._device = device
+        # Engines to which a message could not be sent.
+        self.unreachable: set[str] = set()
         # Engines of the last view.
         self.engines: Sequence[SteppableEngine] = ()
         self._peak_bytes: dict[str, int] = {}
@@ -113,7 +115,8 @@ class StepViews:
         for hosted in self._state.models.hosted.values():
             engine = self._state.pool.get(hosted.engine_id)
             serves = hosted.state in (ModelState.ACTIVE, ModelState.DRAINING)
-            if serves and not hosted.deactivating and engine is not None and engine.status:
+            reachable = hosted.engine_id not in self.unreachable and not hosted.deactivating
+            if serves and reachable and engine is not None and engine.status:
                 yield hosted
 
     def _read(self, *, admits: bool) -> list[SteppableEngine]:
@@ -182,8 +185,10 @@ class StepViews:
             capacity_bytes += max(pages_bytes, client.min_bytes if client else 0)
             coming_tokens = load.pending_need_tokens if load else 0
             idle_tokens = status.free_mapped_tokens + status.evictable_tokens
-            held_bytes = pages_bytes + (coming_tokens - idle_tokens) * process.token_bytes
-            used_bytes[engine.name] = max(0, held_bytes)
+            held_bytes = max(0, pages_bytes - idle_tokens * process.token_bytes)
+            peak_bytes = self._peak_bytes.get(engine.name, 0)
+            self._peak_bytes[engine.name] = max(held_bytes, peak_bytes)
+            used_bytes[engine.name] = held_bytes + coming_tokens * process.token_bytes
         return capacity_bytes, used_bytes
 
     def _engine(
@@ -199,7 +204,6 @@ class StepViews:
         idle = [each for each in engine.running if each.id not in stepping and _can_step(each)]
         waiting = [*(each for each in idle if not each.prefilled), *engine.startable()]
         decoding = [each for each in idle if each.prefilled]
-        peak_bytes = self._peak_bytes[name] = max(kv_bytes, self._peak_bytes.get(name, 0))
         totals, times = self._state.models.totals(name), self._times[name]
         return EngineStepView(
             model=name,
@@ -208,7 +212,7 @@ class StepViews:
             busy=frozenset(jobs),
             token_bytes=process.token_bytes,
             kv_bytes=kv_bytes,
-            kv_peak_bytes=peak_bytes,
+            kv_peak_bytes=self._peak_bytes[name],
             weight=float((totals.prompt_tokens + totals.output_tokens) * process.token_bytes),
             decode_sm_share=engine.hosted.sm_share,
             batch_max=engine.activated.max_running,
@@ -243,7 +247,7 @@ class StepViews:
 def _first(waiting: Sequence[TrackedRequest], count: int) -> Sequence[TrackedRequest]:
     """Returns the requests that can start next: suspects if there are any, else the oldest ones.
 
-    A view has no others: its cost does not grow with the queue, and no control prefills more.
+    A view has no others: its size does not grow with the queue, and no control prefills more.
     """
     suspects = [each for each in waiting if each.request.is_suspect]
     return suspects or nsmallest(count, waiting, key=lambda each: each.request.arrival_unix_s)

@@ -181,7 +181,7 @@ class RequestTable:
         """Set when requests may start or queue updates are pending."""
         self._scheduler = scheduler
         self.wall_ahead_s = wall_ahead_s
-        self.changes = 0  # number of requests that began to wait or left
+        self.changes = 0  # number of events after which another request may start
         self._requests: dict[str, TrackedRequest] = {}
         self._on_engines: dict[str, TrackedRequest] = {}
         self.malformed_total = 0  # malformed entries of the queue
@@ -331,8 +331,9 @@ class RequestTable:
     def mark_usage_reported(self, engine_id: str) -> None:
         """Handles a status of an engine: it includes requests whose first token came before it."""
         for each in self.on_engine(engine_id):
-            if each.prefilled:
+            if each.prefilled and each.need_tokens:
                 each.need_tokens = 0
+                self.changes += self.has_waiting
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns engine id -> load of engines with requests."""

@@ -63,10 +63,10 @@ class Jobs:
             self._end(job)
 
     def end_run(self) -> None:
-        """Makes the next step the last one of the decode job."""
+        """Ends the decode job, after its first step if it has not run yet. Call between steps."""
         if (job := self._jobs.get("decode")) is not None:
             job.ends = True
-            if job is not self.present:
+            if job.steps or job is not self.present:
                 self._end(job)
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -95,6 +96,9 @@ class StepChoice:
     holds_s: float = 0.0
 
 
+NO_QUOTAS: Mapping[str, int] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class StepControl:
     """Step control of a policy: pure functions. States are frozen and opaque to the caller."""
@@ -104,4 +108,4 @@ class StepControl:
     # (view, last state) -> (choice, next state).
     choose: Callable[[DeviceStepView, Any], tuple[StepChoice, Any]]
     # Returns model -> KV quota in bytes per device, which admission enforces. Empty: no quotas.
-    kv_quotas: Callable[[Any], Mapping[str, int]] = lambda state: {}
+    kv_quotas: Callable[[Any], Mapping[str, int]] = lambda state: NO_QUOTAS
