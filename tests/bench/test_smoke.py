@@ -71,6 +71,7 @@ def test_all_benchmarks_are_run_here() -> None:
         "routers",
         "served_sglang",
         "serving",
+        "step_control",
         "stream_load",
         "stock_servers",
         "cluster_load",
@@ -99,6 +100,13 @@ def test_serving_is_compared_with_a_pass_through(tmp_path: Path) -> None:
     small = ["--streams", "2", "--tokens", "20", "--requests", "4", "--rounds", "1"]
     said = run("serving", "--model", str(tmp_path / "tiny"), *small)
     assert len([line for line in said.splitlines() if "ratio" in line]) == 4
+
+
+def test_step_control_is_compared_with_none(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny")
+    small = ["--streams", "2", "--tokens", "20", "--rounds", "1"]
+    said = run("step_control", "--model", str(tmp_path / "tiny"), *small)
+    assert len([line for line in said.splitlines() if "ratio" in line]) == 5
 
 
 def test_bursts_and_paces_are_measured(tmp_path: Path) -> None:
