@@ -21,7 +21,6 @@ from prism.errors import ActionError, QueueUnavailableError
 from prism.messages.agent import ActionResult, ActivateModel, EvictModel, PrefetchModel
 from prism.messages.model_spec import ModelSpec
 from prism.policies.data import Action, Activate, Evict, Migrate
-from prism.policies.placement import Placement
 from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
 
@@ -224,10 +223,16 @@ class Actuator:
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._spec(name, 1 + len(action.peers))
-        share = _sm_share(self._state.target, name, (device, *action.peers))
-        restarts = self._state.policy.restarts_engine
-        order = (limit_bytes, action.reason, action.peers, share, restarts)
-        command = ActivateModel(0, spec, *order)
+        target = self._state.target
+        command = ActivateModel(
+            action_id=0,
+            model=spec,
+            kv_limit_bytes=limit_bytes,
+            reason=action.reason,
+            peers=action.peers,
+            sm_share=target.sm_share(name, device) if target else 1.0,
+            restarts_engine=self._state.policy.restarts_engine,
+        )
         since_s = self._state.now_s()
         result = self._link.post(device, command)
         try:
@@ -272,10 +277,3 @@ class Actuator:
         await self._state.changes.wait_until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
-
-
-def _sm_share(target: Placement | None, name: str, devices: tuple[str, ...]) -> float:
-    """Returns the part of the devices' compute that the searched placement gives the model."""
-    units = target.units if target else ()
-    here = [hosted for unit in units if unit.devices == devices for hosted in unit.models]
-    return next((hosted.sm_share for hosted in here if hosted.model == name), 1.0)

@@ -103,6 +103,15 @@ class Placement:
         """Returns the units that hold `model`, in the order of `units`."""
         return tuple(u for u in self.units if any(h.model == model for h in u.models))
 
+    def on(self, device: str) -> tuple[Hosted, ...]:
+        """Returns the models with rank 0 on this device."""
+        return tuple(h for u in self.units if u.devices[0] == device for h in u.models)
+
+    def sm_share(self, model: str, device: str) -> float:
+        """Returns the share of the compute of a model with rank 0 on this device; 1 if the
+        placement does not have it there."""
+        return next((h.sm_share for h in self.on(device) if h.model == model), 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementOutcome:

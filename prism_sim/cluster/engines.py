@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prism.models.prefill_speed import Speed
 from prism.policies.multiplexing.kv_blocks import PoolUse, pool
-from prism.policies.placement import Hosted, Placement
+from prism.policies.placement import Placement
 from prism.policies.policy import Policy
 from prism_sim.cluster.device import Resident
 from prism_sim.core.prefix import HASH_TOKENS, SimPrefixCache
@@ -63,7 +63,8 @@ def make_engine(
     engine.prompts.speed = resident.home.speeds.setdefault(model.name, Speed())
     engine.prompts.tokens_per_s = resident.home.speed_tokens_per_s(model)
     if isinstance(engine, ControlledEngine):
-        engine.configure(terms.load, _sm_share(resident, terms.target))
+        target, name = terms.target, resident.model.name
+        engine.configure(terms.load, target.sm_share(name, resident.home.name) if target else 1.0)
     return engine
 
 
@@ -92,16 +93,5 @@ def _pool(resident: Resident, terms: EngineTerms) -> PoolUse | None:
 
 def _unit_names(resident: Resident, target: Placement | None) -> set[str]:
     """Returns the names of the models that share the copy's devices."""
-    found = {hosted.model for hosted in _unit(resident, target)}
+    found = {hosted.model for hosted in target.on(resident.home.name)} if target else set()
     return found | {guest.model.name for guest in resident.home.guests}
-
-
-def _sm_share(resident: Resident, target: Placement | None) -> float:
-    name = resident.model.name
-    return next((h.sm_share for h in _unit(resident, target) if h.model == name), 1.0)
-
-
-def _unit(resident: Resident, target: Placement | None) -> list[Hosted]:
-    """Returns the models that the target places on the copy's devices."""
-    units = target.units if target is not None else ()
-    return [h for u in units if u.devices[0] == resident.home.name for h in u.models]
