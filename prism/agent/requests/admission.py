@@ -83,7 +83,7 @@ class Admission:
             await self._requests.outbox.flush(self._queue, self._device, epoch)
             if self.paused:
                 self._only_running(steps)
-            elif admitting := steps.step(admits=True):
+            elif admitting := steps.step():
                 await self._admit(admitting, epoch)
         except (QueueUnavailableError, LeaseLostError):
             self._only_running(steps)
@@ -92,9 +92,8 @@ class Admission:
             steps.admitted()
 
     def _only_running(self, steps: ControlledSteps) -> None:
-        for tracked in steps.withdraw():
+        for tracked in steps.hold_back():
             self._wait_again(tracked)
-        steps.step(admits=False)
 
     async def _admit(self, admitting: list[TrackedRequest], epoch: int) -> None:
         left = admitting

@@ -63,13 +63,9 @@ class ControlledSteps:
 
     # --- the agent's calls ------------------------------------------------------------------
 
-    def step(self, *, admits: bool) -> list[TrackedRequest]:
-        """Consults the control. Returns the requests to admit now; `admitted` must follow.
-
-        Args:
-            admits: whether waiting requests may start. If not, call `withdraw` before.
-        """
-        self._admits = admits
+    def step(self) -> list[TrackedRequest]:
+        """Consults the control. Returns the requests to admit now; `admitted` must follow."""
+        self._admits = True
         self._consult()
         for engine in self._views.engines:
             if engine.must_stop:
@@ -91,13 +87,16 @@ class ControlledSteps:
                 del jobs[Phase.PREFILL]
                 self._requests.wake()
 
-    def withdraw(self) -> list[TrackedRequest]:
-        """Returns the requests that were chosen and not admitted, and drops their jobs."""
+    def hold_back(self) -> list[TrackedRequest]:
+        """Lets only running requests step until the next `step`. Returns the requests that were
+        chosen and not admitted, for the caller to let wait again."""
+        self._admits = False
         for jobs in self._jobs.values():
             if (job := jobs.get(Phase.PREFILL)) is not None and not job.is_sent:
                 del jobs[Phase.PREFILL]
-        withdrawn, self._admitting = self._admitting, []
-        return withdrawn
+        held, self._admitting = self._admitting, []
+        self._consult()
+        return held
 
     def forget(self, engine_id: str) -> None:
         """Forgets the jobs of an engine whose model has left."""
@@ -149,7 +148,7 @@ class ControlledSteps:
     # --- StepPort ---------------------------------------------------------------------------
 
     def models(self) -> Set[str]:
-        ready = {hosted.name: hosted.engine_id for hosted in self._views.ready()}
+        ready = {hosted.name: engine.id for hosted, engine in self._views.ready()}
         for engine_id in {*self._jobs, *self._limits}.difference(ready.values()):
             self.forget(engine_id)
         self._views.unreachable.intersection_update(engine.id for engine in self._state.pool)
@@ -189,9 +188,8 @@ class ControlledSteps:
         """Limits each model's KV to its quota, but not below one request of full context, with
         which it can always make progress."""
         self._views.reset_peaks()
-        for hosted in self._views.ready():
-            engine = self._state.pool.get(hosted.engine_id)
-            if engine is None or engine.activated is None or hosted.name not in quotas:
+        for hosted, engine in self._views.ready():
+            if engine.activated is None or hosted.name not in quotas:
                 continue
             limit_bytes = max(quotas[hosted.name], engine.activated.reserve_bytes)
             if self._limits.get(engine.id) != limit_bytes:

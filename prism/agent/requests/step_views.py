@@ -110,14 +110,14 @@ class StepViews:
         self._peak_bytes: dict[str, int] = {}
         self._times: dict[str, ExecutionTimes] = defaultdict(ExecutionTimes)
 
-    def ready(self) -> Iterator[HostedModel]:
-        """Yields the models whose engine serves and has sent a status about them."""
+    def ready(self) -> Iterator[tuple[HostedModel, EngineProcess]]:
+        """Yields the models whose engine serves and has sent a status about them, with it."""
         for hosted in self._state.models.hosted.values():
             engine = self._state.pool.get(hosted.engine_id)
             serves = hosted.state in (ModelState.ACTIVE, ModelState.DRAINING)
             reachable = hosted.engine_id not in self.unreachable and not hosted.deactivating
             if serves and reachable and engine is not None and engine.status:
-                yield hosted
+                yield hosted, engine
 
     def _read(self, *, admits: bool) -> list[SteppableEngine]:
         waiting: dict[str, list[TrackedRequest]] = defaultdict(list)
@@ -127,9 +127,7 @@ class StepViews:
         for each in self._requests.on_engines():
             running[each.engine_id].append(each)
         found = []
-        for hosted in self.ready():
-            process = self._state.pool.get(hosted.engine_id)
-            assert process is not None
+        for hosted, process in self.ready():
             assert process.activated is not None
             assert process.status is not None
             queue = waiting[hosted.name] if hosted.state is ModelState.ACTIVE else []

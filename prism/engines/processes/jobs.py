@@ -5,7 +5,7 @@ Built on `EngineCore.pause` and `resume`, so every adapter has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from prism.engines.core import EngineCore, StepOutput
@@ -37,6 +37,7 @@ class Jobs:
     """Jobs of one engine, at most one of each phase. A prefill goes first.
 
     Args:
+        core: pauses and resumes requests. The worker pauses new ones.
         send: sends the ends of jobs.
     """
 
@@ -49,10 +50,6 @@ class Jobs:
     @property
     def present(self) -> Job | None:
         return self._jobs.get("prefill") or self._jobs.get("decode")
-
-    def submitted(self, request_ids: Sequence[str]) -> None:
-        """Pauses new requests."""
-        self.core.pause(request_ids)
 
     def start(self, order: StartJob, known: Collection[str]) -> None:
         """Starts a job with those of its requests that are `known`, in place of one of its phase.

@@ -254,7 +254,7 @@ class Worker:
         if mine:
             self._core.submit(mine)
             if self._controlled:
-                self._jobs.submitted([r.id for r in mine])
+                self._core.pause([r.id for r in mine])
 
     def _export(self, targets: Sequence[str] | None) -> None:
         requests = self._core.export(targets)
