@@ -18,24 +18,15 @@ from prism.cluster.view import build_view
 from prism.errors import PlacementSearchError
 from prism.messages.agent import ModelReport
 from prism.messages.model_spec import ExpectedLoad, ModelSpec
-from prism.policies import registry
 from prism.policies.placement import Hosted, Placement, Unit
-from prism.policies.policy import ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH
 from prism.process import LoopWatchdog
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
 from tests.cluster.test_cluster_view import make_state, report, seen
 
-LIVE = frozenset({ADMISSION_ORDER, ELASTIC_MEMORY, PLACEMENT_SEARCH})
 POLICIES = ("alpaserve", "seallm")
 APART = Placement((Unit(("host:0",), (Hosted("a"),)), Unit(("host:1",), (Hosted("b"),))))
 TOGETHER = Placement((Unit(("host:0",), (Hosted("a"), Hosted("b"))), Unit(("host:1",))))
-
-
-def without_steps(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """Runs the search of a policy live, without its control of steps."""
-    found = replace(registry.get(policy), needs=LIVE, steps=None)
-    monkeypatch.setattr(registry, "live", lambda _: found)
 
 
 def busy(name: str, rate_rps: float) -> ModelSpec:
@@ -89,9 +80,8 @@ def test_a_placement_is_replaced_by_a_better_one(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_models_are_served_where_the_search_has_placed_them(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, policy: str
+    cluster: Cluster, policy: str
 ) -> None:
-    without_steps(monkeypatch, policy)
     cluster.configure(spec("a"), rooms=(2.0,), engines=3, policy=policy)
     await cluster.start()
     await cluster.serves("a")
@@ -106,7 +96,6 @@ async def test_the_scheduler_answers_and_stops_during_a_search(
     hung = tmp_path / "hung"
     hung.write_text("#!/bin/sh\nexec sleep 600\n")
     hung.chmod(0o700)
-    without_steps(monkeypatch, "seallm")
     monkeypatch.setattr(simulated_search.sys, "executable", str(hung))
     watchdog = LoopWatchdog()
     monkeypatch.setattr("prism.cluster.main.LoopWatchdog", lambda: watchdog)
@@ -200,7 +189,6 @@ async def test_attainment_and_interval_are_those_of_agents_reports(
         given.append(one)
         return replace(APART, score=0.25 * len(given))
 
-    without_steps(monkeypatch, "seallm")
     monkeypatch.setattr("prism.cluster.placement_search.simulated_search", search)
     scheduler = {"search_interval_s": 0.5}
     cluster.configure(spec("a"), spec("b"), rooms=(2.0, 2.0), policy="seallm", scheduler=scheduler)
