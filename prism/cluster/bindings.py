@@ -94,7 +94,7 @@ class Bindings:
     def _device(self, unit: Unit) -> QueueDevice:
         name, state = unit.devices[0], self._state
         barred = state.activations.barred
-        # A model that cannot be loaded there must not stop those behind it in the queue.
+        # A model that cannot be loaded there must not stop those after it in the queue.
         able = (h.model for h in unit.models if name not in barred(h.model, state.now_s()))
         here, running = self._resident(name), state.waiting.open.get(name, 0)
         return QueueDevice(name, here, running, frozenset(able))
