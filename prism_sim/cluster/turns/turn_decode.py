@@ -6,13 +6,13 @@ that of the next model from it. Only the latter takes time, since links are full
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from prism.policies.data import side_kv_tokens
 from prism.policies.multiplexing.turns import TurnBatch, TurnPolicy
+from prism.scheduler.token_turns import DecodeTurns
 from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
 from prism_sim.core.request import SimRequest
 from prism_sim.core.setup import EngineSettings, ModelSetup
@@ -68,11 +68,10 @@ class DecodeDevice:
         self._compute = compute
         self._memory = memory
         self._settings = settings
-        self._policy = policy
+        self._turns = DecodeTurns(policy.quotas_s)
         self._ended = ended
         self._switched = switched
-        self._groups: dict[int, DecodeGroup] = {}
-        self._order: deque[tuple[DecodeGroup, float]] = deque()
+        self._groups: dict[str, DecodeGroup] = {}
         self._current: DecodeGroup | None = None
         # End of the present turn.
         self._until_s = 0.0
@@ -80,7 +79,7 @@ class DecodeDevice:
 
     def models(self) -> list[str]:
         """Returns the names of the models with requests on the device."""
-        return [group.model.name for group in self._groups.values() if len(group)]
+        return [name for name, group in self._groups.items() if len(group)]
 
     def requests(self) -> list[SimRequest]:
         """Returns all requests on the device."""
@@ -90,13 +89,13 @@ class DecodeDevice:
     def add(self, model: ModelSetup, request: SimRequest) -> None:
         """Adds a request whose KV is on the host. In the present turn of its model, the request
         joins the batch once its KV is copied."""
-        group = self._groups.get(model.index)
+        group = self._groups.get(model.name)
         if group is None:
-            group = self._groups[model.index] = DecodeGroup(model, Batch(model.need))
+            group = self._groups[model.name] = DecodeGroup(model, Batch(model.need))
         group.outside[request.index] = request
         request.device = self._memory.device.number
         if self._current is None:
-            self._begin_round()
+            self._next_turn()
         elif self._current is group:
             copy_s = self._memory.copy_s(model, model.need.held_tokens(request.kv_tokens))
             request.ready_s = self._kernel.time_s + copy_s
@@ -104,14 +103,10 @@ class DecodeDevice:
 
     # --- turns ------------------------------------------------------------------------------
 
-    def _begin_round(self) -> None:
-        self._groups = {index: group for index, group in self._groups.items() if len(group)}
-        groups = list(self._groups.values())
-        quotas_s = self._policy.quotas_s([self._batch_view(group) for group in groups])
-        self._order.extend(zip(groups, quotas_s, strict=True))
-        self._current = None
-        if groups:
-            self._next_turn()
+    def _batches(self) -> list[TurnBatch]:
+        """Returns the models with requests, for a new round."""
+        self._groups = {name: group for name, group in self._groups.items() if len(group)}
+        return [self._batch_view(group) for group in self._groups.values()]
 
     def _batch_view(self, group: DecodeGroup) -> TurnBatch:
         """Returns the view of a group: its step with all its requests, and a switch without a
@@ -127,22 +122,21 @@ class DecodeDevice:
         return group.batch.context_tokens + sum([r.kv_tokens for r in group.outside.values()])
 
     def _next_turn(self) -> None:
-        while self._order:
-            group, quota_s = self._order.popleft()
-            if not len(group):
-                continue
-            self._current, pause_s = group, 0.0
-            if group.model is not self._memory.model:
-                pause_s = self._memory.switch_to(group.model)
-                self._switched(group.model, self._memory, quota_s)
-            coming = self._join(group)
-            pause_s += self._memory.copy_s(group.model, coming)
-            if not group.batch:  # the KV of all requests is being copied
-                first_s = min([r.ready_s for r in group.outside.values()])
-                pause_s = max(pause_s, first_s - self._kernel.time_s)
-            self._kernel.after(pause_s, self._start_turn, group, quota_s)
+        turn = self._turns.next(self.models(), self._batches)
+        if turn is None:
+            self._current, self._groups = None, {}
             return
-        self._begin_round()
+        group, quota_s, pause_s = self._groups[turn[0]], turn[1], 0.0
+        self._current = group
+        if group.model is not self._memory.model:
+            pause_s = self._memory.switch_to(group.model)
+            self._switched(group.model, self._memory, quota_s)
+        coming = self._join(group)
+        pause_s += self._memory.copy_s(group.model, coming)
+        if not group.batch:  # the KV of all requests is being copied
+            first_s = min([r.ready_s for r in group.outside.values()])
+            pause_s = max(pause_s, first_s - self._kernel.time_s)
+        self._kernel.after(pause_s, self._start_turn, group, quota_s)
 
     def _start_turn(self, group: DecodeGroup, quota_s: float) -> None:
         self._until_s = self._kernel.time_s + quota_s
@@ -152,11 +146,10 @@ class DecodeDevice:
 
     def _prefetch_next(self, group: DecodeGroup, quota_s: float) -> None:
         """Prefetches the weights of the next turn's model if this turn's KV leaves room."""
-        coming = [t for t, _ in self._order] + list(self._groups.values())
-        following = next((t.model for t in coming if len(t) and t is not group), None)
+        following = self._turns.following(group.model.name, self.models())
         if following is not None:
             grown = group.blocks + group.batch.new_blocks(max(1, self._steps_in(group, quota_s)))
-            self._memory.prefetch(following, kv_bytes(group.model, grown))
+            self._memory.prefetch(self._groups[following].model, kv_bytes(group.model, grown))
 
     def _end_turn(self, group: DecodeGroup) -> None:
         """Ends a turn. The KV goes to the host, unless no other model has requests."""

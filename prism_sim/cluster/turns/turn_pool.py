@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from prism.errors import KV_MEMORY_EXCEEDED, ConfigError, TooLargeError
 from prism.policies.placement import Placement, Unit
+from prism.scheduler.token_turns import prefill_count
 from prism_sim.cluster.parts import ClusterParts
 from prism_sim.cluster.turns.turn_decode import DecodeDevice
 from prism_sim.cluster.turns.turn_memory import TurnMemory, blocks_of, kv_bytes
@@ -60,12 +61,11 @@ class TurnPool:
             TurnMemory(self._kernel, setup, [by_name[name] for name in unit.devices])
             for unit in units
         ]
-        count = len(memories)
-        prefills = min(count - 1, max(1, round(self._policy.prefill_part * count)))
-        chunk_tokens = setup.engine.prefill_chunk_tokens
+        prefills = prefill_count(self._policy.prefill_part, len(memories))
+        chunk_tokens, models = setup.engine.prefill_chunk_tokens, {m.name: m for m in setup.models}
         self._memory[tp] = memories[0]
         self._prefills[tp] = [
-            PrefillDevice(compute, memory, chunk_tokens, self._prefilled)
+            PrefillDevice(compute, memory, chunk_tokens, models, self._prefilled)
             for memory in memories[:prefills]
         ]
         self._decodes[tp] = [
