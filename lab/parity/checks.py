@@ -11,12 +11,16 @@ from lab.parity.causes import waiting_of
 from lab.parity.journals import Dated, Journals
 from lab.parity.parity_results import Check
 from prism.policies.data import Settings
+from prism.policies.multiplexing.turns import TurnPolicy
 from prism.policies.policy import Policy
 from prism.scheduler.decision_journal import (
+    DecodeChosen,
     Left,
     Opened,
     Planned,
+    PrefillChosen,
     Queued,
+    RoundChosen,
     Stepped,
     StepsChosen,
     fields_of,
@@ -24,11 +28,12 @@ from prism.scheduler.decision_journal import (
 from prism.scheduler.local_scheduler import Limits, LocalScheduler
 
 Records = tuple[Dated, ...]
+TURN_CHOICES = (PrefillChosen, DecodeChosen, RoundChosen)
 
 
 def check_all(journals: Journals, policy: Policy) -> list[Check]:
     """Returns the checks of all schedulers; an empty list for journals without inputs."""
-    checks = [check_plans(journals.cluster, policy)]
+    checks = [check_plans(journals.cluster, policy), check_turns(journals.cluster, policy)]
     for device, records in journals.agents.items():
         checks += [check_queue(device, records, policy), check_steps(device, records, policy)]
     return [check for check in checks if check.decisions]
@@ -49,6 +54,33 @@ def check_plans(records: Records, policy: Policy) -> Check:
             else:
                 first = first or f"live {record.actions}, again {again}"
     return Check("plans of the cluster scheduler", total, equal, first)
+
+
+def check_turns(records: Records, policy: Policy) -> Check:
+    """Checks every choice of token-level switching."""
+    total, equal, first = 0, 0, ""
+    for record in (dated.record for dated in records):
+        if policy.turns is None or not isinstance(record, TURN_CHOICES):
+            continue
+        live, again = _turn_choice(record, policy.turns)
+        total += 1
+        equal += live == again
+        if live != again:
+            first = first or f"live {live}, again {again}"
+    return Check("choices of token-level switching", total, equal, first)
+
+
+def _turn_choice(
+    record: PrefillChosen | DecodeChosen | RoundChosen, turns: TurnPolicy
+) -> tuple[object, object]:
+    """Returns the recorded choice, and the repeated one."""
+    match record:
+        case PrefillChosen():
+            return (record.queue, record.group), turns.prefill_on(record.model, record.queues)
+        case DecodeChosen():
+            return record.instance, turns.decode_on(record.model, record.models)
+        case RoundChosen():
+            return record.quotas_s, turns.quotas_s(record.batches)
 
 
 def check_queue(device: str, records: Records, policy: Policy) -> Check:

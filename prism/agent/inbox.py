@@ -99,6 +99,8 @@ class EngineInbox:
             case JobEnded():
                 if self._steps is not None:
                     self._steps.ended(engine.id, message)
+                else:
+                    self._running.prefilled(engine.id)
             case EngineStatus():
                 self._take_status(engine, message)
             case EngineHello(pid=pid):

@@ -157,8 +157,8 @@ class Actuator:
             if problem:
                 raise ActionError(f"{model} could not be evicted from {action.device}: {problem}")
         name, device = action.model, action.device
-        # In virtual queues, requests wait for the model elsewhere, and other copies serve.
-        joins = action.joins or self._state.policy.assign is not None
+        # Requests that are bound to devices wait elsewhere, and other copies serve.
+        joins = action.joins or self._state.policy.binds_requests
         await self._bring_up(name, device, action, route_at_once=not joins)
         if joins:
             await self.reroute(name, lambda placed: [*(d for d in placed if d != device), device])
@@ -188,13 +188,7 @@ class Actuator:
         # The route changes first: no request may arrive at a model that is being evicted.
         name = action.model
         kept = await self.reroute(name, lambda placed: (d for d in placed if d != action.device))
-        # A copy on the same machine is preferred: KV is moved there without the network.
-        target = nearest(action.device, kept)
-        targets = (target, *self._state.book.peers(target, name)) if target else ()
-        move = action.move_running and bool(targets)
-        # Without another copy, a stream that is cut may have no place to continue.
-        command = EvictModel(0, name, action.reason, move, targets, finish_all=not targets)
-        await self._take_down(command, action.device)
+        await self._take_down(_eviction(action, kept, self._state), action.device)
 
     async def _evict_all(self, model: str, devices: Sequence[str], reason: str) -> None:
         await self.reroute(model, lambda _: ())
@@ -232,6 +226,7 @@ class Actuator:
             peers=action.peers,
             sm_share=target.sm_share(name, device) if target else 1.0,
             restarts_engine=self._state.policy.restarts_engine,
+            prefills=any(t.prefills and t.devices[0] == device for t in self._state.turns),
         )
         since_s = self._state.now_s()
         result = self._link.post(device, command)
@@ -277,3 +272,15 @@ class Actuator:
         await self._state.changes.wait_until(
             lambda: self._state.book.state(device, name) == stage, self._state.timing.settle_s
         )
+
+
+def _eviction(action: Evict, kept: Sequence[str], state: SchedulerState) -> EvictModel:
+    """Returns the order to evict a copy. kept: devices of the others."""
+    if state.policy.turns is not None:  # the requests wait in host memory
+        return EvictModel(0, action.model, action.reason, move_running=True)
+    # A copy on the same machine is preferred: KV is moved there without the network.
+    target = nearest(action.device, kept)
+    targets = (target, *state.book.peers(target, action.model)) if target else ()
+    move = action.move_running and bool(targets)
+    # Without another copy, a stream that is cut may have no place to continue.
+    return EvictModel(0, action.model, action.reason, move, targets, finish_all=not targets)

@@ -14,9 +14,10 @@ from contextlib import suppress
 
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
-from prism.cluster.bindings import Bindings
 from prism.cluster.cluster_reload import confirm
 from prism.cluster.repairs import Remove, Reroute, Route, repairs
+from prism.cluster.requests.bindings import Bindings
+from prism.cluster.requests.turn_bindings import TurnBindings
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.cluster.status import build_status
 from prism.cluster.view import build_view
@@ -42,8 +43,7 @@ class ClusterController:
         self._queue = queue
         self._monitor = monitor
         self._actuator = actuator
-        assign = state.policy.assign
-        self._bindings = None if assign is None else Bindings(state, queue, assign)
+        self._bindings = _bindings(state, queue)
         self._resumed = False
         # Devices of evictions in this step's plan that could not start.
         self._occupied: set[str] = set()
@@ -249,3 +249,9 @@ class ClusterController:
         why = f"without {', '.join(repair.lost)}" if lost else "the placement was lost"
         log.info("route %s to %s: %s", repair.model, ", ".join(devices) or "no device", why)
         self._state.routes.changed(repair.model, devices, 0)
+
+
+def _bindings(state: SchedulerState, queue: RequestQueue) -> Bindings | TurnBindings | None:
+    if state.policy.turns is not None:
+        return TurnBindings(state, queue, state.policy.turns)
+    return None if state.policy.assign is None else Bindings(state, queue, state.policy.assign)

@@ -96,8 +96,8 @@ class PlacementSearch:
         traffic by which it was found is not known any more."""
         present = profiles.present(view)
         missing = any(not present.homes(model.name) for model in view.models)
-        # A policy that assigns requests has instances, and the models on them change.
-        is_found = self._state.target is not None or self._state.policy.assign is not None
+        # A policy that binds requests has instances, and the models on them change.
+        is_found = self._state.target is not None or self._state.policy.binds_requests
         return None if is_found or missing else present
 
 

@@ -83,16 +83,16 @@ def _removals(book: AgentBook, names: Set[str]) -> list[Repair]:
 
 def _repairs_of(model: ModelSpec, state: SchedulerState, placed: tuple[str, ...]) -> list[Repair]:
     name, routes, book = model.name, state.routes, state.book
-    # Virtual queues have a copy wherever requests are, and hold what waits.
-    has_queues = state.policy.assign is not None
-    if has_queues:
+    # If requests are bound to devices, a copy is wherever they are, and what waits is held.
+    binds = state.policy.binds_requests
+    if binds:
         route = _ordered(placed, book.where(name, "active", "activating"))
     else:
         route = _route_of(model, routes, book, placed)
     found: list[Repair] = []
     if route != placed:
         found.append(Route(name, route, f"it was routed to {', '.join(placed) or 'no device'}"))
-    elif route and routes.unplaced.get(name) and not has_queues:
+    elif route and routes.unplaced.get(name) and not binds:
         found.append(Route(name, route, "requests waited although it is placed"))
     copies = [d for d in book.where(name, "active") if route and d not in route]
     return found + [DropCopy(name, copy, route[0]) for copy in copies[:1]]

@@ -36,7 +36,9 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
     )
     here = _by_device(state.book, state.actions.moves.values(), models)
     gpus = tuple(_gpu(state, device, here[device.name]) for device in state.config.devices)
-    return ClusterView(now_s, models, gpus, target=state.target, queues=state.queues)
+    return ClusterView(
+        now_s, models, gpus, target=state.target, queues=state.queues, turns=state.turns
+    )
 
 
 def copies_of(state: SchedulerState, name: str) -> list[tuple[tuple[str, ...], str]]:
@@ -149,12 +151,12 @@ def _model(
 def _requests(state: SchedulerState, name: str, copy: Copy) -> tuple[int, int]:
     """Returns the numbers of waiting and of running requests.
 
-    In virtual queues unplaced requests do not wait for a copy in particular. Those that were moved
+    Requests that are bound to devices do not wait for a copy in particular. Those that were moved
     to its device count as running, since a report may be older than the move.
     """
     unplaced = state.routes.unplaced.get(name, 0)
     waiting = sum(m.waiting for _, m in copy.reports)
-    if state.policy.assign is not None and copy.devices:
+    if state.policy.binds_requests and copy.devices:
         return waiting, state.waiting.open.get(copy.devices[0], 0)
     return unplaced + waiting, sum(m.running for _, m in copy.reports)
 

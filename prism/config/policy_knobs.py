@@ -21,7 +21,7 @@ def own_knobs(policy: str, given: Mapping[str, Mapping[str, Any]]) -> PolicyKnob
 
 def live_policy(config: ClusterConfig | ServeYaml) -> Policy:
     """Returns the policy that every process of the cluster runs. Raises ConfigError."""
-    found = registry.live(config.policy)
+    found = registry.get(config.policy)
     return registry.with_knobs(found, own_knobs(config.policy, config.knobs))
 
 

@@ -162,11 +162,12 @@ def _resolve(
     config = _with_degrees(msgspec.structs.replace(config, models=models), rows, read)
     check_memory(config)
     _check_shares(config)
+    _check_turns(config)
     return config
 
 
 def _check_policy(data: ServeYaml) -> None:
-    """Raises ConfigError for a policy that does not run live, or a device that it does not read."""
+    """Raises ConfigError for an unknown policy, or a device that it does not read."""
     policy = live_policy(data)
     if policy.simulates:
         registry.simulator(policy.name)
@@ -176,6 +177,15 @@ def _check_policy(data: ServeYaml) -> None:
                 f"models[{index}].device: cannot be combined with policy {data.policy!r}, which"
                 " searches a placement; remove the key or use another policy"
             )
+
+
+def _check_turns(config: ClusterConfig) -> None:
+    """Raises ConfigError for too few devices for a policy that switches models between tokens."""
+    if live_policy(config).turns is not None and len(config.devices) < 2:
+        raise ConfigError(
+            f"devices: policy {config.policy!r} prefills and decodes on different devices; give at"
+            " least two"
+        )
 
 
 # --- tensor-parallel degrees ---------------------------------------------------------------

@@ -107,6 +107,8 @@ class ActivateModel(Wire, frozen=True):
     peers: tuple[str, ...] = ()
     sm_share: float = 1.0  # part of the devices' compute for its decode steps (MuxServe §3.4)
     restarts_engine: bool = False  # an engine is started for it, instead of reusing one
+    # Each request leaves with its KV after its first token, and the next one starts then.
+    prefills: bool = False
 
 
 class EvictModel(Wire, frozen=True):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from prism.policies.multiplexing.turns import InstanceTurn
 from prism.policies.placement import Placement
 from prism.policies.queues import VirtualQueue
 
@@ -254,6 +255,8 @@ class ClusterView:
     target: Placement | None = None
     # Virtual queues of the devices, for policies that assign requests.
     queues: tuple[VirtualQueue, ...] = ()
+    # Turns of the instances, for policies that switch models between tokens.
+    turns: tuple[InstanceTurn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ PLACEMENT_SEARCH = "placement search"  # a search uses profiles and recent reque
 VIRTUAL_QUEUES = "virtual queues"  # requests are assigned to devices before their model is there
 TOKEN_TURNS = "token-level switching"  # weights and KV are swapped with host memory between tokens
 
-LIVE_ENGINES = frozenset(
+FEATURES = frozenset(
     {
         ADMISSION_ORDER,
         ELASTIC_MEMORY,
@@ -42,11 +42,10 @@ LIVE_ENGINES = frozenset(
         SM_SHARES,
         UNIFIED_KV,
         VIRTUAL_QUEUES,
+        TOKEN_TURNS,
     }
 )
-"""Features of the live system's engines."""
-FEATURES = LIVE_ENGINES | {TOKEN_TURNS}
-"""Features of the simulator's engines."""
+"""Features of the engines, live and simulated."""
 
 
 class PolicyKnobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,7 +84,8 @@ class Policy:
     # Assigns waiting requests to devices. None: a request goes to its model's device.
     assign: Assign | None = None
     # Switches models on devices between tokens. The units of `search`, which is required, are then
-    # the instances, at least two of a degree. Models have no placement, and `plan` is not called.
+    # the instances, at least two of a degree. `plan` follows `ClusterView.turns`; the simulator
+    # does not call it.
     turns: TurnPolicy | None = None
     # Kind of KV block pool that the models of a device share. None: each has its own blocks.
     kv_blocks: KvBlocks | None = None
@@ -107,6 +107,12 @@ class Policy:
     # For another package's policy: the type of its knobs, and the factory that takes them.
     knobs: type[PolicyKnobs] | None = None
     make: Callable[[Any], Policy] | None = None
+
+    @property
+    def binds_requests(self) -> bool:
+        """True if requests wait in the unplaced queue until they start on a device, and a model is
+        on as many devices as have its requests."""
+        return self.assign is not None or self.turns is not None
 
     @property
     def never_moves(self) -> bool:

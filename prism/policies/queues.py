@@ -21,6 +21,8 @@ class QueuedRequest:
     prompt_tokens: int
     # Expected, from the model's history.
     output_tokens: float
+    # True if it waits in the middle of its output.
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,6 @@ The name of an entry point is that of the policy. It refers to a `Policy`, or to
 returns one and whose only parameter is a `PolicyKnobs` of the package. A policy is imported when it
 is asked for. Other packages add policies as Prism's own distribution does; one that fails to load,
 or takes the name of another, affects only its own policy.
-
-The live system rejects a policy if its engines lack a needed feature (`missing`). The simulator's
-engines have all features.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from prism.errors import ConfigError
-from prism.policies.policy import FEATURES, LIVE_ENGINES, Policy, PolicyKnobs
+from prism.policies.policy import FEATURES, Policy, PolicyKnobs
 
 GROUP = "prism.policies"
 SIMULATORS = "prism.simulators"
@@ -170,11 +167,6 @@ def with_knobs(policy: Policy, knobs: PolicyKnobs | None) -> Policy:
         raise ConfigError(f"knobs.{policy.name}: {error}") from error
 
 
-def missing(policy: Policy) -> tuple[str, ...]:
-    """Returns the needed features that the live engines lack, sorted."""
-    return tuple(sorted(policy.needs - LIVE_ENGINES))
-
-
 def simulator(policy: str) -> metadata.EntryPoint:
     """Returns the simulator for the placement search of a policy. Raises ConfigError without
     one."""
@@ -184,15 +176,3 @@ def simulator(policy: str) -> metadata.EntryPoint:
         f"policy: {policy!r} tries placements in a simulator, which is not installed; install the"
         " package prism-sim, or choose another policy"
     )
-
-
-def live(name: str) -> Policy:
-    """Returns a policy for the live system. Raises ConfigError if its engines lack a feature."""
-    policy = get(name)
-    lacking = missing(policy)
-    if lacking:
-        raise ConfigError(
-            f"policy: {name!r} needs {', '.join(lacking)}, which the engines of the live system "
-            "lack; choose another one, or run it in the simulator"
-        )
-    return policy

@@ -18,6 +18,7 @@ import msgspec
 from prism.errors import ConfigError
 from prism.policies.data import Action, ClusterView, EngineView, Settings, Waiting
 from prism.policies.multiplexing.steps import DeviceStepView, Phase, StepJob
+from prism.policies.multiplexing.turns import PrefillQueue, TurnBatch
 from prism.scheduler.local_scheduler import AdmissionPlan, Limits
 
 log = logging.getLogger(__name__)
@@ -133,11 +134,37 @@ class StepsChosen(Record, frozen=True, tag="steps_chosen"):
     jobs: tuple[StepJob, ...] = ()
 
 
+class PrefillChosen(Record, frozen=True, tag="prefill_chosen"):
+    """Queue and group that a prompt joins under token-level switching, with the input."""
+
+    model: str
+    queues: tuple[PrefillQueue, ...]
+    queue: int
+    group: int | None = None
+
+
+class DecodeChosen(Record, frozen=True, tag="decode_chosen"):
+    """Instance on which a model decodes under token-level switching, with the input."""
+
+    model: str
+    models: tuple[tuple[str, ...], ...]  # of each instance
+    instance: int
+
+
+class RoundChosen(Record, frozen=True, tag="round_chosen"):
+    """Lengths of the turns of a round, with the input."""
+
+    device: str
+    batches: tuple[TurnBatch, ...]
+    quotas_s: tuple[float, ...]
+
+
 class Full(Record, frozen=True, tag="full"):
     """Last record of a file that reached its maximum size."""
 
 
-_OfCluster = Opened | Started | Ended | Refused | Planned
+_OfTurns = PrefillChosen | DecodeChosen | RoundChosen
+_OfCluster = Opened | Started | Ended | Refused | Planned | _OfTurns
 AnyRecord = _OfCluster | Served | Queued | Left | Stepped | StepsChosen | Full
 
 

@@ -140,13 +140,11 @@ def _observer(console: Console, name: str, requests: int) -> LiveProgress:
 
 
 def live_policies(text: str) -> list[str]:
-    """Parses "prism,static", or "all" for all that run live. Raises ConfigError for another one."""
-    if text == "all":
-        names = [name for name in registry.names() if not registry.missing(registry.get(name))]
-    else:
-        names = opts.parse_names("--policies", text)
+    """Parses "prism,static", or "all". Raises ConfigError for an unknown policy, and for one that
+    lacks a simulator."""
+    names = list(registry.names()) if text == "all" else opts.parse_names("--policies", text)
     for name in names:
-        if registry.live(name).simulates:
+        if registry.get(name).simulates:
             registry.simulator(name)
     return names
 

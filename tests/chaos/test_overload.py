@@ -360,10 +360,11 @@ def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path, poli
             assert all("left after the models placed before it" in message for message in messages)
 
 
-def test_models_that_take_turns_serve_all(tmp_path: Path) -> None:
-    """Loses none of the requests that wait under qlm, which has one model on a device at a time."""
+@pytest.mark.parametrize("policy", ["qlm", "aegaeon"])
+def test_models_that_take_turns_serve_all(tmp_path: Path, policy: str) -> None:
+    """Loses none of the requests that wait, with one model on a device at a time."""
     frontend = {"port": 0, "processes": 2, "max_open_requests": STREAMS}
-    with crowded_cluster(tmp_path, policy="qlm", frontend=frontend) as cluster:
+    with crowded_cluster(tmp_path, policy=policy, frontend=frontend) as cluster:
         seen: Seen = []
         streams = asyncio.run(ten_thousand(cluster.url, seen))
         ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)

@@ -157,18 +157,18 @@ class Cluster:
 
     # --- what tests do and see --------------------------------------------------------------
 
-    async def send(self, model: str) -> str:
-        request = self.request(model)
+    async def send(self, model: str, max_tokens: int = 1) -> str:
+        request = self.request(model, max_tokens)
         tokens = max((agent.prompt_tokens for agent in self.agents.values()), default=3)
         await self.count_arrival(model, tokens)
         return await self.queue.enqueue(request)
 
-    def request(self, model: str) -> Request:
+    def request(self, model: str, max_tokens: int = 1) -> Request:
         return Request(
             id=f"r{next(self._serial)}",
             model=model,
             prompt_ids=[1, 2, 3],
-            sampling=Sampling(max_tokens=1),
+            sampling=Sampling(max_tokens=max_tokens),
             arrival_unix_s=0.0,
             slo_ttft_s=1.0,
             slo_tpot_s=1.0,

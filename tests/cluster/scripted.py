@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from prism.messages.agent import (
     PrefetchModel,
     TrimModel,
 )
+from prism.messages.requests import Request, Resume
 from prism.queueing.request_queue import RequestQueue
 from prism.scheduler.traffic import bucket
 
@@ -44,6 +45,7 @@ class Resident:
     error: str = ""
     peers: tuple[str, ...] = ()
     sm_share: float = 1.0
+    prefills: bool = False
 
 
 @dataclass
@@ -70,6 +72,9 @@ class ScriptedAgent:
     prefill_tokens_per_s: float = 0.0
     serving: bool = True
     silent: bool = False
+    # Whether requests of more than one token end, and those on the device.
+    decodes: bool = True
+    decoding: dict[str, Request] = field(default_factory=dict)
 
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -195,7 +200,11 @@ class ScriptedAgent:
             self.broken_rules.append(f"activate {name}: {taken} + {need} bytes overfill")
         limit_bytes = order.kv_limit_bytes
         self.residents[name] = Resident(
-            need, kv_limit_bytes=limit_bytes, peers=order.peers, sm_share=order.sm_share
+            need,
+            kv_limit_bytes=limit_bytes,
+            peers=order.peers,
+            sm_share=order.sm_share,
+            prefills=order.prefills,
         )
         await self.report()
         await asyncio.sleep(self.delay_s)
@@ -220,6 +229,9 @@ class ScriptedAgent:
         resident.state = "draining"
         await self.report()
         await asyncio.sleep(self.delay_s)
+        if order.move_running and not order.targets:
+            held = [request for request in self.decoding.values() if request.model == order.model]
+            await self._move(held)
         del self.residents[order.model]
         await self._send(ActionResult(order.action_id, True))
         await self.report()
@@ -231,11 +243,41 @@ class ScriptedAgent:
             entries = await self._queue.read(self.device, "0")
             ready = {e: r for e, r in entries if r.model in self.active() and self.serving}
             self._waiting.update(r.model for e, r in entries if e not in ready)
-            for entry in await self._queue.admit(self.device, self._epoch, list(ready)):
-                self.finished[ready[entry].model] += 1
-                self._last_request[ready[entry].model] = time.time()
-            await self._queue.finish(self.device, self._epoch, [r.id for r in ready.values()])
+            admitted = await self._queue.admit(self.device, self._epoch, list(ready))
+            requests = [ready[entry] for entry in admitted]
+            for request in requests:
+                self._last_request[request.model] = time.time()
+            leaving = [each for each in requests if self._prefills(each)]
+            await self._move(leaving)
+            self.decoding |= {r.id: r for r in requests if r not in leaving}
+            await self._decode()
             await asyncio.sleep(TICK_S)
+
+    def _prefills(self, request: Request) -> bool:
+        """Returns whether the request leaves after its first token."""
+        return self.residents[request.model].prefills and request.sampling.max_tokens > 1
+
+    async def _decode(self) -> None:
+        """Ends the requests on the device, or only the short ones if `decodes` is off."""
+        ended = [
+            request
+            for request in self.decoding.values()
+            if self.decodes or request.sampling.max_tokens == 1
+        ]
+        await self._queue.finish(self.device, self._epoch, [request.id for request in ended])
+        for request in ended:
+            del self.decoding[request.id]
+            self.finished[request.model] += 1
+
+    async def _move(self, requests: Sequence[Request]) -> None:
+        """Puts requests back with one more token."""
+        for request in requests:
+            self.decoding.pop(request.id, None)
+        resumed = [
+            msgspec.structs.replace(r, resume=Resume([1] * (r.resumed_tokens + 1)))
+            for r in requests
+        ]
+        await self._queue.move(self.device, self._epoch, resumed)
 
 
 async def eventually(holds: Callable[[], Any], timeout_s: float = 30.0) -> Any:

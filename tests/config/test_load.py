@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,18 @@ def written(folder: Path, data: object) -> Path:
 def test_a_policy_that_simulates_placements_needs_the_simulator(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = replace(registry.get("seallm"), needs=frozenset())
-    monkeypatch.setattr(registry, "live", lambda name: policy)
     data = {**GOOD, "policy": "seallm", "models": GOOD["models"][:1]}
     assert load(written(folder, data)).policy == "seallm"
     monkeypatch.setattr(registry, "SIMULATORS", "prism.none")
     with pytest.raises(ConfigError, match=r"policy: 'seallm' .* install the package prism-sim"):
+        load(written(folder, data))
+
+
+def test_token_level_switching_needs_two_devices(folder: Path) -> None:
+    data = {**GOOD, "policy": "aegaeon", "models": GOOD["models"][:1]}
+    assert load(written(folder, data)).policy == "aegaeon"
+    data["devices"] = data["devices"][:1]
+    with pytest.raises(ConfigError, match=r"devices: policy 'aegaeon' prefills .* at least two"):
         load(written(folder, data))
 
 

@@ -64,7 +64,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def policy(site: Path) -> Iterator[Policy]:
     with importable(site):
-        yield registry.live(NAME)
+        yield registry.get(NAME)
 
 
 @pytest.fixture

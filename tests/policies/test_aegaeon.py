@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from prism.errors import ConfigError
-from prism.policies import registry
-from prism.policies.baselines.aegaeon import decode_on, prefill_on, quotas_s, search
-from prism.policies.multiplexing.turns import PrefillGroup, PrefillQueue, TurnBatch
+import pytest
+from msgspec import structs
+
+from prism.policies.baselines.aegaeon import decode_on, plan, prefill_on, quotas_s, search
+from prism.policies.data import ModelView
+from prism.policies.multiplexing.turns import InstanceTurn, PrefillGroup, PrefillQueue, TurnBatch
+from tests.policies.clusters import SETTINGS, active, gpu, model, summary, view
 from tests.policies.loads import problem, spec
 
 
@@ -71,11 +74,6 @@ def test_a_model_decodes_where_it_has_a_batch_else_where_fewest_do() -> None:
     assert decode_on("d", [["b", "a"], ["c"], ["e"]]) == 1
 
 
-def test_the_live_system_says_why_it_cannot() -> None:
-    with pytest.raises(ConfigError, match=r"'aegaeon' needs token-level switching, which the eng"):
-        registry.live("aegaeon")
-
-
 def test_devices_are_divided_among_degrees_by_computation() -> None:
     models = [spec("large", "65b", tp=4, rate=4.0), spec("a", rate=3.0), spec("b", rate=3.0)]
     placement = search(problem(models, 16))
@@ -85,3 +83,64 @@ def test_devices_are_divided_among_degrees_by_computation() -> None:
     assert placement.refused == {}
     few = search(problem(models, 6))
     assert (few.refused.keys(), {unit.tp for unit in few.units}) == ({"large"}, {1})
+
+
+# --- plans of the live cluster ------------------------------------------------------------
+
+PLACEMENT = search(problem([spec("a"), spec("b"), spec("c")], 2))
+PREFILLS, DECODES = (unit.devices for unit in PLACEMENT.units)
+
+
+def planned(
+    models: list[ModelView], turn: str | None, following: str | None = None, **more: Any
+) -> list[tuple[str, ...]]:
+    """Returns the plan of the decoding device, a GPU with the attributes `more`."""
+    turns = (
+        InstanceTurn(PREFILLS, prefills=True),
+        InstanceTurn(DECODES, False, turn, following, growth_bytes=20, quota_s=1.0),
+    )
+    gpus = [gpu(PREFILLS[0]), gpu(DECODES[0], **more)]
+    return [
+        summary(action)
+        for action in plan(view(models, gpus, target=PLACEMENT, turns=turns), SETTINGS)
+    ]
+
+
+def test_the_model_of_a_turn_comes_and_all_others_leave() -> None:
+    d = DECODES[0]
+    assert planned([model("a"), model("b")], "a") == [("activate", "a", d)]
+    on, off = active("b", d), model("a")
+    assert planned([on, off], "a", engines_free=0) == [("evict", "b", d), ("activate", "a", d)]
+    busy = structs.replace(on, state="draining")
+    assert planned([busy, off], "a", engines_free=0) == []
+    assert planned([on, off], None) == [("evict", "b", d)]
+    barred = structs.replace(off, barred=(d,))
+    assert planned([on, barred], "a") == [("evict", "b", d)]
+
+
+def test_the_following_model_comes_in_advance_where_it_fits() -> None:
+    """Counts the KV that the turn may need: 20 bytes besides the 11 of the model."""
+    d = DECODES[0]
+    on, off = active("a", d), model("b")
+    assert planned([on, off], "a", "b", free_bytes=31) == [("activate", "b", d)]
+    assert planned([on, off], "a", "b", free_bytes=30) == []
+    assert planned([on, off], "a", "b", engines_free=0) == []
+    coming = structs.replace(on, state="activating")
+    assert planned([coming, off], "a", "b") == []
+
+
+def test_a_model_that_was_loaded_in_advance_leaves_for_one_that_has_no_room_else() -> None:
+    d = DECODES[0]
+    ahead, first = active("b", d), model("a")
+    assert planned([ahead, first], "a", "b") == [("activate", "a", d)]
+    expected = [("evict", "b", d), ("activate", "a", d)]
+    assert planned([ahead, first], "a", "b", engines_free=0) == expected
+    assert planned([ahead, first], "a", "b", free_bytes=10) == expected
+
+
+def test_a_model_is_refused_that_none_can_prefill_or_none_decode() -> None:
+    waits = model("a", waiting=1)
+    assert planned([waits], None) == []
+    for device in (PREFILLS[0], DECODES[0]):
+        assert planned([structs.replace(waits, barred=(device,))], None) == [("refuse", "a")]
+    assert planned([model("other", waiting=1)], None) == [("refuse", "other")]

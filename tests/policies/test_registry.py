@@ -1,4 +1,4 @@
-"""Policies by name, and refusal by name of what the live engines cannot do."""
+"""Policies by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from prism.errors import ConfigError
 from prism.policies import prism, registry
 from prism.policies.admission import fcfs, moore_hodgson
-from prism.policies.policy import KV_LIMIT, TOKEN_TURNS, Policy
 
 
 def test_names_and_lookup() -> None:
@@ -25,23 +24,9 @@ def test_only_prism_orders_by_deadline() -> None:
     assert registry.get("static").order is fcfs.order
 
 
-def test_the_live_policy_has_what_it_needs() -> None:
-    assert registry.live("prism").name == "prism"
-
-
-def test_what_the_engines_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = frozenset({TOKEN_TURNS, "time travel", KV_LIMIT})
-    wants_more = Policy("wants_more", prism.plan, needs)
-    monkeypatch.setattr(registry, "get", lambda name: wants_more)
-    assert registry.missing(wants_more) == ("time travel", "token-level switching")
-    with pytest.raises(ConfigError, match="'wants_more' needs time travel, token-level"):
-        registry.live("wants_more")
-
-
 def test_muxserve_pp_shares_memory_and_never_evicts() -> None:
     policy = registry.get("muxserve++")
     assert (policy.evicts, policy.kv_blocks) == (False, None)
-    assert registry.live("muxserve++") is policy
 
 
 @pytest.mark.parametrize("policy", ["alpaserve", "seallm"])

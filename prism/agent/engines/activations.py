@@ -100,9 +100,9 @@ class Activations:
             ActivateEngine(
                 hosted.spec,
                 hosted.kv_limit_bytes,
-                self._max_running,
+                1 if hosted.prefills else self._max_running,
                 expected,
-                self._state.controlled,
+                controlled=self._state.controlled or hosted.prefills,
             ),
         )
         self._effects.changed()

@@ -67,6 +67,7 @@ class Lifecycle:
                 peers=order.peers,
                 restarts=order.restarts_engine,
                 sm_share=order.sm_share,
+                prefills=order.prefills,
             )
             self._models.hosted[hosted.name] = hosted
             hosted.actions.append(order.action_id)

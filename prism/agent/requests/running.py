@@ -12,7 +12,7 @@ from prism import clock
 from prism.agent.network.sockets import EngineLink, OutputBatch, TokenSender, retryable
 from prism.agent.state.device_state import DeviceState
 from prism.agent.state.request_table import RequestState, TrackedRequest, Update
-from prism.messages.engine import Export, Submit
+from prism.messages.engine import Export, StartJob, Submit
 from prism.messages.image_tensors import Tensors
 from prism.messages.requests import Cancel, Chunk, EngineOutput, Failure, Request, Started
 from prism.policies.data import request_kv_tokens
@@ -75,6 +75,9 @@ class RunningRequests:
         if hosted is not None and started:
             order = Submit([each.request for each in started], dict(images))
             self._engines.send(hosted.engine_id, order)
+            if hosted.prefills:
+                job = StartJob("prefill", [each.id for each in started])
+                self._engines.send(hosted.engine_id, job)
         for tracked in started:
             self._choose_attempt(tracked)
 
@@ -109,7 +112,8 @@ class RunningRequests:
         totals.last_request_unix_s = tracked.started_unix_s = self._now_unix_s()
 
     def preempt(self, model: str) -> None:
-        """Orders the model's engine to export its requests, which resume after a suspect."""
+        """Orders the model's engine to export its requests, which resume after a suspect, or where
+        they decode."""
         hosted = self._state.models.active(model)
         runs = self._requests.on_engine(hosted.engine_id) if hosted else []
         new = [run for run in runs if run.state is RequestState.RUNNING and not run.preempted]
@@ -143,6 +147,11 @@ class RunningRequests:
             if run := self._running(engine_id, failure.request_id, failure.attempt):
                 self._take_failure(run, failure, batch)
         self._tokens.send(batch)
+
+    def prefilled(self, engine_id: str) -> None:
+        """Orders an engine that only prefills to export the request whose prefill has ended."""
+        if (hosted := self._state.models.on_engine(engine_id)) is not None:
+            self.preempt(hosted.name)
 
     def moved(self, engine_id: str, requests: Sequence[Request]) -> None:
         """Moves requests that an engine has stopped to their model's present placement.

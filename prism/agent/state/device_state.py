@@ -98,6 +98,7 @@ class HostedModel:
     deactivating: bool = False  # True if its engine was ordered to evict it
     finish_all: bool = False  # as in EvictModel
     sm_share: float = 1.0  # as in ActivateModel
+    prefills: bool = False  # as in ActivateModel
     kv_target: str = ""  # device of another machine to which its requests' KV is sent
     error: str = ""
     broken: bool = False  # as in ModelReport

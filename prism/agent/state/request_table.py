@@ -42,7 +42,7 @@ class TrackedRequest:
     produced: int = 0  # output tokens so far, including those of earlier engines
     executed_s: float = 0.0  # total time of its steps here, under step control
     stepped_s: float = 0.0  # monotonic end of its last step here, under step control; 0: none
-    preempted: bool = False  # True if its engine was ordered to export it for a suspect
+    preempted: bool = False  # True if its engine was ordered to export it while its model stays
 
     @property
     def id(self) -> str:

@@ -18,10 +18,12 @@ from prism.cluster.state.start_times import StartTimes
 from prism.cluster.state.timing import SchedulerTiming
 from prism.cluster.state.waiting_requests import WaitingRequests
 from prism.config.schema.cluster_config import ClusterConfig
+from prism.policies.multiplexing.turns import InstanceTurn
 from prism.policies.placement import Placement
 from prism.policies.policy import Policy
 from prism.policies.profiles import EQUAL
 from prism.policies.queues import VirtualQueue
+from prism.queueing.request_queue import RequestQueue
 from prism.scheduler.decision_journal import Sink
 from prism.scheduler.rates import TokenRates
 from prism.scheduler.traffic import TrafficBook
@@ -34,7 +36,7 @@ class SchedulerState:
 
     Args:
         now_s: monotonic clock of all times in the state.
-        journal: receives actions. None: no journal is written.
+        journal: receives actions and turns. None: no journal is written.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SchedulerState:
     ) -> None:
         started_s, devices = now_s(), [device.name for device in config.devices]
         self.policy = policy
+        self.journal = journal
         self.timing = timing
         self.now_s = now_s
         self.changes = Changes()
@@ -73,15 +76,24 @@ class SchedulerState:
         self.startup = Startup(self.book, self.activations)
         # placement_search; None: not searched yet, or the policy has no search
         self.target: Placement | None = None
-        # bindings, for policies that assign requests to devices
+        # requests, for policies that bind requests to devices
         self.waiting = WaitingRequests(self._output_tokens)
         self.queues: tuple[VirtualQueue, ...] = ()
+        # requests, for policies that switch models between tokens
+        self.turns: tuple[InstanceTurn, ...] = ()
         # operator_commands; drained devices: controller
         self.demands = OperatorDemands()
 
     @property
     def config(self) -> ClusterConfig:
         return self.served.config
+
+    async def read_waiting(self, queue: RequestQueue) -> dict[str, int]:
+        """Reads the requests that wait to be bound. Returns model -> their number. Raises
+        QueueUnavailableError."""
+        devices = [device.name for device in self.config.devices]
+        await self.waiting.read(queue, devices, self.now_s())
+        return self.waiting.counts()
 
     def _output_tokens(self, model: str) -> float:
         """Returns the mean output of a model's requests, or what is expected of it."""

@@ -1,6 +1,6 @@
 """Requests that wait in the unplaced queue, and counts of those on devices, as read from Redis.
 
-For policies that assign requests to devices (`Policy.assign`).
+For policies that bind requests to devices (`Policy.binds_requests`).
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class WaitingRequests:
             request.deadline_unix_s + since_s,
             request.known_tokens,
             self._output_tokens(request.model),
+            is_resumed=request.resumed_tokens > 0,
         )
         return _Waiting(request.id, shown)
 
@@ -93,6 +94,10 @@ class WaitingRequests:
     def of(self, models: Collection[str]) -> tuple[QueuedRequest, ...]:
         """Returns the waiting requests of these models, oldest entry first."""
         return tuple(w.shown for w in self._known.values() if w.shown.model in models)
+
+    def has(self, entry: str) -> bool:
+        """Returns whether this entry is known to wait."""
+        return entry in self._known
 
     async def bind(self, queue: RequestQueue, device: str, entries: Iterable[str]) -> None:
         """Moves those of the entries that are known to the device."""

@@ -286,9 +286,9 @@ class ServeYaml(Strict, frozen=True, kw_only=True):
     # folder.
     cluster_key: str | None = None
     # The placement and eviction of models: "prism", "static" (fixed shares, no eviction),
-    # "serverlessllm", "dedicated", "muxserve++", "muxserve", "seallm", "alpaserve", "qlm" or
-    # "qlm-first-idle"; "prism-fcfs" and "prism-free-memory" are "prism" without its local or its
-    # global scheduler. `prism-sim policies` lists all, with their requirements.
+    # "serverlessllm", "dedicated", "muxserve++", "muxserve", "seallm", "alpaserve", "qlm",
+    # "qlm-first-idle" or "aegaeon"; "prism-fcfs" and "prism-free-memory" are "prism" without its
+    # local or its global scheduler. `prism-sim policies` lists all, with their requirements.
     policy: str = "prism"
     # Policy -> its settings, for policies of other packages.
     knobs: dict[str, dict[str, Any]] = {}

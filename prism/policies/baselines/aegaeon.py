@@ -8,13 +8,23 @@ due, so the paper's attainment counts each token by its own deadline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from prism.policies.baselines import qlm
-from prism.policies.data import Action, ClusterView, Settings
-from prism.policies.multiplexing.turns import PrefillQueue, TurnBatch, TurnPolicy
+from prism.policies.bins import devices_of, need_bytes, part
+from prism.policies.data import (
+    Action,
+    Activate,
+    ClusterView,
+    Evict,
+    GpuView,
+    ModelView,
+    Refuse,
+    Settings,
+)
+from prism.policies.multiplexing.turns import InstanceTurn, PrefillQueue, TurnBatch, TurnPolicy
 from prism.policies.placement import Hosted, ModelSpecView, Placement, Problem, Unit
 from prism.policies.policy import TOKEN_TURNS, Policy, always_balanced
 
@@ -37,8 +47,70 @@ SHIPPED = AegaeonSettings()
 
 
 def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
-    """Returns an empty plan, since models have no placement."""
-    return ()
+    """Activates on each instance the model whose turn it is and, where memory and an engine are
+    free, the following one. Evicts all others, whose requests go to host memory.
+
+    `settings` is not used.
+    """
+    here: dict[str, list[ModelView]] = {}
+    for model in view.models:
+        for device in devices_of(model):
+            here.setdefault(device, []).append(model)
+    actions: list[Action] = []
+    for turn in view.turns:
+        actions.extend(_switch(turn, view, here.get(turn.devices[0], ())))
+    actions.extend(_refusals(view))
+    return tuple(actions)
+
+
+def _switch(turn: InstanceTurn, view: ClusterView, here: Sequence[ModelView]) -> list[Action]:
+    """Returns the actions on one instance. The following model comes once the first serves, and
+    leaves again if the first has no room else."""
+    gpus = [gpu for gpu in view.gpus if gpu.name in turn.devices]
+    if not all(gpu.alive for gpu in gpus):
+        return []
+    states = {m.name: m.state for m in here}
+    able = {m.name: m for m in view.models if turn.devices[0] not in m.barred}
+    first = None if turn.model in states else able.get(turn.model or "")
+    kept = {turn.model, turn.following if first is None or _has_room(first, gpus) else None}
+    leaving = [m for m in here if m.name not in kept]
+    device, peers = turn.devices[0], turn.devices[1:]
+    why = f"a turn of {turn.model or 'no model'}"
+    why += f" of {turn.quota_s:.2f} s" if turn.quota_s else ""
+    actions: list[Action] = [
+        Evict(m.name, device, why, move_running=True) for m in leaving if m.state == "active"
+    ]
+    all_leave = bool(leaving) and len(actions) == len(leaving)
+    if first is not None and (all_leave or all(gpu.engines_free > 0 for gpu in gpus)):
+        actions.append(Activate(first.name, device, why, peers=peers))
+    second = None if turn.following in states else able.get(turn.following or "")
+    serves = states.get(turn.model or "") == "active"
+    if serves and second is not None and _has_room(second, gpus, turn.growth_bytes):
+        actions.append(Activate(second.name, device, "the next turn", peers=peers))
+    return actions
+
+
+def _has_room(model: ModelView, gpus: Iterable[GpuView], more_bytes: int = 0) -> bool:
+    """Returns whether each device has an engine and memory for its part of the model."""
+    need = need_bytes(part(model)) + more_bytes
+    return all(gpu.engines_free > 0 and gpu.free_bytes >= need for gpu in gpus)
+
+
+def _refusals(view: ClusterView) -> list[Action]:
+    """Returns refusals of models with requests that no instance can prefill, or none decode."""
+    target = view.target or Placement(())
+    serves = {u.devices: frozenset(h.model for h in u.models) for u in target.units}
+    found: dict[str, Refuse] = {}
+    for model in view.models:
+        roles = {
+            turn.prefills
+            for turn in view.turns
+            if model.name in serves.get(turn.devices, ()) and turn.devices[0] not in model.barred
+        }
+        if model.waiting and len(roles) < 2:
+            why = target.refused.get(model.name, "too few instances can hold it")
+            found[model.name] = Refuse(model.name, why)
+    return list(found.values())
 
 
 def search(problem: Problem) -> Placement:

@@ -40,8 +40,27 @@ class TurnBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceTurn:
+    """Models that an instance of the live cluster should have now. Input of `Policy.plan`."""
+
+    # Rank 0 first.
+    devices: tuple[str, ...]
+    # True if it prefills, False if it decodes.
+    prefills: bool
+    # Model whose turn it is; None: the instance should be empty.
+    model: str | None = None
+    # Model of the next switch, loaded in advance where memory and an engine are free.
+    following: str | None = None
+    # KV that `model` may need until then, on each device.
+    growth_bytes: int = 0
+    # Length of the turn; 0 on a prefill instance.
+    quota_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TurnPolicy:
-    """Policy of token-level switching, which replaces the cluster scheduler."""
+    """Policy of token-level switching. It decides which instance and when, `Policy.plan` on the
+    actions."""
 
     # Fraction of the devices that prefill; at least one prefills and one decodes.
     prefill_part: float

@@ -9,19 +9,13 @@ from __future__ import annotations
 import asyncio
 import math
 
+from prism.cluster.requests.estimates import Estimates
 from prism.cluster.state.agents import ABSENT_STATES
 from prism.cluster.state.scheduler_state import SchedulerState
-from prism.cluster.view import build_view
-from prism.policies import profiles
-from prism.policies.placement import Placement, Problem, Unit
+from prism.policies.placement import Problem, Unit
 from prism.policies.queues import Assign, QueueDevice, QueueView
 from prism.queueing.request_queue import RequestQueue
 from prism.scheduler.virtual_queues import VirtualQueues, tokens_per_s
-
-SWAP_S = 5.0
-"""Time of a swap until one was measured."""
-SPEEDS_S = 5.0
-"""Interval of estimates of the models' speeds."""
 
 
 class Bindings:
@@ -34,8 +28,7 @@ class Bindings:
         self._state = state
         self._queue = queue
         self._queues = VirtualQueues(assign)
-        # The placement and the time of the last estimate of speeds.
-        self._estimated: tuple[Placement | None, float] = (None, -math.inf)
+        self._estimates = Estimates(state)
         self._tokens_per_s: dict[str, float] = {}
         self._swap_s: dict[str, float] = {}
         # `WaitingRequests.cursor` of the last assignment.
@@ -44,10 +37,7 @@ class Bindings:
     async def read(self) -> dict[str, int]:
         """Reads the waiting requests. Returns model -> their number. Raises
         QueueUnavailableError."""
-        state = self._state
-        devices = [device.name for device in state.config.devices]
-        await state.waiting.read(self._queue, devices, state.now_s())
-        return state.waiting.counts()
+        return await self._state.read_waiting(self._queue)
 
     async def step(self) -> None:
         """Assigns if it is due, and moves the requests that start. Raises QueueUnavailableError."""
@@ -114,20 +104,16 @@ class Bindings:
         return device not in state.demands.drained and state.book.state(device, model) == "active"
 
     def _estimate(self, now_s: float) -> None:
-        """Estimates the speeds and swaps of the models that an instance serves."""
-        target, since_s = self._estimated
-        if target is self._state.target and now_s - since_s < SPEEDS_S:
+        """Estimates the speeds of the models that an instance serves."""
+        if not self._estimates.renew(now_s):
             return
-        self._estimated = self._state.target, now_s
-        problem = profiles.problem(build_view(self._state, now_s))
+        problem = self._estimates.problem
         degrees = {hosted.model: u.tp for u in self._instances() for hosted in u.models}
         known = {model.name for model in problem.models}
         self._tokens_per_s = {
             name: self._speed(problem, name, tp) for name, tp in degrees.items() if name in known
         }
-        load_s = self._state.activations.load_s
-        usual_s = sum(load_s.values()) / len(load_s) if load_s else SWAP_S
-        self._swap_s = {name: load_s.get(name, usual_s) for name in self._tokens_per_s}
+        self._swap_s = {name: self._estimates.swap_s(name) for name in self._tokens_per_s}
 
     def _speed(self, problem: Problem, name: str, tp: int) -> float:
         times = problem.times

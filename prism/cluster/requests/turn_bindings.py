@@ -1,0 +1,93 @@
+"""Token-level switching in the live cluster: turns of models, and the requests that start in them.
+
+Adapter of `prism/scheduler/token_turns.py`. A request waits in the unplaced queue until its group
+or its model's turn, with its KV in host memory once it has a token. So it survives the loss of this
+process, an agent or an engine. Turns are made anew after a restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from prism.cluster.requests.decode_instances import DecodeInstances
+from prism.cluster.requests.estimates import Estimates
+from prism.cluster.requests.prefill_instances import PrefillInstances
+from prism.cluster.requests.turn_instances import Key, TurnCluster
+from prism.cluster.state.scheduler_state import SchedulerState
+from prism.policies.multiplexing.turns import TurnPolicy
+from prism.policies.placement import Placement, Unit
+from prism.queueing.request_queue import RequestQueue
+from prism.scheduler.token_turns import prefill_count
+
+POLL_S = 0.05
+"""Interval of looks at the requests of an instance that another model waits for."""
+
+
+class TurnBindings:
+    """Turns of all instances. REQUIRES: a placement was searched, except for `read`."""
+
+    def __init__(self, state: SchedulerState, queue: RequestQueue, policy: TurnPolicy) -> None:
+        self._state = state
+        self._queue = queue
+        self._policy = policy
+        self._estimates = Estimates(state)
+        cluster = TurnCluster(state, queue, policy, self._estimates)
+        self._prefills, self._decodes = PrefillInstances(cluster), DecodeInstances(cluster)
+        self._units: tuple[Unit, ...] = ()
+
+    async def read(self) -> dict[str, int]:
+        """Reads the waiting requests. Returns model -> their number. Raises
+        QueueUnavailableError."""
+        return await self._state.read_waiting(self._queue)
+
+    async def step(self) -> None:
+        """Chooses the models of all instances, and moves the requests that start. Raises
+        QueueUnavailableError."""
+        state = self._state
+        await state.waiting.prune(self._queue)
+        now_s = state.now_s()
+        self._estimates.renew(now_s)
+        self._set_instances()
+        waiting = state.waiting.of({model.name for model in state.config.models})
+        await self._prefills.step([each for each in waiting if not each.is_resumed])
+        await self._decodes.step([each for each in waiting if each.is_resumed], now_s)
+        for instance in (*self._prefills.all, *self._decodes.all)[:1]:
+            await state.waiting.bind_malformed(self._queue, instance.name)
+        state.turns = (*self._prefills.turns(), *self._decodes.turns())
+
+    @property
+    def due_in_s(self) -> float:
+        """Seconds until the next step is due for a model that waits; infinity without one."""
+        shared = [each for each in self._decodes.all if len(each.models) > 1]
+        if not shared and not any(len(each.turns.groups) > 1 for each in self._prefills.all):
+            return math.inf
+        ends_s = min((each.until_s for each in shared), default=math.inf)
+        return max(0.0, min(POLL_S, ends_s - self._state.now_s()))
+
+    def _set_instances(self) -> None:
+        """Makes the units of the placement instances, without lost and drained devices."""
+        target = self._state.target or Placement(())
+        units = tuple(unit for unit in target.units if all(map(self._is_usable, unit.devices)))
+        if units != self._units:
+            self._units = units
+            self._divide(units)
+
+    def _is_usable(self, device: str) -> bool:
+        state = self._state
+        return device not in state.demands.drained and state.book.report(device) is not None
+
+    def _divide(self, units: Iterable[Unit]) -> None:
+        degrees: dict[int, list[Key]] = {}
+        for unit in units:
+            serves = frozenset(hosted.model for hosted in unit.models)
+            degrees.setdefault(unit.tp, []).append((unit.devices, serves))
+        prefills: list[Key] = []
+        decodes: list[Key] = []
+        for keys in degrees.values():
+            if len(keys) > 1:
+                first = prefill_count(self._policy.prefill_part, len(keys))
+                prefills += keys[:first]
+                decodes += keys[first:]
+        self._prefills.set(prefills)
+        self._decodes.set(decodes)
