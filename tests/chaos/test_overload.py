@@ -362,9 +362,13 @@ def test_a_search_that_leaves_a_model_out_serves_all_others(tmp_path: Path, poli
 
 @pytest.mark.parametrize("policy", ["qlm", "aegaeon"])
 def test_models_that_take_turns_serve_all(tmp_path: Path, policy: str) -> None:
-    """Loses none of the requests that wait, with one model on a device at a time."""
+    """Loses none of the requests that wait, with one model on a device at a time.
+
+    Under aegaeon one of the devices prefills all prompts, one by one, so that steps are shorter.
+    """
     frontend = {"port": 0, "processes": 2, "max_open_requests": STREAMS}
-    with crowded_cluster(tmp_path, policy=policy, frontend=frontend) as cluster:
+    fake = '{"decode_step_ms": 5}' if policy == "aegaeon" else '{"decode_step_ms": 20}'
+    with crowded_cluster(tmp_path, policy=policy, frontend=frontend, fake=fake) as cluster:
         seen: Seen = []
         streams = asyncio.run(ten_thousand(cluster.url, seen))
         ends = Counter((stream.asked.model, verdict(stream)) for stream in streams)
