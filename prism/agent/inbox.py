@@ -93,7 +93,7 @@ class EngineInbox:
             case EngineOutput(failures=[Failure(blame="suspect" | "other", message=why) as it, *_]):
                 self._lifecycle.engine_died(engine.id, why, by_request=it.blame == "suspect")
             case EngineOutput():
-                self._running.output(engine.id, message)
+                self._take_output(engine, message)
             case Exported(requests=requests):
                 self._running.moved(engine.id, requests)
             case JobEnded():
@@ -115,6 +115,11 @@ class EngineInbox:
                     self._steps.forget(engine.id)
                 self._lifecycle.deactivated(engine, message)
                 self._on_evicted()
+
+    def _take_output(self, engine: EngineProcess, output: EngineOutput) -> None:
+        self._running.output(engine.id, output)
+        if output.chunks and not engine.has_output:
+            self._lifecycle.first_output(engine)
 
     def _take_status(self, engine: EngineProcess, status: EngineStatus) -> None:
         engine.counters, engine.outside = counters_of(status), status.outside

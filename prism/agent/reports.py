@@ -100,6 +100,7 @@ def _model_report(
         activation_s=hosted.activation_s,
         error=hosted.error,
         broken=hosted.broken,
+        has_output=engine is not None and engine.has_output,
         stages_s=hosted.stages_s,
         activations_total=totals.activations,
         stages_total_s=dict(totals.stages_s),

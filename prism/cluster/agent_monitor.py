@@ -126,5 +126,5 @@ class AgentMonitor:
 
 def _planning_state(report: AgentReport) -> tuple[object, ...]:
     """Returns the part of a report that plans and waiting actions depend on."""
-    states = sorted((m.model, m.state) for m in report.models)
+    states = sorted((m.model, m.state, m.has_output) for m in report.models)
     return (report.epoch, report.engines_free, report.engines_starting, states)

@@ -52,6 +52,7 @@ class ModelReport(Wire, frozen=True):
     output_lengths: list[tuple[int, int]] = []
     met_total: int = 0  # finished requests that met their end-to-end SLO
     broken: bool = False  # a live engine failed to load it, and not for lack of memory
+    has_output: bool = False  # a request has had a token since it was activated
 
     @property
     def tp(self) -> int:

@@ -55,6 +55,8 @@ def serving(
 ) -> Iterator[BackgroundServer]:
     """Runs prism-serve in a separate process until the block ends. Raises ServeFailedError.
 
+    SIGTERM ends the block with SystemExit. REQUIRES: the main thread.
+
     Args:
         config: The YAML.
         port: Port of the API.
@@ -70,11 +72,17 @@ def serving(
     # In its own session: Ctrl-C only reaches this process, which then ends the server.
     process = subprocess.Popen(command, start_new_session=True)
     server = BackgroundServer(process, f"http://127.0.0.1:{port}", run_dir, log_dir)
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         wait_ready(server)
         yield server
     finally:
         stop(server)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def wait_ready(server: BackgroundServer) -> None:

@@ -46,6 +46,7 @@ class Resident:
     peers: tuple[str, ...] = ()
     sm_share: float = 1.0
     prefills: bool = False
+    has_output: bool = False
 
 
 @dataclass
@@ -145,6 +146,7 @@ class ScriptedAgent:
             output_lengths=[(bucket(1), self.finished[name])],
             finished_total=self.finished[name],
             error=resident.error,
+            has_output=resident.has_output,
             peers=resident.peers,
         )
 
@@ -247,6 +249,7 @@ class ScriptedAgent:
             requests = [ready[entry] for entry in admitted]
             for request in requests:
                 self._last_request[request.model] = time.time()
+                self.residents[request.model].has_output = True
             leaving = [each for each in requests if self._prefills(each)]
             await self._move(leaving)
             self.decoding |= {r.id: r for r in requests if r not in leaving}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -160,3 +161,20 @@ async def test_the_devices_that_are_left_share_the_roles(cluster: Cluster) -> No
     for name in "ab":
         await cluster.send(name, max_tokens=8)
     await eventually(lambda: cluster.finished("a") + cluster.finished("b") == 4)
+
+
+async def test_a_turn_lasts_until_a_request_has_had_a_token(cluster: Cluster) -> None:
+    """Gives turns that are shorter than the way to the device: an SLO of ten minutes for a token
+    leaves microseconds for each."""
+    models = [spec(name, slo_tpot_s=600.0) for name in "ab"]
+    cluster.configure(*models, rooms=(1.0, 1.0), engines=1, policy="aegaeon", scheduler=SCHEDULER)
+    await cluster.start()
+    decoding = cluster.agents[DECODES]
+    decoding.decodes = decoding.serving = False
+    for name in "ab":
+        await cluster.send(name, max_tokens=1000)
+    await eventually(lambda: turns(cluster, DECODES))
+    await asyncio.sleep(1.0)
+    assert len(turns(cluster, DECODES)) == 1
+    decoding.serving = True
+    await eventually(lambda: len(turns(cluster, DECODES)) > 4)

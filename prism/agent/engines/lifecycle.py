@@ -130,6 +130,11 @@ class Lifecycle:
             return
         self._activations.succeeded(hosted, engine, message)
 
+    def first_output(self, engine: EngineProcess) -> None:
+        """Handles the first output since its model's activation."""
+        engine.has_output = True
+        self._effects.changed()
+
     def activation_failed(self, engine: EngineProcess, message: ActivationFailed) -> None:
         """Handles a failed activation.
 

@@ -51,6 +51,7 @@ class EngineProcess:
     model: str | None = None
     activated: Activated | None = None
     status: EngineStatus | None = None  # the last one about `model`
+    has_output: bool = False  # True if its model has had output since the activation
     counters: Counters = (0, 0, 0)  # of the last status about any model
     malformed_total: int = 0  # of the last status about any model
     is_fresh: bool = True  # True if it has served no model
@@ -63,6 +64,7 @@ class EngineProcess:
     def become(self, state: EngineState, now_s: float, model: str | None = None) -> None:
         self.state, self.since_s, self.seen_s = state, now_s, now_s
         self.model, self.status = model, None
+        self.has_output = False
         if state is not EngineState.ACTIVE:
             self.activated = None
 

@@ -93,8 +93,7 @@ class DecodeInstances:
 
     async def _step(self, instance: DecodeInstance, now_s: float) -> None:
         """Begins the next turn once the present one has ended, and starts the model's requests."""
-        is_over = now_s >= instance.until_s or instance.model not in instance.models
-        if instance.is_empty and (is_over or not instance.has_turn):
+        if instance.is_empty and self._is_over(instance, now_s):
             turn = instance.turns.next(instance.models, lambda: self._batches(instance))
             instance.has_turn, instance.until_s = turn is not None, math.inf
             if turn is not None:
@@ -108,6 +107,15 @@ class DecodeInstances:
         if instance.until_s == math.inf:
             instance.until_s = now_s + instance.quota_s
         await self._cluster.bind(instance, self._waiting.get(model, ()))
+
+    def _is_over(self, instance: DecodeInstance, now_s: float) -> bool:
+        """Returns whether there is no turn. One lasts until a request has had a token, since turns
+        may be shorter than the way to the engine."""
+        model = instance.model
+        if not instance.has_turn or model is None or model not in instance.models:
+            return True
+        report = self._cluster.state.book.model(instance.name, model)
+        return now_s >= instance.until_s and report is not None and report.has_output
 
     def _quotas_s(self, device: str, batches: Sequence[TurnBatch]) -> tuple[float, ...]:
         quotas_s, given = self._cluster.policy.quotas_s(batches), tuple(batches)

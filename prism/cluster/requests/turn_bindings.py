@@ -62,8 +62,8 @@ class TurnBindings:
         shared = [each for each in self._decodes.all if len(each.models) > 1]
         if not shared and not any(len(each.turns.groups) > 1 for each in self._prefills.all):
             return math.inf
-        ends_s = min((each.until_s for each in shared), default=math.inf)
-        return max(0.0, min(POLL_S, ends_s - self._state.now_s()))
+        now_s = self._state.now_s()
+        return min([POLL_S, *(each.until_s - now_s for each in shared if each.until_s > now_s)])
 
     def _set_instances(self) -> None:
         """Makes the units of the placement instances, without lost and drained devices."""

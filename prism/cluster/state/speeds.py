@@ -32,8 +32,11 @@ class DegreeSpeeds:
         """Records the speeds of active models."""
         for model in report.models:
             if model.state == "active" and model.prefill_tokens_per_s > 0:
-                speed = DegreeSpeed(model.prefill_tokens_per_s, model.step_s, model.request_s)
-                self._measured.setdefault(model.model, {})[model.tp] = speed
+                known = self._measured.setdefault(model.model, {})
+                times = model.step_s, model.request_s
+                if not model.step_s and model.tp in known:  # it only prefills there
+                    times = known[model.tp].step_s, known[model.tp].request_s
+                known[model.tp] = DegreeSpeed(model.prefill_tokens_per_s, *times)
 
     def of(self, model: ModelSpec, tp: int) -> DegreeSpeed:
         """Returns the speed at a degree, an estimate if it was not measured there."""
