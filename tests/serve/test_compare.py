@@ -93,7 +93,7 @@ def test_each_policy_replays_each_seed(folder: Path, short_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policies": "prism,aegaeon"}, "policy: 'aegaeon' needs token-level switching"),
+        ({"policies": "prism,fifo"}, "policy: 'fifo' is not a policy"),
         (
             {"arguments": ("--against", "static")},
             "--against static: is not one of prism, muxserve++",
