@@ -131,12 +131,24 @@ def simulated_run(world: World, lead_s: float) -> History:
         for d in world.records.decisions
         if d.kind in PLACED
     )
+    if world.policy.turns is not None:
+        return History(placements, dict(_turns_waits(world)))
     waits = _last_waits(
         wait
         for device, memory in world.queues.items()
         for wait in waits_of(device, ((r.time_s - lead_s, -lead_s, r) for r in memory.records), int)
     )
     return History(placements, waits)
+
+
+def _turns_waits(world: World) -> Iterable[tuple[int, Wait]]:
+    """Yields (request, its stay on the instance where it ended). With turns, no order of a device's
+    queue decides, so places and times are left out."""
+    for index, device in enumerate(world.records.device):
+        if device >= 0:
+            model = world.work.models[world.work.model[index]]
+            name = world.devices[device].name
+            yield index, Wait(index, model, name, 0, 0, 0, 0.0, 0.0, inf)
 
 
 def _last_waits(waits: Iterable[Wait]) -> dict[int, Wait]:

@@ -100,7 +100,7 @@ class EngineInbox:
                 if self._steps is not None:
                     self._steps.ended(engine.id, message)
                 else:
-                    self._running.prefilled(engine.id)
+                    self._running.prefill_ended(engine.id, lacks_memory=message.lacks_memory)
             case EngineStatus():
                 self._take_status(engine, message)
             case EngineHello(pid=pid):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -41,11 +42,13 @@ def build_report(
     pool, models = state.pool, state.models
     waiting, runs = state.requests.waiting_counts(), state.requests.running_counts()
     waits_s = state.requests.oldest_waits(time_unix_s)
+    starting = Counter(r.request.model for r in state.requests.on_engines() if not r.prefilled)
     reports = [
         msgspec.structs.replace(
             _model_report(hosted, models.totals(model), pool.get(hosted.engine_id)),
             waiting=waiting[model],
             running=runs[model],
+            starting=starting[model],
             oldest_wait_s=waits_s.get(model, 0.0),
             peers=tuple(on_node(peer, node_of(name)) for peer in hosted.peers),
         )

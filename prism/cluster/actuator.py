@@ -192,7 +192,7 @@ class Actuator:
 
     async def _evict_all(self, model: str, devices: Sequence[str], reason: str) -> None:
         await self.reroute(model, lambda _: ())
-        command = EvictModel(0, model, reason)
+        command = EvictModel(0, model, reason, self._state.policy.turns is not None)
         ends = (self._take_down(command, device) for device in devices)
         for outcome in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(outcome, BaseException):

@@ -87,6 +87,9 @@ class Operator:
             return f"{command.device!r} is not a configured device; devices: {', '.join(devices)}"
         if command.kind == "activate" and command.device in self._state.demands.drained:
             return f"{command.device} is drained; run prism-serve undrain first"
+        if command.kind in ("activate", "evict") and self._state.policy.turns is not None:
+            why = f"models take turns under the policy {self._state.policy.name}"
+            return f"{command.kind}: {why}; use another policy"
         return ""
 
     def _status(self) -> ActionResult:

@@ -37,7 +37,13 @@ def build_view(state: SchedulerState, now_s: float) -> ClusterView:
     here = _by_device(state.book, state.actions.moves.values(), models)
     gpus = tuple(_gpu(state, device, here[device.name]) for device in state.config.devices)
     return ClusterView(
-        now_s, models, gpus, target=state.target, queues=state.queues, turns=state.turns
+        now_s,
+        models,
+        gpus,
+        target=state.target,
+        queues=state.queues,
+        turns=state.turns,
+        unbound=state.routes.unplaced if state.policy.binds_requests else {},
     )
 
 

@@ -180,12 +180,21 @@ def _check_policy(data: ServeYaml) -> None:
 
 
 def _check_turns(config: ClusterConfig) -> None:
-    """Raises ConfigError for too few devices for a policy that switches models between tokens."""
-    if live_policy(config).turns is not None and len(config.devices) < 2:
+    """Raises ConfigError for a cluster on which models cannot take turns, if the policy needs
+    that."""
+    if live_policy(config).turns is None:
+        return
+    if len(config.devices) < 2:
         raise ConfigError(
             f"devices: policy {config.policy!r} prefills and decodes on different devices; give at"
             " least two"
         )
+    for index, model in enumerate(config.models):
+        if model.never_evict or model.replicas_min > 1:
+            raise ConfigError(
+                f"models[{index}]: never_evict and replicas.min cannot be combined with policy"
+                f" {config.policy!r}, whose models leave at each turn; remove the key"
+            )
 
 
 # --- tensor-parallel degrees ---------------------------------------------------------------

@@ -53,6 +53,7 @@ class ModelReport(Wire, frozen=True):
     met_total: int = 0  # finished requests that met their end-to-end SLO
     broken: bool = False  # a live engine failed to load it, and not for lack of memory
     has_output: bool = False  # a request has had a token since it was activated
+    starting: int = 0  # part of `running` that has had no token here
 
     @property
     def tp(self) -> int:

@@ -6,7 +6,7 @@ All times are in seconds on one clock of the caller (`now_s`), all sizes in byte
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Protocol
 
@@ -257,6 +257,8 @@ class ClusterView:
     queues: tuple[VirtualQueue, ...] = ()
     # Turns of the instances, for policies that switch models between tokens.
     turns: tuple[InstanceTurn, ...] = ()
+    # Model -> number of requests that are not bound to a device, for policies that bind them.
+    unbound: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

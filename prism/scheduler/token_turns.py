@@ -34,11 +34,18 @@ class PrefillTurns(Generic[T]):
 
     def __init__(self) -> None:
         self.groups: deque[PromptGroup[T]] = deque()
+        # Of the groups, since a view is made for each prompt.
+        self._views: deque[PrefillGroup] = deque()
 
     def view(self, left_s: float) -> PrefillQueue:
         """Returns the queue. left_s: Rest of the switch or prefill in progress."""
         load_s = left_s + sum([group.switch_s + group.prompts_s for group in self.groups])
-        return PrefillQueue(tuple([PrefillGroup(g.model, g.size) for g in self.groups]), load_s)
+        return PrefillQueue(tuple(self._views), load_s)
+
+    def end_group(self) -> None:
+        """Removes the first group."""
+        self.groups.popleft()
+        self._views.popleft()
 
     def add(
         self,
@@ -60,11 +67,13 @@ class PrefillTurns(Generic[T]):
         if place is None:
             last = self.groups[-1].model if self.groups else resident
             self.groups.append(PromptGroup(model, 0.0 if model == last else switch_s))
+            self._views.append(PrefillGroup(model, 0))
             place = -1
         group = self.groups[place]
         group.waiting.append(prompt)
         group.prompts_s += prompt_s
         group.size += 1
+        self._views[place] = PrefillGroup(model, group.size)
 
     @property
     def following(self) -> str | None:

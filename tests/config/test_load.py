@@ -59,9 +59,12 @@ def test_a_policy_that_simulates_placements_needs_the_simulator(
         load(written(folder, data))
 
 
-def test_token_level_switching_needs_two_devices(folder: Path) -> None:
+def test_token_level_switching_needs_two_devices_and_models_that_may_leave(folder: Path) -> None:
     data = {**GOOD, "policy": "aegaeon", "models": GOOD["models"][:1]}
     assert load(written(folder, data)).policy == "aegaeon"
+    kept = {**data, "models": [{**data["models"][0], "never_evict": True}]}
+    with pytest.raises(ConfigError, match=r"models\[0\]: never_evict and replicas.min cannot"):
+        load(written(folder, kept))
     data["devices"] = data["devices"][:1]
     with pytest.raises(ConfigError, match=r"devices: policy 'aegaeon' prefills .* at least two"):
         load(written(folder, data))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -92,7 +94,12 @@ PREFILLS, DECODES = (unit.devices for unit in PLACEMENT.units)
 
 
 def planned(
-    models: list[ModelView], turn: str | None, following: str | None = None, **more: Any
+    models: list[ModelView],
+    turn: str | None,
+    following: str | None = None,
+    *,
+    unbound: Mapping[str, int] = MappingProxyType({}),
+    **more: Any,
 ) -> list[tuple[str, ...]]:
     """Returns the plan of the decoding device, a GPU with the attributes `more`."""
     turns = (
@@ -100,10 +107,8 @@ def planned(
         InstanceTurn(DECODES, False, turn, following, growth_bytes=20, quota_s=1.0),
     )
     gpus = [gpu(PREFILLS[0]), gpu(DECODES[0], **more)]
-    return [
-        summary(action)
-        for action in plan(view(models, gpus, target=PLACEMENT, turns=turns), SETTINGS)
-    ]
+    given = view(models, gpus, target=PLACEMENT, turns=turns, unbound=unbound)
+    return [summary(action) for action in plan(given, SETTINGS)]
 
 
 def test_the_model_of_a_turn_comes_and_all_others_leave() -> None:
@@ -119,11 +124,15 @@ def test_the_model_of_a_turn_comes_and_all_others_leave() -> None:
 
 
 def test_the_following_model_comes_in_advance_where_it_fits() -> None:
-    """Counts the KV that the turn may need: 20 bytes besides the 11 of the model."""
+    """Counts twice the KV that the turn may need: 40 bytes besides the 11 of the model. It leaves
+    again if less than that KV is free."""
     d = DECODES[0]
     on, off = active("a", d), model("b")
-    assert planned([on, off], "a", "b", free_bytes=31) == [("activate", "b", d)]
-    assert planned([on, off], "a", "b", free_bytes=30) == []
+    assert planned([on, off], "a", "b", free_bytes=51) == [("activate", "b", d)]
+    assert planned([on, off], "a", "b", free_bytes=50) == []
+    both = [on, active("b", d)]
+    assert planned(both, "a", "b", free_bytes=20) == []
+    assert planned(both, "a", "b", free_bytes=19) == [("evict", "b", d)]
     assert planned([on, off], "a", "b", engines_free=0) == []
     coming = structs.replace(on, state="activating")
     assert planned([coming, off], "a", "b") == []
@@ -139,8 +148,13 @@ def test_a_model_that_was_loaded_in_advance_leaves_for_one_that_has_no_room_else
 
 
 def test_a_model_is_refused_that_none_can_prefill_or_none_decode() -> None:
-    waits = model("a", waiting=1)
-    assert planned([waits], None) == []
-    for device in (PREFILLS[0], DECODES[0]):
-        assert planned([structs.replace(waits, barred=(device,))], None) == [("refuse", "a")]
-    assert planned([model("other", waiting=1)], None) == [("refuse", "other")]
+    """Refuses none without requests. One that is refused leaves."""
+    d, waits = DECODES[0], {"a": 1}
+    assert planned([model("a")], None, unbound=waits) == []
+    for device in (PREFILLS[0], d):
+        barred = model("a", barred=(device,))
+        assert planned([barred], None, unbound=waits) == [("refuse", "a")]
+        assert planned([barred], None) == []
+    there = active("a", d, barred=(PREFILLS[0],))
+    assert planned([there], "a", unbound=waits) == [("evict", "a", d), ("refuse", "a")]
+    assert planned([model("other")], None, unbound={"other": 1}) == [("refuse", "other")]

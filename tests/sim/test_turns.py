@@ -101,7 +101,11 @@ def test_a_lone_request_waits_for_its_weights_on_both_devices() -> None:
     world, (first_s, end_s) = by_hand([request(0.0, "a")])
     assert first_s == pytest.approx(0.14)
     assert end_s == pytest.approx(0.14 + copy_s + 0.13 + copy_s + 19 * 0.01)
-    assert [(d.kind, d.device) for d in world.records.decisions] == [("active", "gpu:1")]
+    assert [(d.kind, d.device) for d in world.records.decisions] == [
+        ("activate", "gpu:0"),
+        ("activate", "gpu:1"),
+        ("active", "gpu:1"),
+    ]
 
 
 def test_a_request_joins_its_models_turn_after_a_step() -> None:

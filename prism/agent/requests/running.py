@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,8 @@ from prism.scheduler.traffic import bucket
 
 log = logging.getLogger(__name__)
 
+PREFILL_RETRY_S = 0.05
+"""Pause after a prefill that could not continue."""
 EMPTY: Mapping[str, Tensors] = MappingProxyType({})
 
 
@@ -76,8 +79,7 @@ class RunningRequests:
             order = Submit([each.request for each in started], dict(images))
             self._engines.send(hosted.engine_id, order)
             if hosted.prefills:
-                job = StartJob("prefill", [each.id for each in started])
-                self._engines.send(hosted.engine_id, job)
+                self._prefill(hosted.engine_id)
         for tracked in started:
             self._choose_attempt(tracked)
 
@@ -112,15 +114,16 @@ class RunningRequests:
         totals.last_request_unix_s = tracked.started_unix_s = self._now_unix_s()
 
     def preempt(self, model: str) -> None:
-        """Orders the model's engine to export its requests, which resume after a suspect, or where
-        they decode."""
-        hosted = self._state.models.active(model)
-        runs = self._requests.on_engine(hosted.engine_id) if hosted else []
+        """Orders the model's engine to export its requests, which resume after a suspect."""
+        if (hosted := self._state.models.active(model)) is not None:
+            self._export(hosted.engine_id, self._requests.on_engine(hosted.engine_id))
+
+    def _export(self, engine_id: str, runs: Sequence[TrackedRequest]) -> None:
         new = [run for run in runs if run.state is RequestState.RUNNING and not run.preempted]
         for run in new:
             run.preempted = True
-        if hosted and new:
-            self._engines.send(hosted.engine_id, Export())
+        if new:
+            self._engines.send(engine_id, Export())
 
     def cancel(self, run: TrackedRequest) -> None:
         """Orders the engine to stop a request, or ends one that is between two engines."""
@@ -148,10 +151,20 @@ class RunningRequests:
                 self._take_failure(run, failure, batch)
         self._tokens.send(batch)
 
-    def prefilled(self, engine_id: str) -> None:
-        """Orders an engine that only prefills to export the request whose prefill has ended."""
-        if (hosted := self._state.models.on_engine(engine_id)) is not None:
-            self.preempt(hosted.name)
+    def prefill_ended(self, engine_id: str, *, lacks_memory: bool) -> None:
+        """Lets the prefilled request of an engine leave, or tries again: memory or a grammar may
+        have been missing."""
+        if lacks_memory:
+            loop = asyncio.get_running_loop()
+            loop.call_later(PREFILL_RETRY_S, self._prefill, engine_id)
+        else:
+            self._export(engine_id, self._requests.on_engine(engine_id))
+
+    def _prefill(self, engine_id: str) -> None:
+        """Orders an engine that only prefills to start."""
+        runs = self._requests.on_engine(engine_id)
+        if ids := [run.id for run in runs if not run.prefilled]:
+            self._engines.send(engine_id, StartJob("prefill", ids))
 
     def moved(self, engine_id: str, requests: Sequence[Request]) -> None:
         """Moves requests that an engine has stopped to their model's present placement.

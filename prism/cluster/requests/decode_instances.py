@@ -7,11 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from prism.cluster.requests.turn_instances import Instance, Key, TurnCluster
+from prism.cluster.requests.turn_instances import Instance, TurnCluster, replaced
 from prism.policies.multiplexing.turns import InstanceTurn, TurnBatch
+from prism.policies.placement import ModelSpecView, Unit
 from prism.policies.queues import QueuedRequest
 from prism.scheduler.decision_journal import DecodeChosen, RoundChosen
 from prism.scheduler.token_turns import DecodeTurns
+
+OPEN_MAX = 2
+"""Requests on an instance, as a multiple of those that its engine runs at once. More would be moved
+there and back at each turn."""
 
 
 @dataclass(slots=True)
@@ -26,6 +31,8 @@ class DecodeInstance(Instance):
     quota_s: float = 0.0
     # End of the turn; infinity until it has begun.
     until_s: float = math.inf
+    # True if requests wait for others of the turn to end.
+    has_more: bool = False
 
 
 class DecodeInstances:
@@ -37,13 +44,16 @@ class DecodeInstances:
         # Model -> its requests that wait for a turn, oldest first.
         self._waiting: Mapping[str, Sequence[QueuedRequest]] = {}
 
-    def set(self, keys: Sequence[Key]) -> None:
+    def replace(self, units: Sequence[Unit]) -> None:
         """Replaces the instances. One that stays keeps its models."""
-        kept = {(each.devices, each.serves): each for each in self.all}
-        self.all = [kept.get(key) or self._made(key) for key in keys]
+        self.all = replaced(self.all, units, self._made)
 
-    def _made(self, key: Key) -> DecodeInstance:
-        return DecodeInstance(*key, turns=DecodeTurns(partial(self._quotas_s, key[0][0])))
+    def _made(self, unit: Unit) -> DecodeInstance:
+        return DecodeInstance(unit, turns=DecodeTurns(partial(self._quotas_s, unit.devices[0])))
+
+    def serves(self, model: str) -> bool:
+        """Returns whether an instance can hold the model now."""
+        return any(self._cluster.can_hold(each, model) for each in self.all)
 
     async def step(self, resumed: Iterable[QueuedRequest], now_s: float) -> None:
         """Places models with requests, ends turns, and starts the requests of the models that have
@@ -58,12 +68,13 @@ class DecodeInstances:
             await self._step(each, now_s)
 
     def turns(self) -> Iterable[InstanceTurn]:
+        """Yields the models that each instance should have now."""
         for each in self.all:
-            following, grown_bytes, model = None, 0, each.model
-            if model is not None and each.until_s < math.inf:
+            following, growth_bytes, model = None, 0, each.model
+            if model is not None and self._has_output(each, model):
                 following = each.turns.following(model, each.models)
-                grown_bytes = self._growth_bytes(each, model) // len(each.devices)
-            yield InstanceTurn(each.devices, False, model, following, grown_bytes, each.quota_s)
+                growth_bytes = self._growth_bytes(each, model)
+            yield InstanceTurn(each.devices, False, model, following, growth_bytes, each.quota_s)
 
     # --- models -----------------------------------------------------------------------------
 
@@ -98,24 +109,35 @@ class DecodeInstances:
             instance.has_turn, instance.until_s = turn is not None, math.inf
             if turn is not None:
                 instance.model, instance.quota_s = turn
-        model = instance.model
-        if not instance.has_turn or model is None or not self._cluster.is_active(instance, model):
+        model, is_late, instance.has_more = instance.model, now_s >= instance.until_s, False
+        if not instance.has_turn or model is None or is_late:
+            return
+        if not self._cluster.is_active(instance, model):
             return
         if model != instance.held and self._cluster.open(instance):
             return  # requests of the last turn are still leaving
         instance.held = model
-        if instance.until_s == math.inf:
+        most = OPEN_MAX * self._cluster.state.config.engine.max_running
+        room, waiting = max(0, most - self._cluster.open(instance)), self._waiting.get(model, ())
+        await self._cluster.bind(instance, waiting[:room])
+        instance.has_more = len(waiting) > room
+        if instance.until_s == math.inf and self._cluster.open(instance):
             instance.until_s = now_s + instance.quota_s
-        await self._cluster.bind(instance, self._waiting.get(model, ()))
 
     def _is_over(self, instance: DecodeInstance, now_s: float) -> bool:
-        """Returns whether there is no turn. One lasts until a request has had a token, since turns
-        may be shorter than the way to the engine."""
+        """Returns whether the instance needs a turn. A turn lasts until all requests that have
+        started have had a token: it may be shorter than a step."""
         model = instance.model
         if not instance.has_turn or model is None or model not in instance.models:
             return True
         report = self._cluster.state.book.model(instance.name, model)
-        return now_s >= instance.until_s and report is not None and report.has_output
+        all_started = report is not None and report.has_output and not report.starting
+        return now_s >= instance.until_s and all_started
+
+    def _has_output(self, instance: DecodeInstance, model: str) -> bool:
+        """Returns whether the model's turn has begun, and its KV is in the device's report."""
+        report = self._cluster.state.book.model(instance.name, model)
+        return instance.until_s < math.inf and report is not None and report.has_output
 
     def _quotas_s(self, device: str, batches: Sequence[TurnBatch]) -> tuple[float, ...]:
         quotas_s, given = self._cluster.policy.quotas_s(batches), tuple(batches)
@@ -142,17 +164,24 @@ class DecodeInstances:
 
     def _size(self, instance: DecodeInstance, model: str) -> tuple[int, float]:
         """Returns the number of requests that decode at once, and their mean length."""
-        waiting, known = self._waiting.get(model, ()), self._cluster.models.get(model)
+        waiting, known = self._waiting.get(model, ()), self._spec(model)
         held = self._cluster.open(instance) if model == instance.held else 0
         usual = known.prompt_tokens + known.output_tokens / 2 if known is not None else 0.0
         tokens = sum(request.prompt_tokens for request in waiting) + held * usual
         count, most = len(waiting) + held, self._cluster.state.config.engine.max_running
         return max(1, min(count, most)), tokens / max(1, count)
 
+    def _spec(self, model: str) -> ModelSpecView | None:
+        models = self._cluster.estimates.problem.models
+        return next((each for each in models if each.name == model), None)
+
     def _growth_bytes(self, instance: DecodeInstance, model: str) -> int:
-        """Returns by how much the model's KV may grow in its turn: by a mean output at most."""
-        known = self._cluster.models.get(model)
-        if known is None:
+        """Returns by how much the model's KV may still grow in its turn, on each device. A request
+        gets a mean output at most."""
+        known, report = self._spec(model), self._cluster.state.book.model(instance.name, model)
+        if known is None or report is None:
             return 0
+        count, tokens = self._size(instance, model)
         steps = min(known.output_tokens, instance.quota_s / self._step_s(instance, model))
-        return int(steps * self._size(instance, model)[0]) * known.token_bytes
+        whole_bytes = int(count * (tokens + steps)) * known.token_bytes // len(instance.devices)
+        return max(0, whole_bytes - report.kv_mapped_bytes)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prism.cluster.requests.turn_instances import Instance, Key, TurnCluster
+from prism.cluster.requests.turn_instances import Instance, TurnCluster, replaced
 from prism.policies.multiplexing.turns import InstanceTurn, PrefillQueue
+from prism.policies.placement import Unit
 from prism.policies.queues import QueuedRequest
 from prism.scheduler.decision_journal import PrefillChosen
 from prism.scheduler.token_turns import PrefillTurns, PromptGroup
+
+AT_ONCE = 100
+"""Number of requests that are grouped before other tasks get their turn."""
 
 
 @dataclass(slots=True)
 class PrefillInstance(Instance):
     turns: PrefillTurns[QueuedRequest] = field(default_factory=PrefillTurns)
+    # Length of the longest prompt of the first group, bound ones included.
+    longest_tokens: int = 0
 
 
 class PrefillInstances:
@@ -25,10 +32,9 @@ class PrefillInstances:
         self._grouped: set[str] = set()  # ids of all requests in groups
         self.all: list[PrefillInstance] = []
 
-    def set(self, keys: Sequence[Key]) -> None:
+    def replace(self, units: Sequence[Unit]) -> None:
         """Replaces the instances. One that stays keeps its groups."""
-        kept = {(each.devices, each.serves): each for each in self.all}
-        self.all = [kept.get(key) or PrefillInstance(*key) for key in keys]
+        self.all = replaced(self.all, units, PrefillInstance)
         groups = (group for each in self.all for group in each.turns.groups)
         self._grouped = {request.id for group in groups for request in group.waiting}
 
@@ -36,38 +42,40 @@ class PrefillInstances:
         """Groups new requests, and starts those whose group's turn it is. Raises
         QueueUnavailableError."""
         self._grouped.intersection_update(request.id for request in fresh)
-        for request in fresh:
-            if request.id not in self._grouped:
-                self._group(request)
+        new = [request for request in fresh if request.id not in self._grouped]
+        able = self._cluster.holders(self.all, (request.model for request in new))
+        for number, request in enumerate(new):
+            self._group(request, able)
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
         for each in self.all:
             self._cluster.note_empty(each)
             await self._step(each)
 
     def turns(self) -> Iterable[InstanceTurn]:
-        models = self._cluster.models
+        """Yields the models that each instance should have now."""
+        token_bytes = {m.name: m.token_bytes for m in self._cluster.estimates.problem.models}
         for each in self.all:
-            groups, model = each.turns.groups, models.get(each.model or "")
-            longest = max((r.prompt_tokens for group in groups for r in group.waiting), default=0)
-            grown_bytes = longest * model.token_bytes if model is not None else 0
+            growth_bytes = each.longest_tokens * token_bytes.get(each.model or "", 0)
+            has_turn = each.model is not None and each.turns.groups
             yield InstanceTurn(
                 each.devices,
                 prefills=True,
                 model=each.model,
-                following=each.turns.following if groups and each.model is not None else None,
-                growth_bytes=grown_bytes // len(each.devices),
+                following=each.turns.following if has_turn else None,
+                growth_bytes=growth_bytes // len(each.devices),
             )
 
     # --- below ------------------------------------------------------------------------------
 
-    def _group(self, request: QueuedRequest) -> None:
+    def _group(self, request: QueuedRequest, able: Mapping[str, Sequence[PrefillInstance]]) -> None:
         """Adds a request to a group (Algorithm 1), unless no instance can hold its model now."""
-        able = [each for each in self.all if self._cluster.can_hold(each, request.model)]
-        if not able:
+        if not (instances := able[request.model]):
             return
         # The prefill in progress is not known, and counts as none.
-        queues = tuple(each.turns.view(0.0) for each in able)
+        queues = tuple(each.turns.view(0.0) for each in instances)
         number, place = self._choose(request.model, queues)
-        instance, times = able[number], self._cluster.estimates.problem.times
+        instance, times = instances[number], self._cluster.estimates.problem.times
         tp, tokens = len(instance.devices), request.prompt_tokens
         instance.turns.add(
             request,
@@ -90,22 +98,28 @@ class PrefillInstances:
 
     async def _step(self, instance: PrefillInstance) -> None:
         """Continues with the next group once the prompts of the first have left."""
-        groups = instance.turns.groups
-        while groups and not self._left(groups[0]) and not self._cluster.open(instance):
-            groups.popleft()
-        if not groups or not instance.is_empty:
+        turns = instance.turns
+        while turns.groups and not self._left(turns.groups[0]) and not self._cluster.open(instance):
+            self._end_group(instance)
+        if not turns.groups or not instance.is_empty:
             return
-        first = groups[0]
+        first = turns.groups[0]
         if not self._cluster.can_hold(instance, first.model):
             self._grouped.difference_update(request.id for request in first.waiting)
-            groups.popleft()
+            self._end_group(instance)
             return
         instance.model, first.switch_s = first.model, 0.0
+        lengths = [request.prompt_tokens for request in first.waiting]
+        instance.longest_tokens = max([instance.longest_tokens, *lengths])
         if self._cluster.is_active(instance, first.model):
             left = await self._cluster.bind(instance, first.waiting)
             first.waiting.clear()
             first.waiting.extend(left)
             first.prompts_s = 0.0
+
+    def _end_group(self, instance: PrefillInstance) -> None:
+        instance.turns.end_group()
+        instance.longest_tokens = 0
 
     def _left(self, group: PromptGroup[QueuedRequest]) -> int:
         """Drops cancelled requests. Returns the number of the others that wait."""

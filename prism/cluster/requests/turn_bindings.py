@@ -8,20 +8,22 @@ process, an agent or an engine. Turns are made anew after a restart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prism.cluster.requests.decode_instances import DecodeInstances
 from prism.cluster.requests.estimates import Estimates
 from prism.cluster.requests.prefill_instances import PrefillInstances
-from prism.cluster.requests.turn_instances import Key, TurnCluster
+from prism.cluster.requests.turn_instances import TurnCluster
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.policies.multiplexing.turns import TurnPolicy
 from prism.policies.placement import Placement, Unit
+from prism.policies.queues import QueuedRequest
 from prism.queueing.request_queue import RequestQueue
 from prism.scheduler.token_turns import prefill_count
 
 POLL_S = 0.05
-"""Interval of looks at the requests of an instance that another model waits for."""
+"""Interval of steps while several models want one instance: no message says that its requests have
+ended."""
 
 
 class TurnBindings:
@@ -50,17 +52,24 @@ class TurnBindings:
         self._estimates.renew(now_s)
         self._set_instances()
         waiting = state.waiting.of({model.name for model in state.config.models})
-        await self._prefills.step([each for each in waiting if not each.is_resumed])
+        await self._prefills.step(self._fresh(waiting))
         await self._decodes.step([each for each in waiting if each.is_resumed], now_s)
         for instance in (*self._prefills.all, *self._decodes.all)[:1]:
             await state.waiting.bind_malformed(self._queue, instance.name)
         state.turns = (*self._prefills.turns(), *self._decodes.turns())
 
+    def _fresh(self, waiting: Sequence[QueuedRequest]) -> list[QueuedRequest]:
+        """Returns the requests without a token, if an instance can decode their model."""
+        fresh = [request for request in waiting if not request.is_resumed]
+        served = {m for m in {r.model for r in fresh} if self._decodes.serves(m)}
+        return [request for request in fresh if request.model in served]
+
     @property
     def due_in_s(self) -> float:
         """Seconds until the next step is due for a model that waits; infinity without one."""
         shared = [each for each in self._decodes.all if len(each.models) > 1]
-        if not shared and not any(len(each.turns.groups) > 1 for each in self._prefills.all):
+        has_groups = any(len(each.turns.groups) > 1 for each in self._prefills.all)
+        if not (shared or has_groups or any(each.has_more for each in self._decodes.all)):
             return math.inf
         now_s = self._state.now_s()
         return min([POLL_S, *(each.until_s - now_s for each in shared if each.until_s > now_s)])
@@ -78,16 +87,19 @@ class TurnBindings:
         return device not in state.demands.drained and state.book.report(device) is not None
 
     def _divide(self, units: Iterable[Unit]) -> None:
-        degrees: dict[int, list[Key]] = {}
+        """Divides the units into those that prefill and those that decode. They keep their roles,
+        as far as that is possible."""
+        roles = {each.devices for each in self._prefills.all}
+        degrees: dict[int, list[Unit]] = {}
         for unit in units:
-            serves = frozenset(hosted.model for hosted in unit.models)
-            degrees.setdefault(unit.tp, []).append((unit.devices, serves))
-        prefills: list[Key] = []
-        decodes: list[Key] = []
-        for keys in degrees.values():
-            if len(keys) > 1:
-                first = prefill_count(self._policy.prefill_part, len(keys))
-                prefills += keys[:first]
-                decodes += keys[first:]
-        self._prefills.set(prefills)
-        self._decodes.set(decodes)
+            degrees.setdefault(unit.tp, []).append(unit)
+        prefills: list[Unit] = []
+        decodes: list[Unit] = []
+        for same in degrees.values():
+            if len(same) > 1:
+                same.sort(key=lambda unit: unit.devices not in roles)
+                first = prefill_count(self._policy.prefill_part, len(same))
+                prefills += same[:first]
+                decodes += same[first:]
+        self._prefills.replace(prefills)
+        self._decodes.replace(decodes)

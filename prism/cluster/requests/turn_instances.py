@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prism.cluster.requests.estimates import Estimates
 from prism.cluster.state.agents import ABSENT_STATES
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.policies.multiplexing.turns import TurnPolicy
-from prism.policies.placement import ModelSpecView
+from prism.policies.placement import Unit
 from prism.policies.queues import QueuedRequest
 from prism.queueing.request_queue import RequestQueue
 from prism.scheduler.decision_journal import Sink
-
-Key = tuple[tuple[str, ...], frozenset[str]]
-"""Devices of an instance, rank 0 first, and the models that it serves."""
 
 
 @dataclass(slots=True)
 class Instance:
     """Devices on which models take turns."""
 
-    devices: tuple[str, ...]
-    serves: frozenset[str]
+    unit: Unit
     # Model whose turn it is, or was; None: none since the devices were empty.
     model: str | None = None
     # False until the models that were on the devices before have left.
     is_empty: bool = False
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        return self.unit.devices
+
+    @property
     def name(self) -> str:
-        return self.devices[0]
+        """Device of rank 0."""
+        return self.unit.devices[0]
+
+
+I = TypeVar("I", bound=Instance)  # noqa: E741
+
+
+def replaced(present: Iterable[I], units: Sequence[Unit], make: Callable[[Unit], I]) -> list[I]:
+    """Returns the instances of `units`. One whose devices are the same stays as it is, with the
+    unit's models."""
+    kept = {each.devices: each for each in present}
+    found = [kept.get(unit.devices) or make(unit) for unit in units]
+    for each, unit in zip(found, units, strict=True):
+        each.unit = unit
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +64,6 @@ class TurnCluster:
         journal = self.state.journal
         return journal if journal is not None and journal.inputs else None
 
-    @property
-    def models(self) -> Mapping[str, ModelSpecView]:
-        """Models with their expected loads."""
-        return {model.name: model for model in self.estimates.problem.models}
-
     def note_empty(self, instance: Instance) -> None:
         instance.is_empty = instance.is_empty or not any(map(self._has_models, instance.devices))
 
@@ -65,7 +75,12 @@ class TurnCluster:
 
     def can_hold(self, instance: Instance, model: str) -> bool:
         barred = self.state.activations.barred(model, self.state.now_s())
-        return model in instance.serves and instance.name not in barred
+        serves = any(hosted.model == model for hosted in instance.unit.models)
+        return serves and instance.name not in barred
+
+    def holders(self, instances: Iterable[I], models: Iterable[str]) -> Mapping[str, Sequence[I]]:
+        """Returns model -> the instances that can hold it now."""
+        return {m: [each for each in instances if self.can_hold(each, m)] for m in set(models)}
 
     def is_active(self, instance: Instance, model: str) -> bool:
         return self.state.book.state(instance.name, model) == "active"

@@ -28,15 +28,21 @@ class DegreeSpeeds:
     def __init__(self) -> None:
         self._measured: dict[str, dict[int, DegreeSpeed]] = {}
 
-    def observe(self, report: AgentReport) -> None:
-        """Records the speeds of active models."""
+    def observe(self, report: AgentReport, *, only_decodes: bool = False) -> None:
+        """Records the speeds of active models.
+
+        Args:
+            only_decodes: the device prefills only the last tokens of requests that come with KV.
+        """
         for model in report.models:
-            if model.state == "active" and model.prefill_tokens_per_s > 0:
+            prefills = model.prefill_tokens_per_s > 0 and not only_decodes
+            if model.state == "active" and (prefills or model.step_s):
                 known = self._measured.setdefault(model.model, {})
-                times = model.step_s, model.request_s
-                if not model.step_s and model.tp in known:  # it only prefills there
-                    times = known[model.tp].step_s, known[model.tp].request_s
-                known[model.tp] = DegreeSpeed(model.prefill_tokens_per_s, *times)
+                before = known.get(model.tp, DegreeSpeed())
+                known[model.tp] = DegreeSpeed(
+                    model.prefill_tokens_per_s if prefills else before.prefill_tokens_per_s,
+                    *((model.step_s, model.request_s) if model.step_s else before[1:]),
+                )
 
     def of(self, model: ModelSpec, tp: int) -> DegreeSpeed:
         """Returns the speed at a degree, an estimate if it was not measured there."""
@@ -56,7 +62,9 @@ class DegreeSpeeds:
 def _gain(known: Mapping[int, DegreeSpeed], one: int, other: int) -> float:
     """Returns the smaller of the measured gains of prefills and of steps by a doubled degree, 1 to
     GAIN."""
-    speeds = [known[one].prefill_tokens_per_s / known[other].prefill_tokens_per_s]
-    if known[one].step_s and known[other].step_s:
-        speeds.append(known[other].step_s / known[one].step_s)
-    return min(GAIN, *(max(1.0, float(speed ** (1 / log2(one / other)))) for speed in speeds))
+    pairs = [
+        (known[one].prefill_tokens_per_s, known[other].prefill_tokens_per_s),
+        (known[other].step_s, known[one].step_s),
+    ]
+    gains = (float((a / b) ** (1 / log2(one / other))) for a, b in pairs if a and b)
+    return min([GAIN, *(max(1.0, gain) for gain in gains)])

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from kvcached.trust import untrusted_reason
 
 ABANDONED_AFTER_S = 600.0
+RESERVE_PART = 0.05
+"""Part of a file system below which no KV is saved there."""
 _NAME = re.compile(r"[0-9a-f]{32}\.npy")  # names of files that `save` writes
 
 Rows = NDArray[np.uint8]
@@ -43,6 +45,7 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
     path = Path(folder) / f"{uuid4().hex}.npy"
     try:
         with create(path.parent, path.name) as file:
+            _check_room(file)
             for index, buffer in enumerate(buffers):
                 rows = _bytes_of(buffer)
                 if index == 0:
@@ -55,6 +58,14 @@ def save(folder: str, buffers: Iterable[NDArray[Any]], count: int) -> str:
             path.unlink(missing_ok=True)
         return ""
     return str(path)
+
+
+def _check_room(file: BinaryIO) -> None:
+    """Raises OSError if the file system of `file` is almost full: shared memory of other programs
+    is there as well."""
+    found = os.statvfs(file.fileno())
+    if found.f_bavail < RESERVE_PART * found.f_blocks:
+        raise OSError(f"less than {RESERVE_PART:.0%} of its file system is free")
 
 
 def create(folder: Path, name: str) -> BinaryIO:

@@ -8,8 +8,8 @@ due, so the paper's attainment counts each token by its own deadline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from prism.policies.baselines import qlm
@@ -56,36 +56,48 @@ def plan(view: ClusterView, settings: Settings) -> tuple[Action, ...]:
     for model in view.models:
         for device in devices_of(model):
             here.setdefault(device, []).append(model)
+    refusals = _refusals(view)
     actions: list[Action] = []
     for turn in view.turns:
-        actions.extend(_switch(turn, view, here.get(turn.devices[0], ())))
-    actions.extend(_refusals(view))
-    return tuple(actions)
+        present = {m.name: m for device in turn.devices for m in here.get(device, ())}
+        is_refused = turn.model in refusals
+        given = replace(turn, model=None, following=None) if is_refused else turn
+        actions.extend(_switch(given, view, present))
+    return (*actions, *refusals.values())
 
 
-def _switch(turn: InstanceTurn, view: ClusterView, here: Sequence[ModelView]) -> list[Action]:
-    """Returns the actions on one instance. The following model comes once the first serves, and
-    leaves again if the first has no room else."""
+def _switch(
+    turn: InstanceTurn, view: ClusterView, present: Mapping[str, ModelView]
+) -> list[Action]:
+    """Returns the actions on one instance, which has the models of `present`.
+
+    The following model comes once the first serves. It leaves again if the first needs its memory
+    or its engine.
+    """
     gpus = [gpu for gpu in view.gpus if gpu.name in turn.devices]
     if not all(gpu.alive for gpu in gpus):
         return []
-    states = {m.name: m.state for m in here}
-    able = {m.name: m for m in view.models if turn.devices[0] not in m.barred}
-    first = None if turn.model in states else able.get(turn.model or "")
-    kept = {turn.model, turn.following if first is None or _has_room(first, gpus) else None}
-    leaving = [m for m in here if m.name not in kept]
     device, peers = turn.devices[0], turn.devices[1:]
+    able = {m.name: m for m in view.models if device not in m.barred}
+    states = {name: m.state for name, m in present.items()}
+    first = None if turn.model in present else able.get(turn.model or "")
+    free_bytes = min(gpu.free_bytes for gpu in gpus)
+    fits = _has_room(first, gpus) if first is not None else free_bytes >= turn.growth_bytes
+    kept = {turn.model, turn.following if fits else None}
+    leaving = [m for m in present.values() if m.name not in kept]
     why = f"a turn of {turn.model or 'no model'}"
     why += f" of {turn.quota_s:.2f} s" if turn.quota_s else ""
     actions: list[Action] = [
-        Evict(m.name, device, why, move_running=True) for m in leaving if m.state == "active"
+        Evict(m.name, devices_of(m)[0], why, move_running=True)
+        for m in leaving
+        if m.state == "active"
     ]
     all_leave = bool(leaving) and len(actions) == len(leaving)
     if first is not None and (all_leave or all(gpu.engines_free > 0 for gpu in gpus)):
         actions.append(Activate(first.name, device, why, peers=peers))
-    second = None if turn.following in states else able.get(turn.following or "")
-    serves = states.get(turn.model or "") == "active"
-    if serves and second is not None and _has_room(second, gpus, turn.growth_bytes):
+    second = None if turn.following in present else able.get(turn.following or "")
+    serves = turn.model is not None and states.get(turn.model) == "active"
+    if serves and second is not None and _has_room(second, gpus, 2 * turn.growth_bytes):
         actions.append(Activate(second.name, device, "the next turn", peers=peers))
     return actions
 
@@ -96,7 +108,7 @@ def _has_room(model: ModelView, gpus: Iterable[GpuView], more_bytes: int = 0) ->
     return all(gpu.engines_free > 0 and gpu.free_bytes >= need for gpu in gpus)
 
 
-def _refusals(view: ClusterView) -> list[Action]:
+def _refusals(view: ClusterView) -> dict[str, Refuse]:
     """Returns refusals of models with requests that no instance can prefill, or none decode."""
     target = view.target or Placement(())
     serves = {u.devices: frozenset(h.model for h in u.models) for u in target.units}
@@ -107,10 +119,10 @@ def _refusals(view: ClusterView) -> list[Action]:
             for turn in view.turns
             if model.name in serves.get(turn.devices, ()) and turn.devices[0] not in model.barred
         }
-        if model.waiting and len(roles) < 2:
+        if view.unbound.get(model.name) and len(roles) < 2:
             why = target.refused.get(model.name, "too few instances can hold it")
             found[model.name] = Refuse(model.name, why)
-    return list(found.values())
+    return found
 
 
 def search(problem: Problem) -> Placement:

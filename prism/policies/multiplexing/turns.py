@@ -51,7 +51,8 @@ class InstanceTurn:
     model: str | None = None
     # Model of the next switch, loaded in advance where memory and an engine are free.
     following: str | None = None
-    # KV that `model` may need until then, on each device.
+    # KV that `model` may still need until then, on each device. The following model leaves again if
+    # less is free.
     growth_bytes: int = 0
     # Length of the turn; 0 on a prefill instance.
     quota_s: float = 0.0

@@ -6,7 +6,7 @@ turn. Host memory has a copy of everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prism_sim.cluster.activation import activation_s, home_node
 from prism_sim.cluster.device import SimDevice
@@ -18,11 +18,21 @@ from prism_sim.engine.memory import Account
 class TurnMemory:
     """Memory of one instance: equal devices of a node, each with a part of its models, whose TP
     degree is their number. Weights load at the same rate as under other policies, KV is copied over
-    the devices' links."""
+    the devices' links.
 
-    def __init__(self, kernel: Kernel, setup: ClusterSetup, devices: Sequence[SimDevice]) -> None:
+    switched: Called with the earlier model, the new one, and the name of rank 0's device.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        setup: ClusterSetup,
+        devices: Sequence[SimDevice],
+        switched: Callable[[ModelSetup | None, ModelSetup, str], None],
+    ) -> None:
         self._kernel = kernel
         self._setup = setup
+        self._switched = switched
         self.devices = devices
         # Of rank 0. All ranks hold the same.
         self.device = devices[0]
@@ -67,6 +77,7 @@ class TurnMemory:
             self._open(model)
         else:
             self._close(self.model)
+        self._switched(self.model, model, self.device.name)
         self.model, self._next = model, None
         return self._setup.activation.layout_s + max(0.0, ready_s - now_s)
 

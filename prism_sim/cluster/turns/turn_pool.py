@@ -58,7 +58,7 @@ class TurnPool:
         setup, compute = self._parts.setup, Compute(self._kernel)
         by_name = {device.name: device for device in self._parts.devices}
         memories = [
-            TurnMemory(self._kernel, setup, [by_name[name] for name in unit.devices])
+            TurnMemory(self._kernel, setup, [by_name[name] for name in unit.devices], self._swapped)
             for unit in units
         ]
         prefills = prefill_count(self._policy.prefill_part, len(memories))
@@ -119,6 +119,12 @@ class TurnPool:
 
     def _end(self, request: SimRequest) -> None:
         self._records.finish(request, self._kernel.time_s)
+
+    def _swapped(self, before: ModelSetup | None, after: ModelSetup, device: str) -> None:
+        now_s = self._kernel.time_s
+        if before is not None:
+            self._records.decide(Decision(now_s, "evict", before.name, device))
+        self._records.decide(Decision(now_s, "activate", after.name, device))
 
     def _switched(self, model: ModelSetup, memory: TurnMemory, turn_s: float) -> None:
         reason = f"a turn of {turn_s:.2f} s"

@@ -70,7 +70,7 @@ class PrefillDevice:
             return
         groups = self._turns.groups
         while groups and not groups[0].waiting:
-            groups.popleft()
+            self._turns.end_group()
         if groups:
             group, kernel = groups[0], self._compute.kernel
             wait_s = self._memory.switch_to(self._models[group.model])
