@@ -105,11 +105,63 @@ def test_nothing_while_a_step_executes() -> None:
 def test_a_choice_holds_until_the_budget_ends_or_somebody_starves() -> None:
     running = one(SHORT, "decode", StepRequest("s", 0.0, 1, 1, executed_s=0.25))
     assert chosen(running).holds_s == 0.75
+    long = one(SHORT, "decode", StepRequest("s", 0.0, 1, 1, executed_s=7.0))
+    assert chosen(long).holds_s == 8.0
     waits = one(LONG, "decode", StepRequest("l", 0.0, 1, 1, waiting_s=19.5))
     assert chosen(running, waits).holds_s == 0.5
     assert chosen(one(SHORT, "prefill", StepRequest("s", 0.0, 1, 1))).holds_s == 0.0
     starved = one(SHORT, "decode", StepRequest("s", 0.0, 1, 1, waiting_s=9.0))
     assert chosen(starved).holds_s == 0.0  # it goes before all others for one step only
+
+
+def expected_step(view: DeviceStepView) -> tuple[str, ...]:
+    """Returns the requests of the next step, with a batch composed for each request in turn."""
+    heads: list[tuple[tuple[float, float, float, str], EngineStepView, Phase, StepRequest]] = []
+    for engine in view.engines:
+        starved_s = db.starvation_s(engine, DbSettings())
+        for phase, requests in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode)):
+            for r in requests:
+                rank = (0.0, db.priority(r, engine), r.arrival_s, r.id)
+                if r.waiting_s >= starved_s:
+                    rank = (-1.0, -r.waiting_s, r.arrival_s, r.id)
+                heads.append((rank, engine, phase, r))
+    heads.sort(key=lambda head: head[0])
+    free = temporal.kv_free_bytes(view)
+    for rank, engine, own, first in heads:
+        for phase in (own,) if rank[0] < 0 else dict.fromkeys((Phase.PREFILL, own)):
+            same = [h[3] for h in heads if h[1] is engine and h[2] is phase]
+            same.sort(key=lambda r: r is not first)
+            if phase is Phase.DECODE:
+                return tuple(r.id for r in same[: engine.batch_max])
+            room = max(0, engine.batch_max - len(engine.decode))
+            if batch := temporal.fitting(same[:room], engine, free):
+                return batch
+    return ()
+
+
+@st.composite
+def engines(draw: st.DrawFn, name: str) -> EngineStepView:
+    def requests(phase: str) -> tuple[StepRequest, ...]:
+        times = st.sampled_from([0.0, 0.5, 1.0, 3.0, 7.0, 20.0, 40.0])
+        size = st.integers(1, 9)
+        each = st.tuples(times, size, size, times, times)
+        many = draw(st.lists(each, max_size=5))
+        return tuple(StepRequest(f"{name}{phase}{i}", *fields) for i, fields in enumerate(many))
+
+    execution_s = draw(st.sampled_from([0.5, 1.0, 4.0]))
+    batch_max = draw(st.integers(1, 6))
+    waiting, running = requests("w"), requests("r")
+    return EngineStepView(
+        name, waiting, running, execution_s=execution_s, batch_max=batch_max, kv_bytes=len(running)
+    )
+
+
+@given(engines("a"), engines("b"), engines("c"), st.integers(0, 40))
+def test_the_first_request_that_can_run_runs_with_its_batch(
+    a: EngineStepView, b: EngineStepView, c: EngineStepView, kv: int
+) -> None:
+    view = DeviceStepView(0.0, (a, b, c), kv)
+    assert names(db.choose(view, DbSettings())) == expected_step(view)
 
 
 # --- Theorem 1 -----------------------------------------------------------------------------

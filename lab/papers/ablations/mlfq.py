@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from prism.policies.baselines.doubling_budget import batch_of, left_s, ranked
+from prism.policies.baselines.doubling_budget import first, left_s, step
 from prism.policies.baselines.temporal import WAIT, idle, kv_free_bytes
 from prism.policies.multiplexing.steps import (
     DeviceStepView,
-    EngineStepView,
     Phase,
     StepChoice,
     StepControl,
-    StepJob,
     StepRequest,
 )
 
@@ -58,17 +56,16 @@ def choose(view: DeviceStepView, settings: MlfqSettings) -> StepChoice:
     if not idle(view):
         return WAIT
 
-    def rank(request: StepRequest, engine: EngineStepView) -> tuple[float, float, float, str]:
+    def rank(request: StepRequest) -> tuple[float, float, float, str]:
         starved = request.waiting_s >= settings.starvation_s
         queue = -1.0 if starved else float(level(request, settings))
         return (queue, request.arrival_s, 0.0, request.id)
 
-    heads, free = ranked(view, rank), kv_free_bytes(view)
-    for head in heads:
-        for phase in dict.fromkeys((Phase.PREFILL, head.phase)):
-            batch = batch_of(head, phase, heads, free)
-            if batch:
-                decodes = phase is Phase.DECODE
-                holds_s = left_s(head.request.executed_s, settings.quantum_s) if decodes else 0.0
-                return StepChoice((StepJob(head.engine.model, phase, batch),), holds_s)
-    return WAIT
+    kv_free = kv_free_bytes(view)
+    head = first(view, lambda engine: rank, kv_free)
+    if head is None:
+        return WAIT
+    job = step(head, dict.fromkeys((Phase.PREFILL, head.phase)), rank, kv_free)
+    decodes = job.phase is Phase.DECODE
+    holds_s = left_s(head.request.executed_s, settings.quantum_s) if decodes else 0.0
+    return StepChoice((job,), holds_s)

@@ -10,8 +10,10 @@ at every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from prism.policies.baselines.temporal import WAIT, fitting, idle, kv_free_bytes
 from prism.policies.multiplexing.steps import (
@@ -25,6 +27,8 @@ from prism.policies.multiplexing.steps import (
 )
 
 Rank = tuple[float, float, float, str]
+RankOf = Callable[[StepRequest], Rank]
+"""Returns the rank of a request of one engine. The lowest is served first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,8 @@ def starvation_s(engine: EngineStepView, settings: DbSettings) -> float:
     return settings.starvation_factor * budget_s(engine)
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Request as a candidate for the next step."""
+class Head(NamedTuple):
+    """Request that is served first, with its service and phase."""
 
     rank: Rank
     engine: EngineStepView
@@ -89,17 +92,18 @@ def choose(view: DeviceStepView, settings: DbSettings) -> StepChoice:
 
     Preempted requests keep their KV.
     """
+
+    def rank(engine: EngineStepView) -> RankOf:
+        return _rank(engine, settings)
+
     if not idle(view):
         return WAIT
-    heads = ranked(view, lambda request, engine: _rank(request, engine, settings))
-    free = kv_free_bytes(view)
-    for head in heads:
-        for phase in _phases(head, settings):
-            batch = batch_of(head, phase, heads, free)
-            if batch:
-                job = StepJob(head.engine.model, phase, batch)
-                return StepChoice((job,), _holds_s(head, phase, batch, heads, settings))
-    return WAIT
+    kv_free = kv_free_bytes(view)
+    head = first(view, rank, kv_free)
+    if head is None:
+        return WAIT
+    job = step(head, _phases(head, settings), rank(head.engine), kv_free)
+    return StepChoice((job,), _holds_s(head, job, view, settings))
 
 
 def _phases(head: Head, settings: DbSettings) -> tuple[Phase, ...]:
@@ -113,47 +117,75 @@ def _phases(head: Head, settings: DbSettings) -> tuple[Phase, ...]:
     return (Phase.PREFILL, Phase.DECODE)
 
 
-def ranked(view: DeviceStepView, rank: Callable[[StepRequest, EngineStepView], Rank]) -> list[Head]:
-    """Returns all requests in the order in which they should be served."""
-    found = [
-        Head(rank(request, engine), engine, phase, request)
-        for engine in view.engines
-        for phase, requests in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode))
-        for request in requests
-    ]
-    return sorted(found, key=lambda head: head.rank)
-
-
-def _rank(request: StepRequest, engine: EngineStepView, settings: DbSettings) -> Rank:
+def _rank(engine: EngineStepView, settings: DbSettings) -> RankOf:
     """Returns the sort key: starved requests, longest waiting first, then priority and age."""
-    if request.waiting_s >= starvation_s(engine, settings):
-        return (-math.inf, -request.waiting_s, request.arrival_s, request.id)
-    return (0.0, priority(request, engine), request.arrival_s, request.id)
+    starved_s = starvation_s(engine, settings)
+
+    def rank(request: StepRequest) -> Rank:
+        if request.waiting_s >= starved_s:
+            return (-math.inf, -request.waiting_s, request.arrival_s, request.id)
+        return (0.0, priority(request, engine), request.arrival_s, request.id)
+
+    return rank
 
 
-def batch_of(head: Head, phase: Phase, heads: Sequence[Head], kv_free: int) -> tuple[str, ...]:
+def first(
+    view: DeviceStepView, rank: Callable[[EngineStepView], RankOf], kv_free: int
+) -> Head | None:
+    """Returns the request with the lowest rank of those that can run; None if none can."""
+    heads: list[Head] = []
+    for engine in view.engines:
+        rank_of = rank(engine)
+        for phase, requests in (
+            (Phase.PREFILL, _startable(engine, kv_free)),
+            (Phase.DECODE, engine.decode),
+        ):
+            if requests:
+                best = min(requests, key=rank_of)
+                heads.append(Head(rank_of(best), engine, phase, best))
+    return min(heads, key=itemgetter(0), default=None)
+
+
+def _startable(engine: EngineStepView, kv_free: int) -> Sequence[StepRequest]:
+    """Returns the waiting requests whose KV fits if no other one starts."""
+    if len(engine.decode) >= engine.batch_max:
+        return ()
+    return [r for r in engine.prefill if r.kv_tokens * engine.token_bytes <= kv_free]
+
+
+def step(head: Head, phases: Iterable[Phase], rank_of: RankOf, kv_free: int) -> StepJob:
+    """Returns the step of the first of these phases that has a batch. The last one is the head's,
+    which always has one."""
+    batches = ((phase, _batch(head, phase, rank_of, kv_free)) for phase in phases)
+    phase, batch = next((phase, batch) for phase, batch in batches if batch)
+    return StepJob(head.engine.model, phase, batch)
+
+
+def _batch(head: Head, phase: Phase, rank_of: RankOf, kv_free: int) -> tuple[str, ...]:
     """Returns the head and the requests of its service and phase, by priority, that fit."""
     engine = head.engine
-    same = [h.request for h in heads if h.engine.model == engine.model and h.phase is phase]
+    same = sorted(engine.prefill if phase is Phase.PREFILL else engine.decode, key=rank_of)
     same.sort(key=lambda r: r is not head.request)
     if phase is Phase.DECODE:
-        return tuple(r.id for r in same[: engine.batch_max])
+        return tuple([r.id for r in same[: engine.batch_max]])
     room = max(0, engine.batch_max - len(engine.decode))
     return fitting(same[:room], engine, kv_free)
 
 
-def _holds_s(
-    head: Head, phase: Phase, batch: Sequence[str], heads: Sequence[Head], settings: DbSettings
-) -> float:
+def _holds_s(head: Head, job: StepJob, view: DeviceStepView, settings: DbSettings) -> float:
     """Returns the time for which the choice holds.
 
     The head's priority only rises while it executes, so the choice holds until its budget is used
     up or a waiting request starves. A prefill is a single step. So is a starved head's step, since
     afterwards the head is not starved any more.
     """
-    if phase is Phase.PREFILL or head.rank[0] == -math.inf:
+    if job.phase is Phase.PREFILL or head.rank[0] == -math.inf:
         return 0.0
-    left = left_s(head.request.executed_s, budget_s(head.engine))
-    waiting = (h for h in heads if h.request.id not in batch)
-    starves = (starvation_s(h.engine, settings) - h.request.waiting_s for h in waiting)
-    return max(0.0, min(left, min(starves, default=math.inf)))
+    held_s = left_s(head.request.executed_s, budget_s(head.engine))
+    batch = set(job.requests)
+    for engine in view.engines:
+        requests = (*engine.prefill, *engine.decode)
+        waiting = [r.waiting_s for r in requests if r.id not in batch]
+        if waiting:
+            held_s = min(held_s, starvation_s(engine, settings) - max(waiting))
+    return max(0.0, held_s)
