@@ -134,7 +134,7 @@ class World:
         """Returns the placement, after a search if the policy has one and none was given."""
         controller, searches = self.controller, self.policy.search
         if controller.target is None and searches is not None and self._loads is not None:
-            given = problem(self.setup, self._loads, self._simulate, self.work)
+            given = problem(self.setup, self.policy, self._loads, self._simulate, self.work)
             controller.target = searches(given)
         return controller.target
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.messages.model_spec import ModelSpec
-from prism.policies import profiles
+from prism.policies import profiles, registry
 from prism.policies.data import ClusterView
+from prism.policies.knobs import tuned
 from prism.policies.placement import (
     ModelSpecView,
     Placement,
@@ -35,6 +36,7 @@ from prism_sim.live.live_setup import (
     is_on_host,
     model_setup,
 )
+from prism_sim.placement.independent import PartwiseSimulation
 from prism_sim.placement.search import outcome
 
 
@@ -47,10 +49,12 @@ def simulator(config: ClusterConfig, view: ClusterView) -> Simulate:
     work = drawn(setup.models, profiles.loads(view), setup.search_requests)
     profiled = loads(setup, work)
 
-    def simulate(placement: Placement) -> PlacementOutcome:
-        return outcome(World(setup, work, target=placement).run(), profiled)
+    policy = tuned(registry.get(setup.policy), setup.knobs)
 
-    return simulate
+    def simulate(placement: Placement) -> PlacementOutcome:
+        return outcome(World(setup, work, policy, placement).run(), profiled)
+
+    return PartwiseSimulation(setup, policy, simulate)
 
 
 def view_setup(config: ClusterConfig, problem: Problem) -> ClusterSetup:

@@ -29,6 +29,7 @@ class Replacement:
     ) -> None:
         assert policy.search is not None
         assert policy.next_interval is not None
+        self._policy = policy
         self._find, self._follow = policy.search, policy.next_interval
         self._setup = setup
         self._records = records
@@ -51,7 +52,7 @@ class Replacement:
         real = attainment(self._records, first, until, now_s)
         self.interval_s = self._follow(self.interval_s, real, target.score)
         recent = window(self._records.work, first, until)
-        given = problem(self._setup, self._loads(recent), simulate, recent)
+        given = problem(self._setup, self._policy, self._loads(recent), simulate, recent)
         return better(given, target, self._find(given))
 
     def _loads(self, recent: Workload) -> list[ModelLoad]:

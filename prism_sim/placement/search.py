@@ -17,6 +17,7 @@ from prism.policies.placement import (
     Problem,
     StepTimes,
 )
+from prism.policies.policy import Policy
 from prism_replay.metrics import met, normalized_latency
 from prism_sim.core import profile
 from prism_sim.core.columns import columns
@@ -25,6 +26,7 @@ from prism_sim.core.records import Records
 from prism_sim.core.setup import ClusterSetup
 from prism_sim.core.workload import Workload
 from prism_sim.costs.model import PromptChunk, slowdown
+from prism_sim.placement.independent import PartwiseSimulation
 
 SEARCH_RATES = ("mean", "peak", "equal")
 PIECES = 10
@@ -38,6 +40,7 @@ rounding errors of step times, and would decide between equally good placements.
 
 def problem(
     setup: ClusterSetup,
+    policy: Policy,
     loads: Sequence[ModelLoad],
     simulate: Callable[[Placement, Workload], Records],
     work: Workload,
@@ -50,7 +53,7 @@ def problem(
     def outcome_of(placement: Placement) -> PlacementOutcome:
         return outcome(simulate(placement, sample), loads)
 
-    return _problem(setup, given, outcome_of)
+    return _problem(setup, given, PartwiseSimulation(setup, policy, outcome_of))
 
 
 def expected(loads: Sequence[ModelLoad], work: Workload, rates: str) -> list[ModelLoad]:

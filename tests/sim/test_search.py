@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from prism.policies import registry
 from prism_sim.core.profile import loads
 from prism_sim.placement.search import PIECES, expected, problem
 from tests.sim.clusters import cluster, model, request, work
@@ -35,5 +36,5 @@ def test_rates_are_mean_peak_or_equal(rates: str, said: list[float]) -> None:
 def test_the_search_is_given_them() -> None:
     setup = cluster(MODELS, search_rates="equal")
     never: Any = None  # nothing is simulated
-    given = problem(setup, loads(setup, WORK), never, WORK)
+    given = problem(setup, registry.get(setup.policy), loads(setup, WORK), never, WORK)
     assert [m.rate_rps for m in given.models] == pytest.approx([151 / 300] * 3)
