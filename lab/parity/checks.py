@@ -5,6 +5,8 @@ The simulator's code gets the same inputs and no clock, so every decision must b
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
 from lab.parity.causes import waiting_of
@@ -58,16 +60,24 @@ def check_plans(records: Records, policy: Policy) -> Check:
 
 def check_turns(records: Records, policy: Policy) -> Check:
     """Checks every choice of token-level switching."""
+    found = (dated.record for dated in records)
+    choices = (
+        _turn_choice(record, policy.turns)
+        for record in found
+        if policy.turns is not None and isinstance(record, TURN_CHOICES)
+    )
+    return _compared("choices of token-level switching", choices)
+
+
+def _compared(what: str, choices: Iterable[tuple[object, object]]) -> Check:
+    """Returns the check of choices, each as it was recorded and as it is repeated."""
     total, equal, first = 0, 0, ""
-    for record in (dated.record for dated in records):
-        if policy.turns is None or not isinstance(record, TURN_CHOICES):
-            continue
-        live, again = _turn_choice(record, policy.turns)
+    for live, again in choices:
         total += 1
         equal += live == again
         if live != again:
             first = first or f"live {live}, again {again}"
-    return Check("choices of token-level switching", total, equal, first)
+    return Check(what, total, equal, first)
 
 
 def _turn_choice(
@@ -85,25 +95,27 @@ def _turn_choice(
 
 def check_queue(device: str, records: Records, policy: Policy) -> Check:
     """Checks every step of a device's local scheduler that had waiting requests."""
+    return _compared(f"steps of {device}'s local scheduler", _queue_choices(records, policy))
+
+
+def _queue_choices(records: Records, policy: Policy) -> Iterator[tuple[object, object]]:
+    """Yields the recorded and the repeated dispatches."""
     replay = _Queue(policy)
-    total, equal, first = 0, 0, ""
     for dated in records:
         record = dated.record
         if isinstance(record, Stepped) and record.views is not None:
-            total += 1
-            again = replay.scheduler.step(record.time_s, record.views).ids
-            if again == record.ids:
-                equal += 1
-            else:
-                first = first or f"live {record.ids}, again {again}"
+            yield record.ids, replay.scheduler.step(record.time_s, record.views).ids
         else:
             replay.take(dated)
-    return Check(f"steps of {device}'s local scheduler", total, equal, first)
 
 
 def check_steps(device: str, records: Records, policy: Policy) -> Check:
     """Checks every choice of a device's step control."""
-    total, equal, first = 0, 0, ""
+    return _compared(f"choices of {device}'s step control", _step_choices(records, policy))
+
+
+def _step_choices(records: Records, policy: Policy) -> Iterator[tuple[object, object]]:
+    """Yields the recorded and the repeated jobs."""
     names: set[str] = set()
     state: object = None
     for record in (dated.record for dated in records):
@@ -114,11 +126,7 @@ def check_steps(device: str, records: Records, policy: Policy) -> Check:
             if present != names:
                 names, state = present, policy.steps.start(record.view)
             choice, state = policy.steps.choose(record.view, state)
-            total += 1
-            equal += choice.jobs == record.jobs
-            if choice.jobs != record.jobs:
-                first = first or f"live {record.jobs}, again {choice.jobs}"
-    return Check(f"choices of {device}'s step control", total, equal, first)
+            yield record.jobs, choice.jobs
 
 
 class _Queue:

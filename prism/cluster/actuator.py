@@ -217,7 +217,7 @@ class Actuator:
     ) -> None:
         limit_bytes = action.kv_limit_bytes if isinstance(action, Activate) else None
         spec = self._spec(name, 1 + len(action.peers))
-        target = self._state.target
+        target, turn = self._state.target, self._state.turn_on(device)
         command = ActivateModel(
             action_id=0,
             model=spec,
@@ -226,7 +226,7 @@ class Actuator:
             peers=action.peers,
             sm_share=target.sm_share(name, device) if target else 1.0,
             restarts_engine=self._state.policy.restarts_engine,
-            prefills=any(t.prefills and t.devices[0] == device for t in self._state.turns),
+            prefills=turn is not None and turn.prefills,
         )
         since_s = self._state.now_s()
         result = self._link.post(device, command)

@@ -43,8 +43,8 @@ class AgentMonitor:
         outputs = {m.model: dict(m.output_lengths) for m in report.models}
         state.traffic.ended(device, outputs, now_s)
         state.sizes.observe(report)
-        decodes = any(t.devices[0] == device and not t.prefills for t in state.turns)
-        state.speeds.observe(report, only_decodes=decodes)
+        turn = state.turn_on(device)
+        state.speeds.observe(report, only_decodes=turn is not None and not turn.prefills)
         if state.policy.next_interval is not None:
             state.attainment.observe(device, report.models)
         if state.policy.asks_startup:

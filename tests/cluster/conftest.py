@@ -202,6 +202,14 @@ class Cluster:
     async def status(self) -> ClusterStatus:
         return await eventually(self.queue.status)
 
+    async def refusal(self, model: str) -> str:
+        """Waits until the model is refused. Returns the reason."""
+
+        async def reason() -> str:
+            return (await self.status()).refusals.get(model, "")
+
+        return str(await eventually(reason))
+
     async def ready(self) -> bool:
         status = await self.queue.status()
         return status is not None and status.ready

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from prism.messages.cluster import ClusterStatus
 from prism.queueing import UNPLACED
 from tests.cluster.conftest import Cluster, spec
 from tests.cluster.scripted import eventually
@@ -136,13 +135,7 @@ async def test_a_model_that_no_instance_holds_is_refused(cluster: Cluster) -> No
     cluster.configure(spec("a"), large, rooms=(1.0,), policy="qlm", scheduler=SCHEDULER)
     await cluster.start()
     await cluster.send("large")
-
-    async def refused() -> ClusterStatus | None:
-        status = await cluster.status()
-        return status if "large" in status.refusals else None
-
-    status = await eventually(refused)
-    assert status.refusals["large"] == "no serving instance can hold it"
+    assert await cluster.refusal("large") == "no serving instance can hold it"
     await cluster.serves("a")
 
 

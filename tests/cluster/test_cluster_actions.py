@@ -134,15 +134,12 @@ async def test_never_evict_is_kept_and_the_refusal_says_why(cluster: Cluster) ->
     assert cluster.agents["host:0"].active() == {"kept"}
     await cluster.send("b")
 
-    async def refused() -> str:
-        return (await cluster.status()).refusals.get("b", "")
-
     missing = 2 * MODEL_BYTES - cluster.config.devices[0].capacity_bytes
 
     async def unplaced() -> bool:
         return (await cluster.status()).unplaced == {"b": 1}
 
-    assert (await eventually(refused)).startswith(f"{missing} bytes")
+    assert (await cluster.refusal("b")).startswith(f"{missing} bytes")
     await eventually(unplaced)
     assert cluster.orders() == [("activate", "kept")]
 

@@ -10,7 +10,6 @@ import pytest
 
 from lab.parity.checks import check_plans, check_turns
 from lab.parity.journals import Dated
-from prism.messages.cluster import ClusterStatus
 from prism.policies import registry
 from prism.queueing import UNPLACED
 from prism.scheduler.decision_journal import (
@@ -122,11 +121,7 @@ async def test_a_model_that_cannot_be_loaded_delays_no_other(cluster: Cluster) -
     await cluster.send("a", max_tokens=8)
     await cluster.send("b", max_tokens=8)
     await eventually(lambda: cluster.finished("b") == 1)
-
-    async def refused() -> bool:
-        return "a" in (await cluster.status()).refusals
-
-    await eventually(refused)
+    assert await cluster.refusal("a")
     for agent in cluster.agents.values():
         agent.failing.clear()
     await eventually(lambda: cluster.finished("a") == 1)
@@ -136,13 +131,7 @@ async def test_one_device_is_too_few(cluster: Cluster) -> None:
     cluster.configure(spec("a"), rooms=(2.0,), policy="aegaeon", scheduler=SCHEDULER)
     await cluster.start()
     await cluster.send("a")
-
-    async def refused() -> ClusterStatus | None:
-        status = await cluster.status()
-        return status if "a" in status.refusals else None
-
-    status = await eventually(refused)
-    assert status.refusals["a"] == "no two groups of 1 devices of one node are left"
+    assert await cluster.refusal("a") == "no two groups of 1 devices of one node are left"
 
 
 async def test_the_devices_that_are_left_share_the_roles(cluster: Cluster) -> None:

@@ -53,7 +53,7 @@ class DecodeInstances:
 
     def serves(self, model: str) -> bool:
         """Returns whether an instance can hold the model now."""
-        return any(self._cluster.can_hold(each, model) for each in self.all)
+        return bool(self._cluster.able(self.all, model))
 
     async def step(self, resumed: Iterable[QueuedRequest], now_s: float) -> None:
         """Places models with requests, ends turns, and starts the requests of the models that have
@@ -84,8 +84,7 @@ class DecodeInstances:
             each.models = {m: None for m in each.models if self._has_requests(each, m)}
         placed = {model for each in self.all for model in each.models}
         for model in [model for model in self._waiting if model not in placed]:
-            able = [each for each in self.all if self._cluster.can_hold(each, model)]
-            if able:
+            if able := self._cluster.able(self.all, model):
                 models = tuple(tuple(each.models) for each in able)
                 able[self._choose(model, models)].models.setdefault(model)
 
@@ -95,9 +94,7 @@ class DecodeInstances:
 
     def _choose(self, model: str, models: tuple[tuple[str, ...], ...]) -> int:
         number = self._cluster.policy.decode_on(model, models)
-        if (journal := self._cluster.journal) is not None:
-            now_s = self._cluster.state.now_s()
-            journal.add(DecodeChosen(time_s=now_s, model=model, models=models, instance=number))
+        self._cluster.note(DecodeChosen, model=model, models=models, instance=number)
         return number
 
     # --- turns ------------------------------------------------------------------------------
@@ -140,10 +137,8 @@ class DecodeInstances:
         return instance.until_s < math.inf and report is not None and report.has_output
 
     def _quotas_s(self, device: str, batches: Sequence[TurnBatch]) -> tuple[float, ...]:
-        quotas_s, given = self._cluster.policy.quotas_s(batches), tuple(batches)
-        if (journal := self._cluster.journal) is not None:
-            now_s = self._cluster.state.now_s()
-            journal.add(RoundChosen(time_s=now_s, device=device, batches=given, quotas_s=quotas_s))
+        quotas_s = self._cluster.policy.quotas_s(batches)
+        self._cluster.note(RoundChosen, device=device, batches=tuple(batches), quotas_s=quotas_s)
         return quotas_s
 
     def _batches(self, instance: DecodeInstance) -> list[TurnBatch]:

@@ -43,7 +43,8 @@ class PrefillInstances:
         QueueUnavailableError."""
         self._grouped.intersection_update(request.id for request in fresh)
         new = [request for request in fresh if request.id not in self._grouped]
-        able = self._cluster.holders(self.all, (request.model for request in new))
+        models = {request.model for request in new}
+        able = {model: self._cluster.able(self.all, model) for model in models}
         for number, request in enumerate(new):
             self._group(request, able)
             if number % AT_ONCE == AT_ONCE - 1:
@@ -89,11 +90,7 @@ class PrefillInstances:
 
     def _choose(self, model: str, queues: tuple[PrefillQueue, ...]) -> tuple[int, int | None]:
         number, place = self._cluster.policy.prefill_on(model, queues)
-        if (journal := self._cluster.journal) is not None:
-            now_s = self._cluster.state.now_s()
-            journal.add(
-                PrefillChosen(time_s=now_s, model=model, queues=queues, queue=number, group=place)
-            )
+        self._cluster.note(PrefillChosen, model=model, queues=queues, queue=number, group=place)
         return number, place
 
     async def _step(self, instance: PrefillInstance) -> None:

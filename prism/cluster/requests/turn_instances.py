@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prism.cluster.requests.estimates import Estimates
 from prism.cluster.state.agents import ABSENT_STATES
@@ -13,7 +13,7 @@ from prism.policies.multiplexing.turns import TurnPolicy
 from prism.policies.placement import Unit
 from prism.policies.queues import QueuedRequest
 from prism.queueing.request_queue import RequestQueue
-from prism.scheduler.decision_journal import Sink
+from prism.scheduler.decision_journal import AnyRecord
 
 
 @dataclass(slots=True)
@@ -36,10 +36,12 @@ class Instance:
         return self.unit.devices[0]
 
 
-I = TypeVar("I", bound=Instance)  # noqa: E741
+AnyInstance = TypeVar("AnyInstance", bound=Instance)
 
 
-def replaced(present: Iterable[I], units: Sequence[Unit], make: Callable[[Unit], I]) -> list[I]:
+def replaced(
+    present: Iterable[AnyInstance], units: Sequence[Unit], make: Callable[[Unit], AnyInstance]
+) -> list[AnyInstance]:
     """Returns the instances of `units`. One whose devices are the same stays as it is, with the
     unit's models."""
     kept = {each.devices: each for each in present}
@@ -58,11 +60,11 @@ class TurnCluster:
     policy: TurnPolicy
     estimates: Estimates
 
-    @property
-    def journal(self) -> Sink | None:
-        """Receives each choice with its input; None: none is kept."""
+    def note(self, record: Callable[..., AnyRecord], **fields: Any) -> None:
+        """Writes a choice with its input to the journal, if that keeps inputs."""
         journal = self.state.journal
-        return journal if journal is not None and journal.inputs else None
+        if journal is not None and journal.inputs:
+            journal.add(record(time_s=self.state.now_s(), **fields))
 
     def note_empty(self, instance: Instance) -> None:
         instance.is_empty = instance.is_empty or not any(map(self._has_models, instance.devices))
@@ -78,9 +80,9 @@ class TurnCluster:
         serves = any(hosted.model == model for hosted in instance.unit.models)
         return serves and instance.name not in barred
 
-    def holders(self, instances: Iterable[I], models: Iterable[str]) -> Mapping[str, Sequence[I]]:
-        """Returns model -> the instances that can hold it now."""
-        return {m: [each for each in instances if self.can_hold(each, m)] for m in set(models)}
+    def able(self, instances: Iterable[AnyInstance], model: str) -> list[AnyInstance]:
+        """Returns the instances that can hold the model now."""
+        return [each for each in instances if self.can_hold(each, model)]
 
     def is_active(self, instance: Instance, model: str) -> bool:
         return self.state.book.state(instance.name, model) == "active"

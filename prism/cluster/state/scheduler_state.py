@@ -88,6 +88,10 @@ class SchedulerState:
     def config(self) -> ClusterConfig:
         return self.served.config
 
+    def turn_on(self, device: str) -> InstanceTurn | None:
+        """Returns the turn of the instance with rank 0 on this device, or None."""
+        return next((turn for turn in self.turns if turn.devices[0] == device), None)
+
     async def read_waiting(self, queue: RequestQueue) -> dict[str, int]:
         """Reads the requests that wait to be bound. Returns model -> their number. Raises
         QueueUnavailableError."""
