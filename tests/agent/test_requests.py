@@ -336,6 +336,12 @@ def test_what_leaves_runs_for_redis_until_its_kv_is_there() -> None:
     machine.teardown()
 
 
+def test_an_attempt_that_a_newer_one_replaces_is_not_registered_again() -> None:
+    """Its end is not reported, so Redis would keep it as running for ever."""
+    machine = started(("retry", 0), ("read", 0), ("stop", 0), ("lose data", 0))
+    machine.teardown()
+
+
 @pytest.mark.parametrize("event", ["cancel", "stop", "gone", "retry"])
 def test_what_ends_while_it_leaves_does_not_go_on(event: str) -> None:
     machine = started(("leave", 0), (event, 0), ("read", 0))

@@ -283,9 +283,11 @@ class RequestTable:
         return self._ended.get(request.id, 0) >= request.attempt
 
     def register(self) -> None:
-        """Registers all running requests again, because Redis may have lost them."""
+        """Registers running requests again, because Redis may have lost them. Attempts that a newer
+        one replaces are not reported at their end."""
         for tracked in self._on_engines.values():
-            self.outbox.add(Update.REGISTER, tracked.id, tracked.request)
+            if tracked.newer is None:
+                self.outbox.add(Update.REGISTER, tracked.id, tracked.request)
 
     # --- waiting requests -------------------------------------------------------------------
 
