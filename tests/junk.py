@@ -49,7 +49,7 @@ def _huge(client: Redis, key: str, rng: Random) -> None:
 def _cut(client: Redis, key: str, rng: Random) -> None:
     """Truncates a string or a hash; writes empty values to other types."""
     if client.type(key) == b"string":
-        body = client.get(key)
+        body = client.get(key) or b""  # it may have expired
         client.set(key, body[: rng.randrange(len(body) + 1)])
         return
     _write(client, key, b"", rng)
