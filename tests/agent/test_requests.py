@@ -337,7 +337,7 @@ def test_what_leaves_runs_for_redis_until_its_kv_is_there() -> None:
 
 
 def test_an_attempt_that_a_newer_one_replaces_is_not_registered_again() -> None:
-    """Its end is not reported, so Redis would keep it as running for ever."""
+    """Redis would keep it as running for ever, since its end is not reported."""
     machine = started(("retry", 0), ("read", 0), ("stop", 0), ("lose data", 0))
     machine.teardown()
 

@@ -283,11 +283,10 @@ class RequestTable:
         return self._ended.get(request.id, 0) >= request.attempt
 
     def register(self) -> None:
-        """Registers running requests again, because Redis may have lost them. Attempts that a newer
-        one replaces are not reported at their end."""
-        for tracked in self._on_engines.values():
-            if tracked.newer is None:
-                self.outbox.add(Update.REGISTER, tracked.id, tracked.request)
+        """Registers running requests again, because Redis may have lost them; `finish` does not
+        report one with a newer attempt."""
+        for tracked in [each for each in self._on_engines.values() if each.newer is None]:
+            self.outbox.add(Update.REGISTER, tracked.id, tracked.request)
 
     # --- waiting requests -------------------------------------------------------------------
 
