@@ -24,6 +24,7 @@ from prism.config.schema.cluster_config import ClusterConfig
 from prism.errors import ConfigError
 from prism.scheduler.decision_journal import INPUTS
 from prism.serve.background import BackgroundServer, free_port, serving
+from prism_replay.live.client import Endpoint
 from prism_replay.live.prompts import PromptSource, parse_token_range
 from prism_replay.live.runner import run_replay
 from prism_replay.report.console import LiveProgress
@@ -66,7 +67,7 @@ def record(given: LiveConfig, console: Console) -> Inputs:
     with serving(path, free_port(), logs, "parity") as server:
         for model in models_of(given.trace):
             console.print(f"calibrating {model}", highlight=False)
-            _, fitted = calibrate(server.url, _plan(given, config, model), GPU, 1)
+            _, fitted = calibrate(Endpoint(server.url), _plan(given, config, model), GPU, 1)
             save(costs, fitted.table)
     replay_logs = given.out / "logs"
     _clear(replay_logs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from prism.errors import ConfigError, TraceError
 from prism_replay.formats.reader import FORMATS, read_format
 from prism_replay.lengths import EmpiricalLengths, Lengths, lengths_of
 from prism_replay.trace import TOKENS_MAX
+
+if TYPE_CHECKING:
+    from prism_replay.live.client import Endpoint
 
 TraceFile = Annotated[
     Path,
@@ -32,6 +35,19 @@ SloOption = Annotated[
         help="TTFT/TPOT or TTFT/TPOT/E2E in ms, for all models or as MODEL=...; may be repeated.",
     ),
 ]
+Url = Annotated[str, typer.Option(help="URL of a server with OpenAI's API.")]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar="OPENAI_API_KEY",
+        help="API key of the server. Other users of the machine see it on the command line, but not"
+        " in the variable.",
+    ),
+]
+CaFile = Annotated[
+    Path | None,
+    typer.Option("--cacert", help="Certificates to trust (PEM), such as a server's own."),
+]
 Timeout = Annotated[float, typer.Option(help="Timeout of a request, in seconds.", min=0.001)]
 BlockTokens = Annotated[int, typer.Option(help="Tokens per hash id.", min=1)]
 TokenIds = Annotated[str, typer.Option(help="Range of synthetic token ids.")]
@@ -45,6 +61,13 @@ LengthsOption = Annotated[
         metavar="FORMAT=FILE", help="Draw lengths from this trace, such as sharegpt=sg.json."
     ),
 ]
+
+
+def endpoint(url: str, api_key: str, ca_file: Path | None) -> Endpoint:
+    """Returns the server of these options. Raises ConfigError."""
+    from prism_replay.live.client import Endpoint, parse_url
+
+    return Endpoint(parse_url(url), api_key.strip(), ca_file)
 
 
 def check_writable(path: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -26,6 +26,9 @@ from prism_replay.results import (
 )
 from prism_replay.trace import TraceRequest, read_trace
 
+if TYPE_CHECKING:
+    from prism_replay.live.client import Endpoint
+
 app = new_app(
     "Replay multi-model traces against a live server and report SLO attainment.", "prism-replay"
 )
@@ -39,9 +42,9 @@ INTERRUPTED = 130
 def run(
     trace: opts.TraceFile,
     *,
-    url: Annotated[str, typer.Option(help="URL of a server with OpenAI's API.")] = (
-        "http://127.0.0.1:8000"
-    ),
+    url: opts.Url = "http://127.0.0.1:8000",
+    api_key: opts.ApiKey = "",
+    cacert: opts.CaFile = None,
     rate_scale: opts.RateScale = 1.0,
     time_scale: opts.TimeScale = 1.0,
     slo_scale: Annotated[
@@ -65,12 +68,13 @@ def run(
     Requests are sent without waiting for answers (open loop). Ctrl-C stops the replay and reports
     partial results.
     """
+    endpoint = opts.endpoint(url, api_key, cacert)
     requests = trace_commands.scaled(read_trace(trace), rate_scale, time_scale, limit, seed)
     base = read_base_slos(base_slos) if base_slos else None
     requests = base.apply(requests) if base else requests
     config = RunConfig(
         trace=trace.name,
-        url=url.rstrip("/"),
+        url=endpoint.url,
         requests=len(requests),
         rate_scale=rate_scale,
         time_scale=time_scale,
@@ -85,7 +89,7 @@ def run(
     config = msgspec.structs.replace(config, sent_slo_scale=config.main_scale)
     for path in (out, html):
         opts.check_writable(path)
-    results = _replay(requests, config)
+    results = _replay(requests, config, endpoint)
     _write(results, out, html)
     if results.config.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -177,13 +181,13 @@ def main() -> None:
     run_command(app, "prism-replay")
 
 
-def _replay(requests: list[TraceRequest], config: RunConfig) -> ReplayResults:
+def _replay(requests: list[TraceRequest], config: RunConfig, endpoint: Endpoint) -> ReplayResults:
     from prism_replay.live.runner import run_replay
     from prism_replay.report.console import LiveProgress, print_results
 
     console = new_console()
     with LiveProgress(console, len(requests), config.main_scale) as progress:
-        results = asyncio.run(run_replay(requests, config, progress))
+        results = asyncio.run(run_replay(requests, config, progress, endpoint))
     print_results(console, results)
     return results
 

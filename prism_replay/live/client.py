@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -20,6 +23,7 @@ from prism_replay.trace import TraceRequest
 class ModelCard(msgspec.Struct, frozen=True):
     id: str
     max_model_len: int | None = None
+    owned_by: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -113,6 +117,17 @@ class Stream:
             self.fail("short", f"{self.tokens} of {expected_tokens} tokens")
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Server with OpenAI's API."""
+
+    url: str
+    api_key: str = field(default="", repr=False)
+    """Empty: none."""
+    ca_file: Path | None = None
+    """Certificates to trust instead of the system's, in PEM format."""
+
+
 @dataclass
 class Sender:
     """Sender of concurrent completion requests. Used on one event loop only."""
@@ -123,6 +138,8 @@ class Sender:
     """The replay's zero on time.monotonic()."""
     slo_scale: float = 1.0
     """Factor on the SLOs that the server gets. Records have the SLOs without it."""
+    takes_slos: bool = True
+    """Whether requests have SLOs and a priority. Other servers than Prism may reject them."""
 
     async def send(
         self, index: int, request: TraceRequest, prompt: str | list[int]
@@ -139,7 +156,7 @@ class Sender:
         """Sends one request and collects the response or the error in `stream`."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._read(completion_body(request, prompt, self.slo_scale), stream)
+                await self._read(self.body(request, prompt), stream)
             stream.check_complete(request.output_length)
         except TimeoutError:
             stream.fail("timeout", f"no complete response in {self.timeout_s:g} s")
@@ -163,6 +180,28 @@ class Sender:
                 if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                     event = msgspec.json.decode(line[5:], type=StreamEvent)
                     stream.take(event, time.monotonic())
+
+    def body(self, request: TraceRequest, prompt: str | list[int]) -> bytes:
+        """Returns a greedy request for exactly `output_length` tokens.
+
+        The server must support `ignore_eos`. The body includes the scaled SLOs and the priority, so
+        that a server that schedules by deadline (Prism §6.3) has the SLOs that the replay measures.
+        """
+        body: dict[str, Any] = {
+            "model": request.model,
+            "prompt": prompt,
+            "max_tokens": request.output_length,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        if self.takes_slos:
+            slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
+            body |= {name: ms * self.slo_scale for name, ms in slos.items() if ms is not None}
+            body |= {"priority": request.priority} if request.priority else {}
+        return msgspec.json.encode(body)
 
     def _record(
         self, index: int, request: TraceRequest, sent_s: float, stream: Stream
@@ -205,28 +244,6 @@ async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     yield rest
 
 
-def completion_body(request: TraceRequest, prompt: str | list[int], slo_scale: float) -> bytes:
-    """Returns a greedy request for exactly `output_length` tokens.
-
-    The server must support `ignore_eos`. The body includes the scaled SLOs and the priority, so
-    that a server that schedules by deadline (Prism §6.3) has the SLOs that the replay measures.
-    """
-    body: dict[str, Any] = {
-        "model": request.model,
-        "prompt": prompt,
-        "max_tokens": request.output_length,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
-    slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
-    scaled = {key: slo_ms and slo_ms * slo_scale for key, slo_ms in slos.items()}
-    optional = scaled | {"priority": request.priority or None}
-    return msgspec.json.encode(body | {key: v for key, v in optional.items() if v is not None})
-
-
 def decode_error(body: bytes) -> ErrorBody:
     """Returns the OpenAI error object of a response, or one with the body's text."""
     try:
@@ -240,14 +257,41 @@ def error_code(error: ErrorBody, default: str) -> str:
     return str(error.code or error.type or default)
 
 
-def connect(url: str) -> httpx.AsyncClient:
-    """Returns a client without a limit on concurrent streams. The caller closes it."""
+def parse_url(text: str, option: str = "--url") -> str:
+    """Returns the URL of a server without the path `/v1`. Raises ConfigError that names the
+    option."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        hint = f"http://{text}" if "://" not in text else "http://HOST:PORT"
+        raise ConfigError(f"{option} {text}: must start with http:// or https://; give {hint}")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def connect(endpoint: Endpoint) -> httpx.AsyncClient:
+    """Returns a client without a limit on concurrent streams. The caller closes it. Raises
+    ConfigError."""
+    key = endpoint.api_key
     return httpx.AsyncClient(
-        base_url=url,
+        base_url=endpoint.url,
         timeout=httpx.Timeout(None, connect=10.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        headers={"authorization": f"Bearer {key}"} if key else None,
+        verify=_trusted(endpoint.ca_file),
         trust_env=False,
     )
+
+
+def _trusted(ca_file: Path | None) -> ssl.SSLContext:
+    """Returns a context that trusts a file's certificates, which need no issuer."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"--cacert {ca_file}: no certificates can be read ({error.strerror or error}); give a"
+            " file in PEM format"
+        ) from error
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
@@ -255,13 +299,21 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
     where = f"--url {http.base_url}"
     try:
         answer = await http.get("/v1/models", timeout=10.0)
+        if answer.status_code in (401, 403):
+            raise ConfigError(
+                f"{where}: the server did not accept the API key (status {answer.status_code});"
+                " give it with --api-key or in $OPENAI_API_KEY"
+            )
         answer.raise_for_status()
         cards = msgspec.json.decode(answer.content, type=ModelList).data
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except httpx.TransportError as error:
         reason = str(error) or type(error).__name__
-        raise ConfigError(
-            f"{where}: no server responds ({reason}); start one with `prism-serve`"
-        ) from error
+        remedy = (
+            "give its certificate with --cacert"
+            if "CERTIFICATE_VERIFY" in reason
+            else ("start one with `prism-serve`")
+        )
+        raise ConfigError(f"{where}: no server responds ({reason}); {remedy}") from error
     except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{where}: the response to GET /v1/models is not in OpenAI's format: {error}"

@@ -19,7 +19,7 @@ from prism.errors import PrismError
 from prism_replay import transforms
 from prism_replay.base_slos import BaseLatencies, BaseSlos
 from prism_replay.live import variants
-from prism_replay.live.client import Sender, connect, served_models
+from prism_replay.live.client import Endpoint, Sender, connect, served_models
 from prism_replay.live.prompts import PromptSource
 from prism_replay.live.runner import Observer, Replay, check_served
 from prism_replay.metrics import INTERRUPTED
@@ -91,7 +91,7 @@ async def measure_server(
     The first request is sent twice, as the first one loads kernels. Raises ConfigError as
     `run_replay`, and MeasurementError if a request fails.
     """
-    async with connect(options.url) as http:
+    async with connect(Endpoint(options.url)) as http:
         check_served(trace, await served_models(http))
         some = trace[:: max(1, len(trace) // given.executions)][: given.executions]
         await _one_at_a_time(http, some[:1], options, options.seed + 1)

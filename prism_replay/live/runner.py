@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -14,7 +14,14 @@ import msgspec
 
 from prism.errors import ConfigError
 from prism.tasks import cancel_all
-from prism_replay.live.client import ModelCard, Sender, cluster_status, connect, served_models
+from prism_replay.live.client import (
+    Endpoint,
+    ModelCard,
+    Sender,
+    cluster_status,
+    connect,
+    served_models,
+)
 from prism_replay.live.prompts import PromptSource
 from prism_replay.live.sampling import StatusTracker, sample_status
 from prism_replay.metrics import summarize
@@ -30,16 +37,25 @@ class Observer(Protocol):
     def done(self, record: RequestRecord) -> None: ...
 
 
-async def run_replay(trace: Trace, config: RunConfig, observer: Observer) -> ReplayResults:
+async def run_replay(
+    trace: Trace, config: RunConfig, observer: Observer, endpoint: Endpoint | None = None
+) -> ReplayResults:
     """Replays `trace` (already scaled) and waits for all responses.
 
     SIGINT stops sending and cancels requests in flight; the partial results are marked
     `interrupted`. Raises ConfigError if the server is unreachable or does not serve a model.
+
+    Args:
+        endpoint: The server. Default: `config.url` without a key.
     """
-    async with connect(config.url) as http:
-        check_served(trace, await served_models(http))
-        replay = Replay(http, config, observer)
-        return await replay.run(trace)
+    async with connect(endpoint or Endpoint(config.url)) as http:
+        cards = await served_models(http)
+        check_served(trace, cards)
+        return await Replay(http, config, observer, takes_slos=is_prism(cards)).run(trace)
+
+
+def is_prism(cards: Mapping[str, ModelCard]) -> bool:
+    return any(card.owned_by == "prism" for card in cards.values())
 
 
 def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
@@ -63,7 +79,15 @@ def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
 class Replay:
     """One run of a replay. Used on one event loop only."""
 
-    def __init__(self, http: httpx.AsyncClient, config: RunConfig, observer: Observer) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        config: RunConfig,
+        observer: Observer,
+        *,
+        takes_slos: bool = True,
+    ) -> None:
+        self.takes_slos = takes_slos
         self.http, self.config, self.observer = http, config, observer
         low, high = config.token_ids
         self.source = PromptSource(config.seed, low, high, config.block_tokens)
@@ -75,7 +99,12 @@ class Replay:
     async def run(self, trace: Trace) -> ReplayResults:
         await self._first_status()
         started_unix_s = time.time()
-        sender = Sender(self.http, self.config.timeout_s, slo_scale=self.config.sent_slo_scale)
+        sender = Sender(
+            self.http,
+            self.config.timeout_s,
+            slo_scale=self.config.sent_slo_scale,
+            takes_slos=self.takes_slos,
+        )
         sampler = asyncio.create_task(
             sample_status(self.http, sender.start_s, self.samples, self.tracker)
         )

@@ -11,7 +11,7 @@ from rich.table import Table
 from prism.cli.terminal import new_console
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError
-from prism_replay.cli.options import check_writable
+from prism_replay.cli.options import ApiKey, CaFile, Url, check_writable, endpoint
 from prism_sim.costs.catalog import HOST_S, cost_model, cost_table, model_shape
 from prism_sim.costs.fit import MeasuredStep
 from prism_sim.costs.gpus import gpu_spec
@@ -60,7 +60,7 @@ def show(
 )
 def engine(
     *,
-    url: Annotated[str, typer.Option(help="Server with OpenAI's API.")],
+    url: Url,
     model: Annotated[str, typer.Option(help="Model to measure.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to which the table is added.")],
     gpu: Annotated[str, typer.Option(help="Name of the GPU type in the table.")] = "host",
@@ -71,6 +71,8 @@ def engine(
     repeats: Annotated[int, typer.Option(help="Measurements per point.", min=1)] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     token_ids: Annotated[str, typer.Option(help="Range of synthetic token ids.")] = "100-1000",
+    api_key: ApiKey = "",
+    cacert: CaFile = None,
 ) -> None:
     """Measures an idle live engine, on a GPU or a CPU, and writes its table of step costs.
 
@@ -88,7 +90,7 @@ def engine(
         repeats=repeats,
         source=PromptSource(seed, *parse_token_range(token_ids)),
     )
-    steps, fitted = calibrate(url.rstrip("/"), plan, gpu, tp, _print_step)
+    steps, fitted = calibrate(endpoint(url, api_key, cacert), plan, gpu, tp, _print_step)
     save(out, fitted.table)
     table = Table("step", "tokens", "context", "measured (ms)", "error of the fit")
     for step, error in zip(steps, fitted.errors, strict=True):

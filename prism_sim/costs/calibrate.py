@@ -18,7 +18,14 @@ import numpy as np
 
 import prism
 from prism.errors import ConfigError
-from prism_replay.live.client import Sender, Stream, StreamEvent, connect, served_models
+from prism_replay.live.client import (
+    Endpoint,
+    Sender,
+    Stream,
+    StreamEvent,
+    connect,
+    served_models,
+)
 from prism_replay.live.prompts import PromptSource
 from prism_replay.trace import TraceRequest
 from prism_sim.costs.fit import Fitted, MeasuredStep, fit
@@ -71,11 +78,11 @@ Observer = Callable[[MeasuredStep], None]
 
 
 async def measure(
-    url: str, plan: CalibrationPlan, observe: Observer | None = None
+    endpoint: Endpoint, plan: CalibrationPlan, observe: Observer | None = None
 ) -> list[MeasuredStep]:
     """Measures the steps of a plan. Raises ConfigError: no server, an unknown model, a failed
     request. observe: Called with each measured step."""
-    async with connect(url) as http:
+    async with connect(endpoint) as http:
         models = await served_models(http)
         if plan.model not in models:
             raise ConfigError(f"model {plan.model!r}: the server offers {', '.join(models)}")
@@ -91,11 +98,11 @@ async def measure(
 
 
 def calibrate(
-    url: str, plan: CalibrationPlan, gpu: str, tp: int, observe: Observer | None = None
+    endpoint: Endpoint, plan: CalibrationPlan, gpu: str, tp: int, observe: Observer | None = None
 ) -> tuple[list[MeasuredStep], Fitted]:
     """Measures steps and fits a table, whose `source` has the errors of the fit. Raises
     ConfigError."""
-    steps = asyncio.run(measure(url, plan, observe))
+    steps = asyncio.run(measure(endpoint, plan, observe))
     fitted = fit(steps, gpu, plan.model, tp, "")
     sizes = np.abs(fitted.errors)
     source = f"measured in {len(steps)} steps: median error {np.median(sizes):.1%}"

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prism.errors import ConfigError
-from prism_replay.live.client import StreamChoice, StreamEvent
+from prism_replay.live.client import Endpoint, StreamChoice, StreamEvent
 from prism_sim.cli.costs import app
 from prism_sim.costs.calibrate import CalibrationPlan, TimedStream, common_paces_s, measure, save
 from prism_sim.costs.catalog import cost_model
@@ -33,7 +33,7 @@ def server() -> Iterator[ScriptedServer]:
 def test_each_point_is_asked_for_once_and_prompts_share_nothing(server: ScriptedServer) -> None:
     del server.requests[:]
     seen: list[MeasuredStep] = []
-    steps = asyncio.run(measure(server.url, QUICK, seen.append))
+    steps = asyncio.run(measure(Endpoint(server.url), QUICK, seen.append))
     assert seen == steps
     assert [(s.prompt, s.tokens, s.context_tokens) for s in steps] == [
         (True, 8, 0),
@@ -63,7 +63,7 @@ def test_a_server_that_cannot_be_measured_is_named(
     server: ScriptedServer, plan: CalibrationPlan, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        asyncio.run(measure(server.url, plan))
+        asyncio.run(measure(Endpoint(server.url), plan))
 
 
 def test_the_pace_counts_only_while_all_streams_run() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from prism.messages.agent import AgentReport, ModelReport
@@ -31,10 +31,13 @@ SLOW_STEP_S = 0.05
 
 @dataclass
 class ScriptedServer:
-    """`requests`: the bodies received, in order of arrival. `with_status`: offer /status."""
+    """`requests`: the bodies received, in order of arrival. `with_status`: offer /status. `key`:
+    the API key of all requests."""
 
     with_status: bool = True
     context: int | None = 4096
+    owner: str = "prism"
+    key: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     in_flight_most: int = 0
     in_flight: int = 0
@@ -47,16 +50,23 @@ class ScriptedServer:
             self.process.should_exit = True
 
     def app(self) -> FastAPI:
-        app = FastAPI()
+        app = FastAPI(dependencies=[Depends(self.check_key)])
         app.get("/v1/models")(self.models)
         app.post("/v1/completions")(self.completions)
         app.get("/status")(self.status)
         return app
 
+    async def check_key(self, request: Request) -> None:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            raise HTTPException(401)
+
     async def models(self) -> dict[str, Any]:
         return {
             "object": "list",
-            "data": [{"id": name, "max_model_len": self.context} for name in MODELS],
+            "data": [
+                {"id": name, "max_model_len": self.context, "owned_by": self.owner}
+                for name in MODELS
+            ],
         }
 
     async def status(self) -> Response:

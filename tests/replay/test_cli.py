@@ -16,7 +16,7 @@ from prism_replay.cli.replay import app
 from prism_replay.results import read_results
 from prism_replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
-from tests.replay.scripted_server import ScriptedServer
+from tests.replay.scripted_server import ScriptedServer, running
 
 
 def cli(*arguments: object) -> int:
@@ -48,6 +48,27 @@ def test_a_run_writes_results_and_report_and_prints_both_tables(
     assert "maps 18 (" in shown
     assert cli("report", out, "--out", tmp_path / "again.html") == 0
     assert (tmp_path / "again.html").read_text() == html.read_text()
+
+
+def test_a_key_is_sent_and_not_kept(
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run.json"
+    with running(ScriptedServer(key="secret-1")) as server:
+        command = ["run", trace, "--url", f"{server.url}/v1/", "--out", out, "--strict"]
+        for key, code in (("", 2), ("wrong", 2), ("secret-1", 0)):
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            assert cli(*command) == code
+            shown = capsys.readouterr()
+            refused = "status 401); give it with --api-key or in $OPENAI_API_KEY"
+            assert (refused in shown.err) == (code == 2)
+            assert "secret-1" not in shown.out + shown.err
+        monkeypatch.delenv("OPENAI_API_KEY")
+        assert cli(*command, "--api-key", "secret-1") == 0
+    assert "secret-1" not in out.read_text()
 
 
 @pytest.mark.parametrize(("scales", "sent"), [("0.5,1,2", 1.0), ("5", 5.0), ("8,4", 4.0)])
@@ -96,7 +117,8 @@ def test_interrupting_the_process_leaves_partial_results(
         (["--rate-scale", "0"], "rate scale"),
         (["--time-scale", "-1"], "time scale"),
         (["--url", "http://127.0.0.1:9"], "no server responds"),
-        (["--url", "nonsense"], "no server responds"),
+        (["--url", "127.0.0.1:80/v1"], "with http:// or https://; give http://127.0.0.1:80/v1"),
+        (["--url", "ftp://host"], "with http:// or https://; give http://HOST:PORT"),
         (["--out", "/proc/x/r.json"], "/proc/x/r.json: cannot be written"),
         (["--html", "/"], "/: cannot be written"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,9 @@ import yaml
 from prism.config.api_keys import add_key, read_keys, variable_keys
 from prism.config.schema.access import AccessYaml, ApiKey, hashed
 from prism.errors import ConfigError
+from prism_replay.results import read_results
+from prism_replay.trace import write_trace
+from tests.replay.records import a_request
 from tests.serve.conftest import SERVE, Cluster, serving, write_yaml
 
 FILE = AccessYaml(keys="keys.yaml")
@@ -28,7 +32,7 @@ def new_key(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def make_certificate(folder: Path) -> None:
-    names = ["-subj", "/CN=prism.example", "-addext", "subjectAltName=DNS:prism.example"]
+    names = ["-subj", "/CN=prism.example", "-addext", "subjectAltName=IP:127.0.0.1"]
     made = ["-keyout", "key.pem", "-out", "cert.pem"]
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *made],
@@ -78,6 +82,24 @@ def test_a_cluster_with_keys_and_tls(guarded: tuple[Cluster, str], tmp_path: Pat
         for pid in cluster.pids:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             assert secret.encode() not in environment
+
+
+def test_a_replay_with_a_key_and_the_clusters_own_certificate(
+    guarded: tuple[Cluster, str], tmp_path: Path
+) -> None:
+    cluster, key = guarded
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "run.json"
+    write_trace(trace, [a_request(0.1 * number, "a") for number in range(3)])
+    command = [sys.executable, "-m", "prism_replay.cli.replay", "run", str(trace), "--strict"]
+    command += ["--url", cluster.url, "--out", str(out), "--token-ids", "1-9"]
+    for certificate, code in (([], 2), (["--cacert", str(tmp_path / "cert.pem")], 0)):
+        done = subprocess.run(
+            [*command, *certificate], capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, "OPENAI_API_KEY": key},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert ("give its certificate with --cacert" in done.stderr) == (code == 2)
+    assert read_results(out).summary.total.errors == {}
 
 
 def test_nobody_else_is_reached_without_keys(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from kvcached import ClientUsage, Device
-from prism_replay.live.client import Sender, Stream, StreamEvent, connect
+from prism_replay.live.client import Endpoint, Sender, Stream, StreamEvent, connect
 from prism_replay.trace import TraceRequest
 
 FIRST_ID = 256  # of prompts: ids below are special tokens and bytes
@@ -380,7 +380,7 @@ class Load:
 
 
 async def main(plan: dict[str, Any], out: Path) -> None:
-    async with connect(plan["url"]) as http:
+    async with connect(Endpoint(plan["url"])) as http:
         await Load(plan, out, http).run()
 
 
