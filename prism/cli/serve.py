@@ -25,7 +25,7 @@ from prism.errors import ConfigError
 from prism.messages.agent import ActionResult
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator
-from prism.serve.console import report
+from prism.serve.console import report, status_tables
 from prism.serve.node.gpu_probe import GpuFound
 from prism.serve.node.run_dir import find
 
@@ -137,20 +137,21 @@ def status(*, as_json: AsJson = False, run_dir: RunDirOption = None) -> None:
         print(result.message)
     else:
         shown = msgspec.json.decode(result.message, type=ClusterStatus)
-        new_console().print(report.cluster(shown))
+        new_console().print(status_tables.cluster(shown))
 
 
-@app.command(epilog="Example: prism-serve top --every 0.5")
+@app.command(epilog="Examples: prism-serve top --interval 0.5   |   prism-serve top --once --json")
 def top(
     *,
-    every: Annotated[float, typer.Option(help="Seconds between updates.")] = 1.0,
-    times: Annotated[int | None, typer.Option(help="Number of updates; default: endless.")] = None,
+    interval: Annotated[float, typer.Option("--interval", "--every", help="Seconds.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture.")] = False,
+    as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
     """Shows the running cluster live: memory of each device, models, waiting requests."""
-    if every <= 0:
-        raise ConfigError(f"--every: {every:g} must be more than 0; give seconds, such as 1")
-    watch.show(find(run_dir), new_console(), every, times)
+    if interval <= 0:
+        raise ConfigError(f"--interval: {interval:g} must be more than 0; give seconds, such as 1")
+    watch.show(find(run_dir), new_console(), interval, once=once, as_json=as_json)
 
 
 @app.command(epilog="Examples: prism-serve logs   |   prism-serve logs frontend-f0 --follow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,55 +19,77 @@ from prism.errors import ConfigError
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus, OperatorCommand
 from prism.serve import operator
-from prism.serve.console import report
+from prism.serve.console import status_tables
 
-_BAR = 40
+_BAR_MIN, _BAR_MAX = 8, 40
+# Columns of a terminal that the rest of a bar's row takes, without the device's name.
+_BESIDE_BAR = 50
 _ASK_S = 10.0
 # Parts of a device's memory, and their colours.
 _PARTS = {"weights": "cyan", "KV": "green", "other": "yellow", "free": "bright_black"}
 
 
-def show(config: ClusterConfig, console: Console, every_s: float, times: int | None) -> None:
-    """Draws the cluster until Ctrl-C, or `times` times. Raises OperatorError."""
-    drawn = 0
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        while times is None or drawn < times:
-            live.update(picture(_status(config)), refresh=True)
-            drawn += 1
-            if times is None or drawn < times:
-                time.sleep(every_s)
+def show(
+    config: ClusterConfig, console: Console, every_s: float, *, once: bool, as_json: bool
+) -> None:
+    """Draws the cluster until Ctrl-C, or once. In a pipe, and as JSON, one picture follows another.
+    Raises OperatorError."""
+    if as_json:
+        _repeat(lambda: print(_answer(config), flush=True), every_s, once)
+    elif once or not console.is_terminal:
+        _repeat(lambda: console.print(picture(_status(config), console.width)), every_s, once)
+    else:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            _repeat(
+                lambda: live.update(picture(_status(config), console.width), refresh=True),
+                every_s,
+                once,
+            )
+
+
+def _repeat(draw: Callable[[], None], every_s: float, once: bool) -> None:
+    draw()
+    while not once:
+        time.sleep(every_s)
+        draw()
+
+
+def _answer(config: ClusterConfig) -> str:
+    """Returns the status as JSON."""
+    return operator.ask(config, OperatorCommand("status"), _ASK_S).message
 
 
 def _status(config: ClusterConfig) -> ClusterStatus:
-    result = operator.ask(config, OperatorCommand("status"), _ASK_S)
-    return msgspec.json.decode(result.message, type=ClusterStatus)
+    return msgspec.json.decode(_answer(config), type=ClusterStatus)
 
 
-def picture(status: ClusterStatus) -> RenderableType:
+def picture(status: ClusterStatus, width: int) -> RenderableType:
     """Returns bars of each device's memory, then models and waiting requests."""
     legend = Text("  ").join(Text(f"■ {name}", style=style) for name, style in _PARTS.items())
+    names = [status_tables.device_name(status, agent.device) for agent in status.agents]
+    cells = max(_BAR_MIN, min(_BAR_MAX, width - _BESIDE_BAR - max(map(len, names), default=0)))
     table = Table(
         "device", "memory", "used", "waiting", "running", "KVPR", box=None, pad_edge=False
     )
-    for agent in status.agents:
+    for name, agent in zip(names, status.agents, strict=True):
         table.add_row(
-            report.device_name(status, agent.device),
-            _bar(agent),
+            name,
+            _bar(agent, cells),
             f"{format_size(agent.reserved_bytes)} of {format_size(agent.capacity_bytes)}",
             str(sum(model.waiting for model in agent.models)),
             str(sum(model.running for model in agent.models)),
             f"{status.kvpr.get(agent.device, 0):.3g}",
         )
-    return Group(table, legend, report.cluster(status))
+    return Group(status_tables.Fitted(table), legend, status_tables.cluster(status))
 
 
-def _bar(agent: AgentReport) -> Text:
+def _bar(agent: AgentReport, cells: int) -> Text:
     bar = Text()
     for name, size_bytes in shares(agent).items():
-        cells = round(_BAR * size_bytes / max(1, agent.capacity_bytes))
-        bar.append("█" * cells, style=_PARTS[name])
-    bar.truncate(_BAR)
-    bar.append("█" * (_BAR - len(bar)), style=_PARTS["free"])
+        part = round(cells * size_bytes / max(1, agent.capacity_bytes))
+        bar.append("█" * part, style=_PARTS[name])
+    bar.truncate(cells)
+    bar.append("█" * (cells - len(bar)), style=_PARTS["free"])
     return bar
 
 

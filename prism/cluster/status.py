@@ -26,6 +26,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
         placement={name: devices[0] for name, devices in state.routes.placement.items()},
         copies={name: d for name, d in state.routes.placement.items() if len(d) > 1},
         agents=state.book.reports(),
+        models=[model.name for model in state.config.models],
         kvpr={name: b.kvpr for name, b in bins.items() if state.book.report(name)},
         token_rates=_token_rates(view),
         unplaced=dict(state.routes.unplaced),

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.responses import RedirectResponse
 from starlette.datastructures import State
 from starlette.middleware.cors import CORSMiddleware
 
@@ -72,7 +73,9 @@ def create_app(
         add_plain(app, plain.router)
     for routes in (model_list, health):
         app.include_router(routes.router)
-    if not config.admin:
+    if config.admin:
+        app.add_route("/", lambda _: RedirectResponse("docs"), include_in_schema=False)
+    else:
         _add_operators(app)
     return app
 

@@ -53,6 +53,7 @@ class ClusterStatus(Wire, frozen=True):
     policy: str
     placement: dict[str, str]
     agents: list[AgentReport]
+    models: list[str] = []  # all of the configuration, in its order
     kvpr: dict[str, float] = {}
     token_rates: dict[str, float] = {}
     unplaced: dict[str, int] = {}

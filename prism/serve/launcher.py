@@ -22,18 +22,16 @@ import msgspec
 from rich.console import Console
 
 from prism.config.resolved import ConfigFile, write_resolved
-from prism.config.schema.admin import host_and_port
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import on_node
 from prism.errors import ConfigError
 from prism.frontend.http.listener import admin_listener, bound_address, open_listener
-from prism.messages.cluster import ClusterStatus
-from prism.messages.model_spec import ModelSpec
 from prism.messages.troubles import read_troubles, write_troubles
 from prism.process import LOG_LEVEL_VARIABLE, keep_private, raise_file_limit
 from prism.queueing.server import BundledRedis
 from prism.serve.console.engine_restarts import print_engine_restarts
-from prism.serve.console.progress import Probe, admin_url_of, display, url_of
+from prism.serve.console.progress import Probe, display
+from prism.serve.console.ready import print_ready
 from prism.serve.node.mps import FOLDER, MpsDaemon, wants_mps
 from prism.serve.node.preflight import check_exposure, check_ports, check_redis
 from prism.serve.node.registration import delete_redis_keys, joined, namespace_of
@@ -277,38 +275,8 @@ def _until_ready(
             tick += 1
             time.sleep(_TICK_S)
     if reason is None:
-        _print_ready(config, time.monotonic() - began_s, probe.status(), console.print)
+        print_ready(config, time.monotonic() - began_s, probe.status(), console)
     probe.close()
-
-
-def _print_ready(
-    config: ClusterConfig, seconds: float, status: ClusterStatus | None, say: Callable[..., None]
-) -> None:
-    url = url_of(config)
-    say(f"[bold green]ready[/] in {seconds:.1f} s: {url}/v1", highlight=False, soft_wrap=True)
-    refusals = status.refusals if status else {}
-    for line in (
-        *(f"note:   {model} cannot be placed now: {why}" for model, why in refusals.items()),
-        f"models: {', '.join(m.name for m in config.models)}",
-        f"try:    curl {url}{_example(config.models[0])}",
-        *([f"admin:  {_admin_text(config)}"] if config.admin else []),
-        f"state:  prism-serve status --run-dir {config.run_dir}; Ctrl-C ends everything",
-    ):
-        say(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _example(model: ModelSpec) -> str:
-    path, asked = "completions", '"prompt": "Hello", "max_tokens": 16'
-    if model.embedding:
-        path, asked = "embeddings", '"input": "Hello"'
-    header = "-H 'Content-Type: application/json'"
-    return f'/v1/{path} {header} -d \'{{"model": "{model.name}", {asked}}}\''
-
-
-def _admin_text(config: ClusterConfig) -> str:
-    if host_and_port(config.admin) is not None:
-        return f"{admin_url_of(config)}/dashboard"
-    return f"curl --unix-socket {config.admin} http://localhost/status"
 
 
 def _other_children(

@@ -73,6 +73,7 @@ def busy(llama_used_gib: float = 12.0) -> ClusterStatus:
         policy="prism",
         placement={m.model: a.device for a in agents for m in a.models},
         agents=agents,
+        models=["base", *(m.model for a in agents for m in a.models), "deepseek-v3"],
         kvpr={"cuda:0": 0.41, "cuda:1": 0.23},
         unplaced={"deepseek-v3": 4},
         refusals={"deepseek-v3": "its weights (671 GiB) are larger than any device"},

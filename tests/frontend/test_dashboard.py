@@ -180,6 +180,26 @@ async def test_an_operator_s_password_shows_it(
             await expect(page.locator(".device")).to_have_count(2)
 
 
+async def test_a_model_s_colour_is_the_same_after_a_reload(stack: Stack) -> None:
+    """Checks a reload after which there is another model, too."""
+    status = busy()
+    found = []
+    for models in (status.models, [*status.models, "another-7b"]):
+        await stack.state.queue.publish_status(msgspec.structs.replace(status, models=models))
+        async with open_page(stack.url) as (page, _):
+            await expect(page.locator("#models tbody tr")).to_have_count(len({*models}))
+            hues = "rows => rows.map(r => [r.title, r.querySelector('i').style.cssText])"
+            found.append(dict(await page.locator("#models .model").evaluate_all(hues)))
+    before, after = found
+    assert before == {name: hue for name, hue in after.items() if name in before}
+    assert len({*after.values()}) == len(after)
+
+
+async def test_the_start_page_leads_to_it(stack: Stack) -> None:
+    async with httpx.AsyncClient(base_url=stack.url, follow_redirects=True) as client:
+        assert (await client.get("/")).url.path == "/dashboard/"
+
+
 async def test_its_files_come_with_a_strict_policy(stack: Stack) -> None:
     """Allows neither inline code nor other origins."""
     client = httpx.AsyncClient(base_url=stack.url, follow_redirects=True)

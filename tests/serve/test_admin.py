@@ -54,7 +54,7 @@ def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
         ) as cluster,
     ):
         address = json.loads((cluster.run_dir / "cluster.json").read_text())["admin"]
-        line = f"admin:  http://{address}/dashboard"
+        line = f"watch:  http://{address}/dashboard"
         until(lambda: line in cluster.output(), "the console names the page")
         with (
             httpx.Client(base_url=f"http://{address}") as admin,

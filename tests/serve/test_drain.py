@@ -57,7 +57,7 @@ def test_a_device_is_emptied_while_its_model_serves(cluster: Cluster) -> None:
         until(lambda: places(cluster) == {home: set(), other: {"a", "b"}}, "both models moved")
         shown = cluster.operate("status").stdout
         assert f"{home} (drained)" in shown
-        assert f"{home} (drained)" in cluster.operate("top", "--times", "1").stdout
+        assert f"{home} (drained)" in cluster.operate("top", "--once").stdout
     refused = cluster.operate("migrate", "a", home)
     assert (refused.returncode, "is drained" in refused.stderr) == (1, True)
     assert cluster.operate("drain", "host:9").returncode == 2

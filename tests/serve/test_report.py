@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import io
 
+import msgspec
+import pytest
 from rich.console import Console, RenderableType
 
-from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
+from prism.cli.watch import picture
+from prism.config.schema.access import ApiKey, hashed
+from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, FrontendConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
-from prism.serve.console import report
+from prism.messages.model_spec import ModelSpec
+from prism.serve.console import report, status_tables
+from prism.serve.console.ready import first_request
 from tests.cluster.conftest import spec
 
 
 def seen(status: ClusterStatus) -> list[list[str]]:
     """Returns the cells of each line."""
-    return cells(report.cluster(status))
+    return cells(status_tables.cluster(status))
 
 
 def cells(table: RenderableType) -> list[list[str]]:
@@ -52,15 +58,62 @@ def test_one_machine_has_no_table_of_nodes() -> None:
     ]
 
 
-def test_a_check_shows_the_degrees_of_a_model() -> None:
-    config = ClusterConfig(
+def configured(*models: ModelSpec) -> ClusterConfig:
+    return ClusterConfig(
         namespace="n",
         run_dir="/run",
         redis_url="",
         policy="prism",
         devices=[DeviceConfig("host:0", 1 << 24, 4096, 2)],
-        models=[spec("a", degrees=(1, 2, 4), num_kv_heads=4), spec("b", degrees=(1,)), spec("c")],
+        models=list(models),
+    )
+
+
+def test_a_check_shows_the_degrees_of_a_model() -> None:
+    config = configured(
+        spec("a", degrees=(1, 2, 4), num_kv_heads=4), spec("b", degrees=(1,)), spec("c")
     )
     names = [line[0] for line in cells(report.configuration(config))]
     assert "a, tp 1 at first, 2, 4 possible" in names
     assert {"b", "c"} <= {*names}
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_names_are_whole_in_any_terminal(width: int) -> None:
+    names = ["meta-llama/Llama-3.1-8B-Instruct", "tiny-gpt2", "tiny-llama"]
+    agents = [agent("host:0@rack-7", ModelReport(names[0], "active"))]
+    agents += [agent("host:1@rack-7", ModelReport(names[1], "draining", waiting=12))]
+    status = ClusterStatus(
+        0.0, "prism", {}, agents, names, unplaced={"tiny-llama": 3}, node="rack-7"
+    )
+    out = io.StringIO()
+    Console(file=out, width=width).print(picture(status, width))
+    shown = out.getvalue()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    assert ("columns in a wider terminal" in shown) == (width < 200)
+    if width >= 80:
+        assert all(f"│ {name} " in shown for name in (*names, "host:0@rack-7"))
+        assert "unplaced │ 3" in shown
+
+
+def test_a_model_without_a_device_has_a_row() -> None:
+    status = ClusterStatus(
+        0.0, "prism", {}, [agent("host:0", ModelReport("a", "active"))], ["a", "b", "c"],
+        refusals={"b": "there is no room"}, overload=["b"],
+    )  # fmt: skip
+    lines = seen(status)
+    assert ["b", "-", "refused", "0"] in [line[:4] for line in lines]
+    assert ["c", "-", "not loaded", "0"] in [line[:4] for line in lines]
+    assert ["b cannot be placed now: there is no room"] in lines
+
+
+def test_the_first_request_has_what_a_guarded_cluster_wants() -> None:
+    frontend = FrontendConfig(tls_certificate="/etc/cert.pem", tls_key="/etc/key.pem")
+    plain = configured(spec("a"))
+    assert "Authorization" not in first_request(plain)
+    keys = [ApiKey("alice", hashed("k"))]
+    command = first_request(msgspec.structs.replace(plain, frontend=frontend, keys=keys))
+    assert command.startswith("curl --cacert /etc/cert.pem https://127.0.0.1:")
+    assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in command
+    assert '"model": "a"' in command

@@ -1,6 +1,6 @@
 // Polls the status and the counters every two seconds, and shows them.
 
-import { showDevices } from "./devices.js";
+import { assignHues, showDevices } from "./devices.js";
 import { el, keyed, setAttribute, setText } from "./dom.js";
 import { ago } from "./format.js";
 import { deviceMaps, modelRows } from "./memory.js";
@@ -18,7 +18,6 @@ const query = NAMES.map((name) => `name[]=${name}`).join("&");
 const history = new History();
 const lines = { requests: [], tokens: [], running: [], waiting: [] };
 let status = null;
-let names = [];
 let paused = false;
 let failures = 0;
 let timer = 0;
@@ -48,20 +47,19 @@ async function poll() {
 }
 
 async function refresh() {
-  const [found, metrics, models] = await Promise.all([
+  const [found, metrics] = await Promise.all([
     ask("../status").then((answer) => answer.json()),
     ask(`../metrics?${query}`).then((answer) => answer.text()),
-    names.length ? null : ask("../v1/models").then((answer) => answer.json()),
   ]);
-  if (models) names = models.data.map((model) => model.id);
   status = found;
+  assignHues(status.models);
   history.add(performance.now(), parseMetrics(metrics));
   addPoints();
   show();
 }
 
 function addPoints() {
-  const rows = modelRows(status, names, history);
+  const rows = modelRows(status, history);
   const sum = (field) => rows.reduce((total, row) => total + row[field], 0);
   const point = {
     requests: history.rate("prism_requests_total", null, 10_000),
@@ -77,7 +75,7 @@ function addPoints() {
 
 function show() {
   if (!status) return;
-  const rows = modelRows(status, names, history);
+  const rows = modelRows(status, history);
   showTotals($("totals"), totalsOf(rows, history, lines));
   showDevices($("devices"), deviceMaps(status));
   const shown = showModels($("models"), rows, $("filter").value);

@@ -13,14 +13,34 @@ const REST = [
   ["held", "reserved, not mapped"],
   ["free", "free"],
 ];
-// In degrees. Consecutive hues are far apart.
-const HUES = [262, 45, 165, 330, 95, 220, 20, 300, 190, 70];
-const hues = new Map();
+const HUES = 24;
+const hues = new Map(); // model -> number of its hue
 
-/** Returns the hue of a model, which is constant while the page is open. */
+/** Gives each model a hue. It follows from the name, so that it is the same after a reload and in
+ * every browser. If two names ask for the same hue, the later one gets another while any is free. */
+export function assignHues(models) {
+  const taken = new Set(hues.values());
+  for (const model of models) {
+    if (hues.has(model)) continue;
+    let hue = hashOf(model) % HUES;
+    while (taken.has(hue) && taken.size < HUES) hue = (hue + 7) % HUES;
+    taken.add(hue);
+    hues.set(model, hue);
+  }
+}
+
+/** FNV-1a, with its upper half folded in: the lower bits of short names differ little. */
+function hashOf(text) {
+  let hash = 0x811c9dc5;
+  for (const byte of new TextEncoder().encode(text))
+    hash = Math.imul(hash ^ byte, 0x01000193) >>> 0;
+  return (hash ^ (hash >>> 16)) >>> 0;
+}
+
+/** Returns the hue of a model in degrees. */
 export function hueOf(model) {
-  if (!hues.has(model)) hues.set(model, HUES[hues.size % HUES.length]);
-  return hues.get(model);
+  assignHues([model]);
+  return (360 / HUES) * hues.get(model);
 }
 
 export function showDevices(parent, maps) {

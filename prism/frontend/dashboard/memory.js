@@ -48,10 +48,10 @@ function groupOf(report) {
 }
 
 /** Returns a row for each configured or reported model, ordered by name. */
-export function modelRows(status, names, history) {
+export function modelRows(status, history) {
   const reports = status.agents.flatMap((agent) => agent.models.map((model) => ({ agent, model })));
   const seen = [
-    ...names,
+    ...status.models,
     ...reports.map(({ model }) => model.model),
     ...Object.keys(status.unplaced),
   ];

@@ -15,7 +15,7 @@ from prism.errors import RequestError
 from prism.frontend.http import calls
 from prism.frontend.http.error_bodies import respond
 
-OPEN_PATHS = ("/health", "/openapi.json", "/docs")
+OPEN_PATHS = ("/", "/health", "/openapi.json", "/docs")
 _OUTSIDE_OF_V1 = ("/tokenize", "/detokenize")  # where vLLM has them
 _READING = ("GET", "HEAD", "OPTIONS")
 

@@ -1,8 +1,8 @@
-"""Tables of a checked configuration and of a running cluster."""
+"""Tables of a checked configuration and of an activation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import psutil
@@ -12,11 +12,9 @@ from rich.text import Text
 
 from prism.config.checks.memory_needs import MemoryNeed, memory_need
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig
-from prism.config.schema.endpoints import node_of
 from prism.config.schema.machines import is_gpu
 from prism.config.schema.units import format_size
-from prism.messages.agent import ActionResult, AgentReport
-from prism.messages.cluster import ClusterStatus
+from prism.messages.agent import ActionResult
 from prism.messages.model_spec import ModelSpec
 from prism.serve.node.gpu_probe import GpuFound
 
@@ -165,46 +163,6 @@ def _need(config: ClusterConfig, model: ModelSpec) -> MemoryNeed:
     return memory_need(model, config.device(name), config.engine)
 
 
-def cluster(status: ClusterStatus) -> RenderableType:
-    """Returns tables of devices, their models, and requests without a device."""
-    parts: list[RenderableType] = [_nodes_table(status)] if status.node else []
-    parts += [_agents_table(status), _active_table(status)]
-    if any(agent.gpu for agent in status.agents):
-        parts.append(_drivers_table(status))
-    parts += [Text(f"{model}: {n} requests wait unplaced") for model, n in status.unplaced.items()]
-    parts += [Text(f"{model} was removed; its requests are finishing") for model in status.leaving]
-    parts += [Text(f"{device}: {left}") for device, left in status.drained.items() if left]
-    parts += [Text(f"{name}: {trouble}") for name, trouble in status.degraded.items()]
-    return Group(*parts)
-
-
-def device_name(status: ClusterStatus, device: str) -> str:
-    """Returns a device's name and its drain state."""
-    left = status.drained.get(device)
-    return device if left is None else f"{device} ({'draining' if left else 'drained'})"
-
-
-def _drivers_table(status: ClusterStatus) -> Table:
-    table = Table(
-        "GPU", "free, by its driver", "held beyond leases", "promised, not free",
-        "engines replaced", "other processes", title="memory", title_justify="left",
-    )  # fmt: skip
-    for agent in status.agents:
-        if (gpu := agent.gpu) is None:
-            continue
-        table.add_row(
-            agent.device,
-            f"{format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)}",
-            format_size(gpu.drift_bytes),
-            format_size(gpu.short_bytes),
-            str(gpu.replaced_total),
-            ", ".join(
-                f"{p.pid} ({p.name or 'unknown'}) {format_size(p.used_bytes)}" for p in gpu.foreign
-            ),
-        )
-    return table
-
-
 def activation(result: ActionResult) -> RenderableType:
     """Returns a table of the stages of a model's last activation and their shares of the total."""
     if not result.stages_s:
@@ -216,83 +174,3 @@ def activation(result: ActionResult) -> RenderableType:
         table.add_row(stage, f"{seconds * 1000:.1f}", share, _STAGES.get(stage, ""))
     links = ", ".join(f"{format_size(n)} over {link}" for link, n in result.link_bytes.items())
     return Group(table, Text(f"weights: {links}")) if links else table
-
-
-def _agents_table(status: ClusterStatus) -> Table:
-    table = Table(
-        "device", "reserved", "resident", "capacity", "engines free", "starting", "replaced",
-        "KVPR", title=f"policy {status.policy}, {'ready' if status.ready else 'not ready'}",
-        title_justify="left",
-    )  # fmt: skip
-    for agent in status.agents:
-        table.add_row(
-            device_name(status, agent.device),
-            format_size(agent.reserved_bytes),
-            format_size(agent.resident_bytes),
-            format_size(agent.capacity_bytes),
-            f"{agent.engines_free}/{agent.engines_total}",
-            str(agent.engines_starting),
-            str(agent.engine_restarts_total),
-            f"{status.kvpr.get(agent.device, 0):.3g}",
-        )
-    return table
-
-
-def _nodes_table(status: ClusterStatus) -> Table:
-    """Returns a table of the nodes, including those whose devices do not answer."""
-    table = Table(
-        "node", "devices", "models", "waiting", "running", "reserved", "capacity", "engines free",
-        title=f"nodes, {status.node} leads", title_justify="left",
-    )  # fmt: skip
-    silent = {node_of(device) for device in status.degraded | status.drained} - {""}
-    by_node: dict[str, list[AgentReport]] = {node: [] for node in silent}
-    for agent in status.agents:
-        by_node.setdefault(node_of(agent.device), []).append(agent)
-    for node, agents in sorted(by_node.items()):
-        table.add_row(_node_name(status, node, agents), *_sums(agents))
-    return table
-
-
-def _node_name(status: ClusterStatus, node: str, agents: Sequence[AgentReport]) -> str:
-    """Returns a node's name and the drain state of all its devices."""
-    left = [status.drained.get(agent.device) for agent in agents]
-    if not agents or None in left:
-        return node
-    return f"{node} ({'draining' if any(left) else 'drained'})"
-
-
-def _sums(agents: Sequence[AgentReport]) -> list[str]:
-    models = [model for agent in agents for model in agent.models]
-    return [
-        str(len(agents)),
-        str(len({model.model for model in models})),
-        str(sum(model.waiting for model in models)),
-        str(sum(model.running for model in models)),
-        format_size(sum(agent.reserved_bytes for agent in agents)),
-        format_size(sum(agent.capacity_bytes for agent in agents)),
-        f"{sum(a.engines_free for a in agents)}/{sum(a.engines_total for a in agents)}",
-    ]
-
-
-def _active_table(status: ClusterStatus) -> Table:
-    table = Table(
-        "model", "device", "state", "waiting", "running", "KV mapped", "weights and fixed",
-        "maps", "unmaps", "finished", "failed", "cancelled",
-    )  # fmt: skip
-    for agent in status.agents:
-        for model in agent.models:
-            table.add_row(
-                model.model,
-                ", ".join((agent.device, *model.peers)),
-                model.state,
-                str(model.waiting),
-                str(model.running),
-                format_size(model.kv_mapped_bytes),
-                format_size(model.static_bytes),
-                str(model.maps_total),
-                str(model.unmaps_total),
-                str(model.finished_total),
-                str(model.failed_total),
-                str(model.cancelled_total),
-            )
-    return table

@@ -34,6 +34,7 @@ _FILES = {
 }
 
 
+@router.get("/")
 @router.get("/dashboard")
 async def to_the_page() -> Response:
     """Redirects to the page. The URL is relative, so that it works with a proxy's path prefix."""
