@@ -93,6 +93,8 @@ class GpuFacts:
     uuid: str
     driver_version: str
     mig: bool
+    total_bytes: int = 0
+    free_bytes: int = 0
 
 
 @dataclass(frozen=True)

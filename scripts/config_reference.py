@@ -36,10 +36,11 @@ KINDS = {
     "bool": "true or false",
     "Seconds": "time",
     "Bytes": "size",
+    "Capacity": "size or part",
 }
 UNITS = """
-A size is a number and a unit: `64KiB`, `1.5GiB`, `8GB`. A time is a number and a unit: `500ms`,
-`45s`, `10m`. An unknown key or a wrong value is an error that names the key.
+A size is a number and a unit: `64KiB`, `1.5GiB`, `8GB`; `8G` is `8GiB`. A time is a number and a
+unit: `500ms`, `45s`, `10m`. An unknown key or a wrong value is an error that names the key.
 """
 SERVE = """# Configuration
 

@@ -162,7 +162,7 @@ def mib(size_bytes: int) -> str:
 
 @checked(device=text)
 def gpu_facts(device: str) -> GpuFacts:
-    """Returns the name, UUID, driver version and MIG state of "cuda:0", by NVML.
+    """Returns the name, UUID, driver version, MIG state and memory of "cuda:0", by NVML.
 
     Makes no CUDA context. Raises NoDriverError, UnknownDeviceError, HiddenDeviceError,
     UnsupportedDeviceError.

@@ -103,11 +103,12 @@ class Nvml:
         return self._text("nvmlDeviceGetName", handle)
 
     def facts(self, handle: c_void_p) -> GpuFacts:
-        """Returns name, UUID, driver version and MIG state."""
+        """Returns name, UUID, driver version, MIG state and memory."""
         mode, pending = c_uint(), c_uint()
         known = self._answer("nvmlDeviceGetMigMode", handle, byref(mode), byref(pending)) == 0
         version = self._text("nvmlSystemGetDriverVersion")
-        return GpuFacts(self.name(handle), self.uuid(handle), version, known and mode.value == 1)
+        is_mig = known and mode.value == 1
+        return GpuFacts(self.name(handle), self.uuid(handle), version, is_mig, *self.memory(handle))
 
     def memory(self, handle: c_void_p) -> tuple[int, int]:
         """Returns (total, free) bytes without the driver's reserved memory."""

@@ -24,7 +24,7 @@ from kvcached.tools.records import Record, device_record, segment_record
 from kvcached.tools.sizes import format_size, parse_size
 from kvcached.tools.tables import answer_table, device_view, segment_table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="only this namespace; all unless given")

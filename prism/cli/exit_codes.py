@@ -20,7 +20,6 @@ def new_app(help_: str | None = None, name: str | None = None) -> typer.Typer:
         name=name,
         help=help_,
         no_args_is_help=help_ is not None,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
 

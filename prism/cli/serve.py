@@ -15,8 +15,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from prism.cli import keys, watch
+from prism.cli import completion, keys, watch
 from prism.cli.exit_codes import run
+from prism.cli.init import init
 from prism.cli.terminal import new_console
 from prism.config.schema.cluster_config import ClusterConfig
 from prism.config.schema.endpoints import on_node
@@ -38,7 +39,6 @@ app = typer.Typer(
     name="prism-serve",
     help="Serve many models on few devices with one OpenAI-compatible endpoint. Without a"
     " command: up. docs/quick-start.md has a first YAML.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -66,7 +66,8 @@ CoreDumps = Annotated[
     bool, typer.Option("--core-dumps", help="Allow core files of crashes, which contain prompts.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL")]
+Drained = Annotated[str, typer.Argument(metavar="DEVICE|@NODE", autocompletion=completion.devices)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=completion.models)]
 
 
 @app.command(
@@ -174,7 +175,10 @@ def logs(
 def activate(
     model: Model,
     *,
-    device: Annotated[str | None, typer.Option(help="Default: the policy's choice.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Default: the policy's choice.", autocompletion=completion.devices),
+    ] = None,
     gpu: Annotated[int | None, typer.Option(help="Device, by its number.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print times of stages.")] = False,
     as_json: AsJson = False,
@@ -191,7 +195,7 @@ def activate(
 @app.command(epilog="Example: prism-serve migrate tiny-llama host:1")
 def migrate(
     model: Model,
-    device: Annotated[str, typer.Argument(metavar="DEVICE")],
+    device: Annotated[str, typer.Argument(metavar="DEVICE", autocompletion=completion.devices)],
     *,
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
@@ -210,7 +214,10 @@ def evict(model: Model, *, as_json: AsJson = False, run_dir: RunDirOption = None
 def prefetch(
     model: Model,
     *,
-    device: Annotated[str | None, typer.Option(help="Its machine; default: all.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Its machine; default: all.", autocompletion=completion.devices),
+    ] = None,
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
 ) -> None:
@@ -220,7 +227,9 @@ def prefetch(
 
 @app.command(epilog="Examples: prism-serve flush   |   prism-serve flush tiny-llama")
 def flush(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", autocompletion=completion.models)
+    ] = None,
     *,
     as_json: AsJson = False,
     run_dir: RunDirOption = None,
@@ -230,9 +239,7 @@ def flush(
 
 
 @app.command(epilog="Example: prism-serve drain host:1")
-def drain(
-    device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
-) -> None:
+def drain(device: Drained, *, run_dir: RunDirOption = None) -> None:
     """Stops placing models on DEVICE, or on all devices of NODE, moves or evicts their models, and
     waits until they are empty."""
     from prism.serve import drain as drains
@@ -248,9 +255,7 @@ def drain(
 
 
 @app.command(epilog="Example: prism-serve undrain host:1")
-def undrain(
-    device: Annotated[str, typer.Argument(metavar="DEVICE|@NODE")], *, run_dir: RunDirOption = None
-) -> None:
+def undrain(device: Drained, *, run_dir: RunDirOption = None) -> None:
     """Allows models on DEVICE, or on all devices of NODE, again."""
     from prism.serve import drain as drains
 
@@ -260,6 +265,9 @@ def undrain(
     print(f"{device} may have models again")
 
 
+app.command(
+    epilog="Examples: prism-serve init   |   prism-serve init gpu.yaml --model Qwen/Qwen3-0.6B"
+)(init)
 app.command("new-key", epilog="Example: prism-serve new-key alice --keys keys.yaml --model llama")(
     keys.new_key
 )
@@ -323,7 +331,8 @@ def _load(
 
     if config is None and not DEFAULT_CONFIG.is_file():
         raise ConfigError(
-            "--config: is missing, and prism.yaml does not exist here; give the cluster's YAML"
+            "--config: is missing, and prism.yaml does not exist here; give the cluster's YAML, or"
+            " write one for this machine with prism-serve init"
         )
     say = partial(print, file=sys.stderr, flush=True)
     of_hub = partial(fetched, say=say) if download else cached

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from prism.config.checks.adapters import (
     with_engine_needs,
     with_layout,
 )
+from prism.config.checks.capacities import with_sizes
 from prism.config.checks.embedding_models import embedding_of
 from prism.config.checks.image_models import image_spec, takes_images
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES, check_attention, kv_cache_dtype
@@ -82,6 +84,7 @@ def load(
     known: Sequence[ApiKey] | None = None,
     node: str = "",
     of_hub: OfHub = cached,
+    capacities: Mapping[str, int] = MappingProxyType({}),
 ) -> ClusterConfig:
     """Returns the checked configuration.
 
@@ -95,9 +98,13 @@ def load(
         node: Node that this machine is, if there are several.
         of_hub: Returns the folder of a model by its name in a hub. By default, models that were
             not downloaded before are an error.
+        capacities: Sizes of devices of a running cluster, for those that the YAML gives as a part
+            of their memory.
     """
     try:
         data = read_yaml(path)
+        devices = with_sizes(data.devices, capacities)
+        data = msgspec.structs.replace(data, devices=devices)
         keys = variable_keys(data.access.keys_variable) if known is None else known
         return _resolve(data, path.absolute(), keys, node, of_hub)
     except ConfigError as error:

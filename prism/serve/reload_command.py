@@ -51,7 +51,9 @@ def reload(run_dir: Path | None, source: Path | None = None) -> list[str]:
     with _locked(Path(find(run_dir).run_dir)) as path:
         running = find(path)
         keys, node = running.variable_keys, running.node
-        loaded = load(source or Path(running.source), keys, node, _of_hub(running))
+        capacities = {device.name: device.capacity_bytes for device in running.devices}
+        path_of_yaml = source or Path(running.source)
+        loaded = load(path_of_yaml, keys, node, _of_hub(running), capacities)
         status = _status(running)
         wanted = reloaded(running, loaded, status.leaving)
         _check_removed_nodes(running, wanted, status)

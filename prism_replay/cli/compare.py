@@ -56,7 +56,9 @@ def compare(
     traces: TracesArgument,
     *,
     config: Config,
-    policies: Annotated[str, typer.Option(help="Policies, or all.")] = "all",
+    policies: Annotated[
+        str, typer.Option(help="Policies, or all.", autocompletion=opts.complete_policies)
+    ] = "all",
     out: Folder,
     seeds: Annotated[int, typer.Option(help="Number of seeds of each trace.", min=1)] = 1,
     against: Annotated[

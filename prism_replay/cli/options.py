@@ -70,6 +70,16 @@ def endpoint(url: str, api_key: str, ca_file: Path | None) -> Endpoint:
     return Endpoint(parse_url(url), api_key.strip(), ca_file)
 
 
+def complete_policies(incomplete: str) -> list[str]:
+    """Returns the policies that may be the last of a list such as "prism,sta", for a shell."""
+    from prism.policies import registry
+
+    before, comma, last = incomplete.rpartition(",")
+    given = before.split(",")
+    names = [name for name in ("all", *registry.names()) if name not in given]
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
 def check_writable(path: Path | None) -> None:
     """Raises ConfigError if `path` is not writable. Called before long work, not after it."""
     if path is None:

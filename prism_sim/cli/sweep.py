@@ -12,7 +12,7 @@ from rich.table import Table
 
 from prism.cli.terminal import new_console
 from prism.errors import ConfigError
-from prism_replay.cli.options import parse_scales
+from prism_replay.cli.options import complete_policies, parse_scales
 from prism_replay.intervals import Interval
 from prism_replay.outcomes import PointOutcome, SeedGroup, difference_rows
 from prism_replay.report.console import new_table
@@ -111,7 +111,9 @@ def sweep(
 def plan(
     config: Config = EXAMPLE,
     *,
-    policies: Annotated[str, typer.Option(help="Names, or all.")] = "prism,static",
+    policies: Annotated[
+        str, typer.Option(help="Names, or all.", autocompletion=complete_policies)
+    ] = "prism,static",
     target: Annotated[
         float, typer.Option(help="The part of the requests that must meet their SLO.", min=0, max=1)
     ] = 0.99,

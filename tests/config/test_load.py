@@ -359,11 +359,11 @@ MISTAKES: list[tuple[Edit, str]] = [
     (
         put("devices", 0, "capacity", value="1 Gb/s"),
         "devices[0].capacity: '1 Gb/s' is not a size; write a number and one of B, KiB, MiB, GiB,"
-        " TiB, KB, MB, GB, TB, such as 512MiB or 2GiB",
+        " TiB, KB, MB, GB, TB, K, M, G, T, such as 512MiB or 2GiB",
     ),
     (
         put("devices", 0, "capacity", value=1073741824),
-        'devices[0].capacity: expected `str`, got `int`; write it as "1GiB"',
+        'devices[0].capacity: expected `str`, got `int`; write it as "8GiB" or "90%"',
     ),
     (
         put("devices", 0, "capacity", value="32KiB"),

@@ -223,6 +223,7 @@ def test_asking_the_driver_uses_no_cuda(libnvml: None, namespace: str) -> None:
 def test_what_a_gpu_is(libnvml: None, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = gpu_facts("cuda:1")
     assert (facts.name, facts.mig) == ("NVIDIA H200", False)
+    assert facts.total_bytes >= facts.free_bytes > 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", facts.uuid)
     assert gpu_facts("cuda:0") == facts
     with pytest.raises(errors.HiddenDeviceError, match="CUDA_VISIBLE_DEVICES"):

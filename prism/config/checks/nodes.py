@@ -159,6 +159,11 @@ def _device(data: DeviceYaml, key: str, node: str = "") -> DeviceConfig:
             f"{key}.name: {data.name!r} is not a valid device; use host:0, host:1, ... or"
             " cuda:0, ..."
         )
+    if data.capacity is None or data.capacity.share is not None:
+        raise ConfigError(
+            f"{key}.capacity: must be a size such as 70GiB, since other machines do not know the"
+            " device's memory"
+        )
     page_bytes, capacity_bytes = int(data.page), int(data.capacity)
     if page_bytes % _PAGE_GRAIN_BYTES or page_bytes & (page_bytes - 1):
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from prism.config.schema.units import Bytes
+from prism.config.schema.units import Bytes, Capacity
 
 
 def is_gpu(device: str) -> bool:
@@ -21,8 +21,10 @@ class DeviceYaml(Strict, frozen=True):
 
     # "cuda:N" is the GPU that nvidia-smi numbers N. "host:N" is memory of the machine.
     name: str
-    # The memory that Prism may use on this device, such as "1GiB": for weights, KV and engines.
-    capacity: Bytes
+    # The memory that Prism may use on this device, for weights, KV and engines: a size such as
+    # "70GiB", or a part of the device's memory such as "90%". Default: 90% of what is free on a GPU
+    # at the start; a host device needs a value. With nodes it must be a size.
+    capacity: Capacity | None = None
     # The unit in which KV memory is mapped: a power of two of at least 4KiB.
     page: Bytes = Bytes("2MiB")
     # The number of engine processes on this device: 1 to 64. Each serves one model at a time.

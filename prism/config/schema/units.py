@@ -11,6 +11,7 @@ from prism.errors import ConfigError
 _SIZES = {"B": 1}
 _SIZES |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 _SIZES |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_SIZES |= {letter: 1024**power for power, letter in enumerate("KMGT", start=1)}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
@@ -30,6 +31,21 @@ class Bytes(int):
         return (self.text,)
 
 
+class Capacity(Bytes):
+    """A size, or a part of a device's memory such as "90%". `share` is None for a size."""
+
+    share: float | None
+
+    def __new__(cls, value: str | int) -> Self:
+        """Raises ValueError for a text that is neither."""
+        share = _share(value) if isinstance(value, str) and value.rstrip().endswith("%") else None
+        made = super().__new__(cls, value if share is None else 0)
+        made.share = share
+        if share is not None:
+            made.text = str(value)
+        return made
+
+
 class Seconds(float):
     """A time. `text` is the user's text."""
 
@@ -45,7 +61,7 @@ class Seconds(float):
         return (self.text,)
 
 
-_EXAMPLES = {Bytes: "1GiB", Seconds: "500ms"}
+_EXAMPLES = {Bytes: "1GiB", Capacity: '8GiB" or "90%', Seconds: "500ms"}
 
 
 def decoded(kind: type[Any], value: object) -> Any:
@@ -99,6 +115,16 @@ def whole_mib(size_bytes: int) -> str:
 
 def _size(text: str) -> int:
     return int(_parse(text, _SIZES, "a size", "512MiB or 2GiB"))
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(f"{text!r} is not a part of the memory; write more than 0% to 100%")
+    return share
 
 
 def _time(text: str) -> float:

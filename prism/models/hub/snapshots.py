@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    CacheNotFound,
+    HfApi,
+    constants,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
@@ -41,6 +48,15 @@ def cached(hub_name: HubName) -> Path:
             f" pull {name}"
         ) from error
     return Path(found)
+
+
+def names_in_cache() -> list[str]:
+    """Returns the names of the models in the cache, also of incomplete ones."""
+    try:
+        found = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return []
+    return sorted(repo.repo_id for repo in found.repos if repo.repo_type == "model")
 
 
 def download(hub_name: HubName, say: Say) -> Path:
