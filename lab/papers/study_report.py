@@ -15,7 +15,7 @@ from lab.papers.study.seeds import merged
 from lab.papers.study.sources import Sources
 from prism_replay.outcomes import write_csv
 from prism_replay.report.page import environment
-from prism_replay.report.theme import RC, SERIES_MAX, new_axes, series_color, to_svg
+from prism_replay.report.theme import RC, SERIES_MAX, log_y, new_axes, series_color, to_svg
 from prism_replay.results import write_json
 
 SCHEMA = "prism-sim-study/2"
@@ -84,7 +84,7 @@ def _svg(name: str, plot: Plot) -> str:
     draw = _bars if plot.bars else _curves
     draw(axes, plot)
     if plot.log:
-        axes.set_yscale("log")
+        log_y(axes)
     if any(label for label in axes.get_legend_handles_labels()):
         figure.legend(loc="outside lower center", ncols=3)
     return to_svg(figure, name)

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
 HALF = (6.2, 3.3)
@@ -92,12 +92,20 @@ def draw_cdf(
 
 def log_x(axes: Any) -> None:
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(_PLAIN)
+    _log_ticks(axes.xaxis)
 
 
 def log_y(axes: Any) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_PLAIN)
+    _log_ticks(axes.yaxis)
+
+
+def _log_ticks(axis: Any) -> None:
+    """Labels 1, 2, 5, 10 and so on. Without it, an axis within one decade has minor labels in
+    TeX."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(_PLAIN)
+    axis.set_minor_locator(NullLocator())
 
 
 def legend_below(figure: Any, columns: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import LogLocator
 
 from prism_replay.report import theme
 from prism_replay.report.stats import (
@@ -100,7 +99,7 @@ def lengths(trace: Trace) -> Any:
     theme.draw_cdf(
         axes, [request.output_length for request in trace], theme.series_color(1), "output"
     )
-    _log_ticks(axes)
+    theme.log_x(axes)
     axes.legend(loc="lower right")
     return figure
 
@@ -116,12 +115,6 @@ def model_cdf(stats: TraceStats, key: str, marks: Sequence[float]) -> Any:
     for mark in marks:
         axes.axvline(mark, color=theme.MARKERS["muted"], linestyle=":", linewidth=1.2)
     if "log" in xlabel:
-        _log_ticks(axes)
+        theme.log_x(axes)
     axes.set_ylim(0, 102)
     return figure
-
-
-def _log_ticks(axes: Any) -> None:
-    theme.log_x(axes)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.minorticks_off()

@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
+import matplotlib as mpl
 import pytest
 from rich.console import Console
 
@@ -14,7 +15,7 @@ from prism_replay.metrics import summarize
 from prism_replay.report.console import print_results
 from prism_replay.report.page import rate_rows, render
 from prism_replay.report.plots import OTHERS, all_plots
-from prism_replay.report.theme import MARKERS
+from prism_replay.report.theme import HALF, MARKERS, RC, log_x, log_y, new_axes, to_svg
 from prism_replay.results import Counters, ReplayResults, RunConfig, StatusSample
 from tests.replay.records import a_record
 
@@ -120,6 +121,20 @@ def test_every_figure_is_well_formed_and_has_units() -> None:
         texts = " ".join("".join(node.itertext()) for node in ET.fromstring(svg).iter("text"))
         assert re.search(r"\((ms, log|s|%)\)", texts), name
     assert "MiB" in plots["memory"]
+
+
+@pytest.mark.parametrize(("low_ms", "high_ms"), [(60, 99), (1, 100_000), (210, 390)])
+def test_log_axes_have_labels_without_markup(low_ms: int, high_ms: int) -> None:
+    with mpl.rc_context(RC):
+        figure, axes = new_axes("t", "ms", "s", HALF)
+        axes.plot([low_ms, high_ms], [low_ms, high_ms])
+        log_x(axes)
+        log_y(axes)
+        svg = to_svg(figure, "t")
+    texts = ["".join(node.itertext()) for node in ET.fromstring(svg).iter("text")]
+    ticks = [text for text in texts if text not in ("t", "ms", "s")]
+    assert len(ticks) >= 2
+    assert all(re.fullmatch(r"[\d.e+]+", text) for text in ticks), ticks
 
 
 def test_colours_are_left_to_the_page_for_dark_and_light() -> None:
