@@ -83,6 +83,35 @@ class Counters(msgspec.Struct, frozen=True):
     engine_restarts: int = 0
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Memory of one device at one moment, in bytes."""
+
+    capacity_bytes: int
+    weights_bytes: dict[str, int]
+    """Model -> its weights and other memory of fixed size."""
+    kv_bytes: dict[str, int]
+    """Model -> its mapped KV memory."""
+
+
+class PlacementChange(msgspec.Struct, frozen=True):
+    """A decision of the cluster scheduler during the run."""
+
+    t_s: float
+    """Time since the run's start."""
+    kind: str
+    """One of CHANGES."""
+    model: str
+    device: str
+    target: str = ""
+    """Device to which a model moves."""
+    reason: str = ""
+    seconds: float | None = None
+    """Duration; null if it had not ended."""
+
+
+CHANGES = ("activate", "evict", "migrate", "drop_copy")
+
+
 class StatusSample(msgspec.Struct, frozen=True):
     """The server's state at one moment, over all devices."""
 
@@ -94,6 +123,8 @@ class StatusSample(msgspec.Struct, frozen=True):
     capacity_bytes: int
     counters: Counters
     """Growth since the replay's start."""
+    devices: dict[str, DeviceMemory] = {}
+    """Device -> its memory. Empty: not known."""
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -204,6 +235,7 @@ class ReplayResults(msgspec.Struct, frozen=True):
     samples: list[StatusSample]
     counters: Counters | None
     summary: Summary
+    changes: list[PlacementChange] = []
     schema: str = SCHEMA
 
 

@@ -1,4 +1,4 @@
-"""`python -m lab.demo`: prepares models, serves them, replays a trace and writes a report.
+"""`python -m lab.demo`: prepares models, serves them, replays a trace and writes a page.
 
 The demo runs and prints the project's own commands, and checks in the end that no process is left.
 """
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -25,9 +26,13 @@ from prism.config.reader import read_yaml
 from prism.models.store import prepare
 from prism.scheduler.decision_journal import CLUSTER, journal_path
 from prism.serve.background import BackgroundServer, free_port, serving, tool
+from prism_replay.live import variants
+from prism_replay.live.comparison import with_policy
+from prism_replay.trace import read_trace
 
 ROOT = Path(__file__).parents[2]
-REPORT, LOGS = "demo-replay.html", "demo-logs"
+REPORT, LOGS, FIXED = "demo-replay.html", "demo-logs", "demo-fixed.json"
+QUEUE_S = 10
 app = new_app()
 console = new_console()
 
@@ -44,8 +49,12 @@ def demo(
     port: Annotated[int | None, typer.Option(help="Port of the endpoint; default: a free one.")] = (
         None
     ),
+    compared: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Replay it with fixed shares as well.")
+    ] = True,
 ) -> None:
-    """Serves the demo's models on two host devices and replays a trace against them."""
+    """Serves the demo's models on two host devices and replays a trace against them, then once more
+    with fixed shares of the same memory."""
     began_s = time.monotonic()
     prepare_models(config)
     step("starting prism-serve")
@@ -53,12 +62,17 @@ def demo(
     options += ["--limit", str(limit)] if limit else []
     with serving(config, port or free_port(), results / LOGS, show=show) as server:
         step("replaying the trace")
-        code = replay(server, trace, results, options)
+        command = ["--strict", "--html", str(results / REPORT), *options]
+        code = replay(server, trace, results / "demo.json", command)
         step("shutting down")
+    if not code and compared:
+        step("the same requests with fixed shares of the same memory")
+        with served_with_fixed_shares(config, trace, results) as server:
+            code = replay(server, trace, results / FIXED, options)
     console.print(f"all processes have ended; {time.monotonic() - began_s:.0f} s in total")
     if code:
         raise typer.Exit(code)
-    print_actions(results)
+    print_actions(results, results / FIXED if compared else None)
 
 
 def prepare_models(config: Path) -> None:
@@ -70,21 +84,33 @@ def prepare_models(config: Path) -> None:
         prepare(recipe, target.parent, lambda line: console.print(f"  {line}", soft_wrap=True))
 
 
-def replay(server: BackgroundServer, trace: Path, results: Path, options: list[str]) -> int:
-    """Runs prism-replay and returns its exit code, 1 if a request failed."""
-    command = [tool("prism-replay"), "run", str(trace), "--url", server.url, "--strict"]
-    command += ["--out", str(results / "demo.json"), "--html", str(results / REPORT)]
+def served_with_fixed_shares(
+    config: Path, trace: Path, results: Path
+) -> AbstractContextManager[BackgroundServer]:
+    """Serves the YAML's models with the policy `static`. Requests for a model without a place are
+    rejected after QUEUE_S, and not only after the minute of the default."""
+    requests = read_trace(trace)
+    data = with_policy(variants.read(config, requests), "static", requests)
+    frontend = {**data["frontend"], "queue_timeout": f"{QUEUE_S}s"}
+    return variants.served(
+        config, {**data, "frontend": frontend}, results / "demo-fixed-logs", "demo-fixed"
+    )
+
+
+def replay(server: BackgroundServer, trace: Path, out: Path, options: list[str]) -> int:
+    """Runs prism-replay and returns its exit code, 1 if a request failed with --strict."""
+    command = [tool("prism-replay"), "run", str(trace), "--url", server.url, "--out", str(out)]
     show(command + options)
     with subprocess.Popen(command + options) as process:
         return wait_for(process)
 
 
-def print_actions(results: Path) -> None:
+def print_actions(results: Path, fixed: Path | None) -> None:
     """Prints the cluster's actions and writes demo.html."""
     step("actions of the cluster")
     journal = journal_path(results / LOGS, CLUSTER)
     page = results / "demo.html"
-    for action in write_page(page, results / "demo.json", journal, Path(REPORT)):
+    for action in write_page(page, results / "demo.json", journal, Path(REPORT), fixed):
         when = "start" if action.time_s < 0 else f"{action.time_s:.1f} s"
         console.print(f"  {when:>7}  {action.what}", highlight=False)
     console.print(f"report with the reasons: {page}", soft_wrap=True)

@@ -1,14 +1,18 @@
-"""HTML page of the demo: the cluster's actions with times and reasons, and SLO attainment."""
+"""HTML page of the demo: the gain by sharing, memory over time, and what happened and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
+from lab.demo import misses
+from prism.config.schema.units import format_size
 from prism.scheduler.decision_journal import AnyRecord, Opened, Started, read
 from prism_replay.report.page import environment
-from prism_replay.results import ReplayResults, read_results, scale_key
+from prism_replay.results import GroupSummary, ReplayResults, read_results, scale_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +25,98 @@ class TimedAction:
     why: str
 
 
-def write_page(out: Path, results_json: Path, journal: Path, report: Path) -> list[TimedAction]:
+def write_page(
+    out: Path, results_json: Path, journal: Path, report: Path, fixed_json: Path | None
+) -> list[TimedAction]:
     """Writes `out` and returns the actions on it. Raises ConfigError if a file is not valid.
 
     Args:
         journal: Journal of the cluster scheduler. A missing file means an empty list of actions.
         report: Report of the replay, which the page links to.
+        fixed_json: Results of the same trace with fixed shares of the memory. None: it was not
+            replayed.
     """
     results = read_results(results_json)
+    fixed = read_results(fixed_json) if fixed_json else None
     records = list(read(journal)) if journal.exists() else []
     actions = list(actions_of(records, results.config.started_unix_s))
     page = environment("lab.demo", "prism_replay").get_template("demo.html")
     out.write_text(
         page.render(
             summary=results.summary,
-            models=list(attainments(results)),
+            need=format_size(need_bytes(results)),
+            room=format_size(results.samples[-1].capacity_bytes) if results.samples else "-",
+            gains=gains(results, fixed) if fixed else [],
+            models=list(model_rows(results, fixed)),
+            plots=memory_figures(results, fixed),
             actions=actions,
             report=report.name,
         ),
         encoding="utf-8",
     )
     return actions
+
+
+def need_bytes(results: ReplayResults) -> int:
+    """Returns the memory that the weights of all models would take at the same time."""
+    found: dict[str, int] = {}
+    for sample in results.samples:
+        for memory in sample.devices.values():
+            for name, size in memory.weights_bytes.items():
+                found[name] = max(size, found.get(name, 0))
+    return sum(found.values())
+
+
+def gains(shared: ReplayResults, fixed: ReplayResults) -> list[tuple[str, str, str]]:
+    """Returns rows of a figure's name, and its value with shared memory and with fixed shares."""
+    figures = {
+        "models served": _served,
+        "requests answered": _answered,
+        "requests within their SLO": lambda found: _percent(found.summary.total),
+        "memory held, on average": _held,
+    }
+    return [(name, figure(shared), figure(fixed)) for name, figure in figures.items()]
+
+
+def _served(results: ReplayResults) -> str:
+    models = results.summary.models
+    return f"{len(models) - len(misses.without_answer(results))} of {len(models)}"
+
+
+def _answered(results: ReplayResults) -> str:
+    total = results.summary.total
+    return f"{total.completed} of {total.requests}"
+
+
+def _held(results: ReplayResults) -> str:
+    samples = results.samples
+    return format_size(int(fmean(s.resident_bytes for s in samples))) if samples else "-"
+
+
+def _percent(group: GroupSummary) -> str:
+    met = group.attainment[scale_key(1.0)].all
+    return "-" if met is None else f"{met:.0%}"
+
+
+def memory_figures(shared: ReplayResults, fixed: ReplayResults | None) -> dict[str, str]:
+    """Returns title -> SVG of the devices' memory over time."""
+    from prism_replay.report import memory_plots, theme  # matplotlib takes a second to import
+
+    found = {"shared": shared} | ({"fixed": fixed} if fixed else {})
+    return theme.draw(
+        {name: partial(memory_plots.of_devices, results) for name, results in found.items()}
+    )
+
+
+def model_rows(
+    results: ReplayResults, fixed: ReplayResults | None
+) -> Iterator[tuple[str, int, str, str, str]]:
+    """Yields (model, requests, percentage within their SLO, the same with fixed shares, why the
+    others missed it)."""
+    why = misses.reasons(results)
+    for name, group in results.summary.models.items():
+        other = _percent(fixed.summary.models[name]) if fixed else "-"
+        yield name, group.requests, _percent(group), other, misses.in_words(why[name])
 
 
 def actions_of(records: Sequence[AnyRecord], first_request_unix_s: float) -> Iterator[TimedAction]:
@@ -62,10 +137,3 @@ def describe(action: Started) -> str:
         "drop_copy": "{0.model}'s second copy is removed from {0.device}",
     }
     return text[action.kind].format(action)
-
-
-def attainments(results: ReplayResults) -> Iterator[tuple[str, int, str]]:
-    """Yields (model, requests, percentage of requests within their SLO)."""
-    for name, group in results.summary.models.items():
-        met = group.attainment[scale_key(1.0)].all
-        yield name, group.requests, "-" if met is None else f"{met:.0%}"

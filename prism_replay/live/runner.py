@@ -170,7 +170,8 @@ class Replay:
         )
         records = sorted(self.records, key=lambda record: record.index)
         summary = summarize(records, config.slo_scales, duration_s, counters, config.execution_ms)
-        return ReplayResults(config, records, self.samples, counters, summary)
+        changes = self.tracker.changes(started_unix_s)
+        return ReplayResults(config, records, self.samples, counters, summary, changes)
 
 
 @contextmanager

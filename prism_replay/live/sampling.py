@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
 
 from prism.messages.agent import AgentReport
-from prism.messages.cluster import ClusterStatus
+from prism.messages.cluster import ClusterStatus, Decision
 from prism_replay.live.client import cluster_status
-from prism_replay.results import Counters, StatusSample
+from prism_replay.results import (
+    CHANGES,
+    Counters,
+    DeviceMemory,
+    PlacementChange,
+    StatusSample,
+)
 
 INTERVAL_S = 1.0
 FROM_ZERO = {"activations", "evictions", "migrations", "engine_restarts"}
@@ -52,6 +58,7 @@ class StatusTracker:
     """Converter of the server's absolute counters to growth since the first status."""
 
     growths: dict[str, Growth] = field(default_factory=dict)
+    _decisions: dict[tuple[float, str, str, str], Decision] = field(default_factory=dict)
 
     def counters(self, status: ClusterStatus) -> Counters:
         values = counter_values(status)
@@ -61,13 +68,38 @@ class StatusTracker:
         return self.growths.setdefault(name, Growth(name in FROM_ZERO))
 
     def sample(self, status: ClusterStatus, t_s: float) -> StatusSample:
+        self._observe_decisions(status)
         return StatusSample(
             t_s=round(t_s, 3),
             kv_bytes=kv_bytes(status.agents),
             resident_bytes=sum(agent.resident_bytes for agent in status.agents),
             capacity_bytes=sum(agent.capacity_bytes for agent in status.agents),
             counters=self.counters(status),
+            devices=device_memory(status.agents),
         )
+
+    def _observe_decisions(self, status: ClusterStatus) -> None:
+        """Notes the decisions of a status, which has the latest ones only."""
+        for decision in status.decisions:
+            if decision.kind in CHANGES:
+                key = (decision.time_unix_s, decision.kind, decision.model, decision.device)
+                self._decisions[key] = decision
+
+    def changes(self, start_unix_s: float) -> list[PlacementChange]:
+        """Returns the decisions since a time, in their order."""
+        return [
+            PlacementChange(
+                round(each.time_unix_s - start_unix_s, 3),
+                each.kind,
+                each.model,
+                each.device,
+                each.target,
+                each.reason,
+                each.seconds,
+            )
+            for each in sorted(self._decisions.values(), key=lambda d: d.time_unix_s)
+            if each.time_unix_s >= start_unix_s
+        ]
 
 
 def counter_values(status: ClusterStatus) -> dict[str, dict[str, int]]:
@@ -95,6 +127,19 @@ def kv_bytes(agents: list[AgentReport]) -> dict[str, int]:
         for report in agent.models:
             totals[report.model] = totals.get(report.model, 0) + report.kv_mapped_bytes
     return totals
+
+
+def device_memory(agents: Sequence[AgentReport]) -> dict[str, DeviceMemory]:
+    """Returns the memory of each device. A model over several devices has one report, which holds
+    for each of them."""
+    found = {agent.device: DeviceMemory(agent.capacity_bytes, {}, {}) for agent in agents}
+    for agent in agents:
+        for report in agent.models:
+            for device in (agent.device, *report.peers):
+                if device in found:
+                    found[device].weights_bytes[report.model] = report.static_bytes
+                    found[device].kv_bytes[report.model] = report.kv_mapped_bytes
+    return found
 
 
 async def sample_status(

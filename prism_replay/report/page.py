@@ -72,7 +72,7 @@ def cards(results: ReplayResults) -> list[tuple[str, str, str]]:
         ("P95 TTFT", milliseconds(total.ttft_ms.p95), f"P50 {milliseconds(total.ttft_ms.p50)}"),
         ("P95 TPOT", milliseconds(total.tpot_ms.p95), f"P50 {milliseconds(total.tpot_ms.p50)}"),
     ]
-    if results.counters:
+    if results.counters and results.counters.maps:
         found.append(("page maps", f"{summary.maps_per_minute:.0f}/min", _unmaps(results)))
     return found
 

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from prism_replay.lengths import Floats
-from prism_replay.report import theme
+from prism_replay.report import memory_plots, theme
+from prism_replay.report.series import color, series_of
 from prism_replay.results import LABELS, Attainment, ReplayResults, RequestRecord, scale_key
 
-OTHERS = "other models"
-MIB = 1 << 20
 MAP_BIN_S = 10.0
 
 
@@ -26,7 +25,8 @@ def all_plots(results: ReplayResults) -> dict[str, str]:
             "ttft": partial(latency_cdf, results, "ttft", "Time to first token (dotted: SLO)"),
             "tpot": partial(latency_cdf, results, "tpot", "Time per output token (dotted: SLO)"),
             "arrivals": partial(arrivals, results),
-            "memory": partial(memory, results),
+            "memory": partial(memory_plots.total, results),
+            "devices": partial(memory_plots.of_devices, results),
             "maps": partial(map_rate, results),
         },
         last_wide=True,
@@ -86,10 +86,10 @@ def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
         title, f"{LABELS[metric]} (ms, log)", "requests at or below (%)", theme.HALF
     )
     for name, values in series.items():
-        theme.draw_cdf(axes, values, _color(results, name), name)
+        theme.draw_cdf(axes, values, color(results, name), name)
     slos_ms = {name: slo for name in series if (slo := _common_slo_ms(groups[name], metric))}
     for name, slo_ms in slos_ms.items():
-        axes.axvline(slo_ms, color=_color(results, name), linestyle=":", linewidth=1.2)
+        axes.axvline(slo_ms, color=color(results, name), linestyle=":", linewidth=1.2)
     shown = [*np.concatenate(list(series.values())), *slos_ms.values()]
     axes.set_xlim(min(shown) / 1.3, max(shown) * 1.3)
     theme.log_x(axes)
@@ -129,34 +129,12 @@ def arrivals(results: ReplayResults) -> Any:
             bottom=below,
             width=bin_s * 0.9,
             align="edge",
-            color=_color(results, name),
+            color=color(results, name),
             label=name,
         )
         below += counts
     axes.grid(visible=False, axis="x")
     theme.legend_below(figure, min(len(groups), 4))
-    return figure
-
-
-def memory(results: ReplayResults) -> Any:
-    """Draws stacked areas of mapped KV memory per model, from the server's status samples."""
-    samples = results.samples
-    if len(samples) < 2:
-        return None
-    title, ylabel = "KV cache memory per model", "mapped KV memory (MiB)"
-    figure, axes = theme.new_axes(title, "time since start (s)", ylabel, theme.HALF)
-    totals: dict[str, Floats] = {}
-    for model, name in _series(results).items():
-        mib = np.array([sample.kv_bytes.get(model, 0) / MIB for sample in samples])
-        if mib.any():
-            totals[name] = totals.get(name, 0) + mib
-    if totals:
-        colors = [_color(results, name) for name in totals]
-        times_s = [sample.t_s for sample in samples]
-        labels = list(totals)
-        axes.stackplot(times_s, list(totals.values()), labels=labels, colors=colors, alpha=0.85)
-        theme.legend_below(figure, min(len(totals), 4))
-    axes.set_ylim(bottom=0)
     return figure
 
 
@@ -170,10 +148,10 @@ def map_rate(results: ReplayResults) -> Any:
     figure, axes = theme.new_axes(
         title, "time since start (s)", "operations per minute", theme.HALF
     )
-    for name, color in (("maps", theme.series_color(0)), ("unmaps", theme.series_color(1))):
+    for name, shade in (("maps", theme.series_color(0)), ("unmaps", theme.series_color(1))):
         totals = [getattr(sample.counters, name) for sample in results.samples]
         rates = np.diff(np.interp(edges_s, times_s, totals)) * 60 / MAP_BIN_S
-        axes.stairs(rates, edges_s, color=color, label=name, linewidth=1.6)
+        axes.stairs(rates, edges_s, color=shade, label=name, linewidth=1.6)
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right")
     return figure
@@ -198,24 +176,8 @@ def _percent(attainment: Attainment, metric: str) -> float:
     return float("nan") if value is None else float(value) * 100
 
 
-def _series(results: ReplayResults) -> dict[str, str]:
-    """Returns model -> name of its series.
-
-    With more models than colours, the last ones share the series OTHERS. The trace's models come
-    first, ordered by requests, then models that only the server has.
-    """
-    extra = {name for sample in results.samples for name in sample.kv_bytes}
-    models = [*results.summary.models, *sorted(extra - set(results.summary.models))]
-    own = theme.SERIES_MAX if len(models) <= theme.SERIES_MAX else theme.SERIES_MAX - 1
-    return {name: name if rank < own else OTHERS for rank, name in enumerate(models)}
-
-
-def _color(results: ReplayResults, series: str) -> str:
-    return theme.series_color(list(dict.fromkeys(_series(results).values())).index(series))
-
-
 def _by_series(results: ReplayResults) -> dict[str, list[RequestRecord]]:
-    series = _series(results)
+    series = series_of(results)
     groups: dict[str, list[RequestRecord]] = {}
     for name in results.summary.models:
         chosen = [record for record in results.records if record.model == name]

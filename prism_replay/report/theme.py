@@ -81,6 +81,23 @@ def new_axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float]) ->
     return figure, axes
 
 
+def new_rows(count: int, xlabel: str, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    """Returns a figure of `size` inches with `count` axes below each other, which share the x-axis.
+    REQUIRES: inside `mpl.rc_context(RC)`."""
+    figure = Figure(figsize=size, layout="constrained")
+    figure.patch.set_alpha(0)
+    rows = list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+    for axes in rows:
+        axes.patch.set_alpha(0)
+    rows[-1].set_xlabel(xlabel)
+    return figure, rows
+
+
+def size_unit(size_bytes: float) -> tuple[int, str]:
+    """Returns the unit in which a size is 1 or more, and its name."""
+    return (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
+
+
 def draw_cdf(
     axes: Any, values: Sequence[float] | NDArray[np.float64], color: str, label: str | None
 ) -> None:

@@ -27,7 +27,7 @@ from prism.scheduler.traffic import SLOT_S, share_of
 from prism_sim.cluster.activation import startup_s
 from prism_sim.cluster.copies import SimModel
 from prism_sim.cluster.device import Resident, SimDevice, Stage
-from prism_sim.core.records import ClusterSample
+from prism_sim.core.records import DEVICES_SAMPLED, ClusterSample, ModelMemory
 from prism_sim.core.setup import ClusterSetup, ModelSetup
 
 CHUNK_TOKENS, CONTEXT_TOKENS, BATCH = 4096, 1024, 64
@@ -152,7 +152,13 @@ class Viewer:
             running += sum([r.running for r in model.residents])
             if held_bytes := sum([r.kv_bytes for r in model.residents]):
                 kv_bytes[model.setup.index] = held_bytes
-        return ClusterSample(now_s, kv_bytes, reserved_bytes, waiting, running)
+        devices = {
+            device.name: tuple(
+                [_memory(guest, device) for guest in device.guests if guest.accounts]
+            )
+            for device in self._devices[:DEVICES_SAMPLED]
+        }
+        return ClusterSample(now_s, kv_bytes, reserved_bytes, waiting, running, devices)
 
     def gpus(self) -> tuple[GpuView, ...]:
         for device in self._devices:
@@ -258,6 +264,11 @@ def _degree(setup: ModelSetup, tp: int) -> Degree:
         step_s=one_s - request_s,
         request_s=request_s,
     )
+
+
+def _memory(resident: Resident, device: SimDevice) -> ModelMemory:
+    account = resident.accounts[resident.devices.index(device)]
+    return ModelMemory(resident.model.index, account.static_bytes, account.kv_bytes)
 
 
 def _gpu(device: SimDevice) -> GpuView:

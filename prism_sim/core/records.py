@@ -24,6 +24,19 @@ class Decision(NamedTuple):
     reason: str = ""
 
 
+class ModelMemory(NamedTuple):
+    """Memory of one model on one device."""
+
+    # Index of the model.
+    model: int
+    weights_bytes: int
+    kv_bytes: int
+
+
+DEVICES_SAMPLED = 16
+"""Most devices of which the memory over time is kept, since a plot shows no more."""
+
+
 class ClusterSample(NamedTuple):
     """State of the cluster at one time."""
 
@@ -34,6 +47,8 @@ class ClusterSample(NamedTuple):
     reserved_bytes: int
     waiting: int
     running: int
+    # Device -> memory of the models on it, for the first DEVICES_SAMPLED devices.
+    devices: dict[str, tuple[ModelMemory, ...]]
 
 
 @dataclass(slots=True)

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import msgspec
 
 from prism_replay.results import (
+    CHANGES,
     Counters,
+    DeviceMemory,
+    PlacementChange,
     ReplayResults,
     RunConfig,
     StatusSample,
@@ -93,6 +96,7 @@ def as_replay(results: SimResults, records: Records, scales: Sequence[float]) ->
         migrations=counts.get("migrated", 0),
     )
     capacity_bytes = sum(gpu.capacity_bytes for gpu in results.gpus)
+    capacities = {gpu.name: gpu.capacity_bytes for gpu in results.gpus}
     names = records.work.models
     samples = [
         StatusSample(
@@ -101,8 +105,21 @@ def as_replay(results: SimResults, records: Records, scales: Sequence[float]) ->
             sample.reserved_bytes,
             capacity_bytes,
             Counters(),
+            {
+                name: DeviceMemory(
+                    capacities[name],
+                    {names[each.model]: each.weights_bytes for each in models},
+                    {names[each.model]: each.kv_bytes for each in models},
+                )
+                for name, models in sample.devices.items()
+            },
         )
         for sample in results.samples
+    ]
+    changes = [
+        PlacementChange(d.time_s, d.kind, d.model, d.device, d.target, d.reason)
+        for d in results.decisions
+        if d.kind in CHANGES
     ]
     run = RunConfig(
         trace=config.trace or "generated",
@@ -113,4 +130,4 @@ def as_replay(results: SimResults, records: Records, scales: Sequence[float]) ->
         seed=config.seed,
     )
     shown = request_records(records, PLOTTED_REQUESTS)
-    return ReplayResults(run, shown, samples, counters, results.summary)
+    return ReplayResults(run, shown, samples, counters, results.summary, changes)

@@ -14,13 +14,21 @@ import psutil
 import pytest
 import yaml
 
+from lab.demo import misses
 from lab.demo.page import TimedAction, actions_of
 from prism.config.resolve import load
 from prism.scheduler.decision_journal import Ended, Opened, Started
-from prism_replay.results import read_results
+from prism_replay.metrics import summarize
+from prism_replay.results import (
+    PlacementChange,
+    ReplayResults,
+    RequestRecord,
+    RunConfig,
+    read_results,
+)
 from prism_replay.trace import models_of, read_trace, write_trace
 from tests.engines.subjects import prepared
-from tests.replay.records import a_request
+from tests.replay.records import a_record, a_request
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +87,11 @@ def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, tra
     assert results.summary.total.completed == 6
     assert results.summary.total.errors == {}
     assert (short_dir / "results" / "demo-replay.html").exists()
+    assert read_results(short_dir / "results" / "demo-fixed.json").summary.total.completed == 6
     page = (short_dir / "results" / "demo.html").read_text()
+    assert 'id="memory-shared"' in page
+    assert 'id="memory-fixed"' in page
+    assert "<tr><td>models served</td><td><strong>1 of 1</strong></td><td>1 of 1</td></tr>" in page
     for text in (shown, page):
         assert "tiny-llama is activated on host:0" in text
     assert "least pressed device with room" in page
@@ -98,6 +110,31 @@ def test_steps_are_printed_in_the_replays_time() -> None:
         TimedAction(-8.0, "a is activated on host:0", "wanted"),
         TimedAction(10.5, "a migrates from host:0 to host:1", "relief"),
     ]
+
+
+def test_the_reason_of_a_missed_slo() -> None:
+    def record(index: int, **fields: object) -> RequestRecord:
+        return a_record(index, "a", **fields)
+
+    late = {"ttft_ms": 150.0}
+    records = [
+        record(0, **late),  # its model's activation ended after its arrival
+        record(9, **late),  # nothing was activated then
+        record(11, tpot_ms=30.0),
+        record(12, e2e_ms=200.0),
+        record(13, error="timeout", ttft_ms=None, tpot_ms=None, e2e_ms=None),
+        record(14),
+    ]
+    summary = summarize(records, (1.0,), 20.0, None)
+    config = RunConfig(trace="t", url="u", requests=6)
+    changes = [
+        PlacementChange(-1.0, "activate", "a", "host:0", seconds=1.1),
+        PlacementChange(9.0, "activate", "b", "host:0", seconds=1.0),
+        PlacementChange(9.0, "evict", "a", "host:0"),
+    ]
+    found = misses.reasons(ReplayResults(config, records, [], None, summary, changes))["a"]
+    assert found == dict.fromkeys(("activation", "queue", "tokens", "end", "failed"), 1)
+    assert misses.in_words(found).startswith("1 got no answer, 1 waited while the model was")
 
 
 def test_the_shipped_trace_is_what_its_program_writes() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prism.errors import ConfigError
 from prism.messages.agent import AgentReport, ModelReport
-from prism.messages.cluster import ClusterStatus
+from prism.messages.cluster import ClusterStatus, Decision
 from prism_replay.live.prompts import PromptSource, parse_token_range
 from prism_replay.live.sampling import Growth, StatusTracker
-from prism_replay.results import Counters
+from prism_replay.results import Counters, DeviceMemory, PlacementChange
 from prism_replay.slo import Slo, parse_slos
 from tests.replay.records import a_request
 
@@ -112,3 +113,30 @@ def test_a_status_becomes_a_sample_of_growth_and_bytes() -> None:
     assert sample.counters == Counters(maps=4, retractions=4, activations=1, migrations=4)
     assert (sample.kv_bytes, sample.resident_bytes) == ({"a": 10, "b": 0}, 80)
     assert sample.capacity_bytes == 200
+
+
+def test_the_memory_of_devices_and_the_changes_since_the_start() -> None:
+    wide = ModelReport("wide", "active", static_bytes=7, kv_mapped_bytes=3, peers=("host:1",))
+    agents = [AgentReport(f"host:{n}", 1, 0.0, 100, 1, 0, 0, 0, 0, 0, 2, []) for n in range(2)]
+    agents[0] = structs.replace(agents[0], models=[wide])
+    decisions = [
+        Decision(990.0, "activate", "wide", "host:0"),
+        Decision(1001.5, "migrate", "wide", "host:0", "host:1", "relief"),
+        Decision(1002.0, "refuse", "big", ""),
+    ]
+    tracker = StatusTracker()
+    for known in (decisions[:2], decisions[1:]):
+        seen = ClusterStatus(0.0, "prism", {}, agents, decisions=known)
+        sample = tracker.sample(seen, 1.0)
+    memory = DeviceMemory(100, {"wide": 7}, {"wide": 3})
+    assert sample.devices == {"host:0": memory, "host:1": memory}
+    found = tracker.changes(1000.0)
+    assert found == [PlacementChange(1.5, "migrate", "wide", "host:0", "host:1", "relief")]
+
+
+def test_a_change_has_its_duration_once_it_has_ended() -> None:
+    tracker = StatusTracker()
+    begun = Decision(10.0, "activate", "a", "host:0")
+    for decision in (begun, structs.replace(begun, seconds=0.7)):
+        tracker.sample(ClusterStatus(0.0, "prism", {}, [], decisions=[decision]), 1.0)
+    assert [change.seconds for change in tracker.changes(0.0)] == [0.7]

@@ -9,14 +9,23 @@ from html.parser import HTMLParser
 
 import matplotlib as mpl
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from prism_replay.metrics import summarize
 from prism_replay.report.console import print_results
 from prism_replay.report.page import rate_rows, render
-from prism_replay.report.plots import OTHERS, all_plots
+from prism_replay.report.plots import all_plots
+from prism_replay.report.series import OTHERS
 from prism_replay.report.theme import HALF, MARKERS, RC, log_x, log_y, new_axes, to_svg
-from prism_replay.results import Counters, ReplayResults, RunConfig, StatusSample
+from prism_replay.results import (
+    Counters,
+    DeviceMemory,
+    PlacementChange,
+    ReplayResults,
+    RunConfig,
+    StatusSample,
+)
 from tests.replay.records import a_record
 
 NASTY = '<b>$x_1$ & "m"'
@@ -161,6 +170,37 @@ def test_more_models_than_colours_are_grouped() -> None:
     assert OTHERS in plots["arrivals"]
     assert OTHERS in plots["memory"]
     assert "m19" in plots["attainment"]
+
+
+def with_devices(found: ReplayResults) -> ReplayResults:
+    """Returns the results with the memory of two devices and three changes."""
+    samples = [
+        structs.replace(
+            sample,
+            devices={
+                "host:0": DeviceMemory(1 << 30, {"m0": 100 << 20}, {"m0": sample.kv_bytes["m0"]}),
+                "host:1": DeviceMemory(1 << 29, {"m1": 5 << 20, NASTY: 1 << 20}, {"m1": 0}),
+            },
+        )
+        for sample in found.samples
+    ]
+    changes = [
+        PlacementChange(3.0, "activate", "m0", "host:0", seconds=0.5),
+        PlacementChange(9.0, "migrate", "m1", "host:0", "host:1", "relief"),
+        PlacementChange(12.0, "drop_copy", "gone", "host:1"),
+    ]
+    return structs.replace(found, samples=samples, changes=changes)
+
+
+def test_the_memory_of_each_device_replaces_the_total() -> None:
+    found = with_devices(results())
+    plots = all_plots(found)
+    assert "memory" not in plots
+    texts = ["".join(n.itertext()) for n in ET.fromstring(plots["devices"]).iter("text")]
+    assert {"host:0 (GiB)", "host:1 (MiB)", "m0", "m1", NASTY, "activate", "evict"} <= set(texts)
+    page = Page(render(found))
+    assert "plot-devices" in page.ids
+    assert "b" not in page.tags
 
 
 @pytest.mark.parametrize(
