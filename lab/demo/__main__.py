@@ -32,7 +32,7 @@ from prism_replay.trace import read_trace
 
 ROOT = Path(__file__).parents[2]
 REPORT, LOGS, FIXED = "demo-replay.html", "demo-logs", "demo-fixed.json"
-QUEUE_S = 10
+REFUSED_S = 10
 app = new_app()
 console = new_console()
 
@@ -88,10 +88,10 @@ def served_with_fixed_shares(
     config: Path, trace: Path, results: Path
 ) -> AbstractContextManager[BackgroundServer]:
     """Serves the YAML's models with the policy `static`. Requests for a model without a place are
-    rejected after QUEUE_S, and not only after the minute of the default."""
+    rejected after REFUSED_S, and not only after the minute of the default."""
     requests = read_trace(trace)
     data = with_policy(variants.read(config, requests), "static", requests)
-    frontend = {**data["frontend"], "queue_timeout": f"{QUEUE_S}s"}
+    frontend = {**data["frontend"], "refused_timeout": f"{REFUSED_S}s"}
     return variants.served(
         config, {**data, "frontend": frontend}, results / "demo-fixed-logs", "demo-fixed"
     )

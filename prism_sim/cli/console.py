@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from rich.console import Console
@@ -17,12 +18,16 @@ from prism_sim.output.results import SimResults
 from prism_sim.sweeps.points import outcome_of
 
 MODELS_SHOWN = 12
+LINE_EVERY_S = 2.0
+"""Time between lines of progress in a pipe."""
 
 
 class Bar:
-    """Progress bar on a terminal, hidden elsewhere. Call it with (done, total)."""
+    """Progress bar on a terminal, and lines on stderr elsewhere. Call it with (done, total)."""
 
     def __init__(self, console: Console, label: str) -> None:
+        self._label = label
+        self._said_s = time.monotonic()
         self._bar = Progress(
             TextColumn(label),
             BarColumn(bar_width=30),
@@ -43,6 +48,10 @@ class Bar:
 
     def __call__(self, done: int, total: int) -> None:
         self._bar.update(self._task, completed=done, total=total)
+        now_s = time.monotonic()
+        if self._bar.disable and 0 < done < total and now_s >= self._said_s + LINE_EVERY_S:
+            self._said_s = now_s
+            print(f"{self._label}: {done} of {total}", file=sys.stderr, flush=True)
 
 
 def print_run(console: Console, found: SimResults, replay: ReplayResults, since_s: float) -> None:

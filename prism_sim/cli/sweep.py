@@ -146,11 +146,15 @@ def plan(
     refuse_mistakes([Point(str(config), {**most, "policy": name}) for name in names], large=True)
     points = out / "points" if out else None
     chosen = seeds_of(config, fixed, seeds)
+    shown = new_console(stderr=True)
     searches = [
-        Search(str(config), fixed, name, target, metric, max_gpus, points, chosen, requests)
+        Search(
+            *(str(config), fixed, name, target, metric, max_gpus, points, chosen, requests),
+            says=not shown.is_terminal,
+        )
         for name in names
     ]
-    with Bar(new_console(stderr=True), "policies") as bar:
+    with Bar(shown, "policies") as bar:
         found = plans(searches, jobs=jobs or os.cpu_count() or 1, progress=bar)
     console = new_console()
     console.print(plan_table(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Search(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...] = ()
     # True if the tables of requests are stored in `points` too.
     tables: bool = False
+    # True if each simulated number of GPUs is printed to stderr.
+    says: bool = False
 
 
 def plans(
@@ -70,6 +73,8 @@ def plan_one(search: Search) -> CapacityPlan:
         points = [
             Point(search.config, changes | seed, tables=tables) for seed in seeded(search.seeds)
         ]
+        if search.says:
+            print(f"{search.policy}: simulating {gpus} GPUs", file=sys.stderr, flush=True)
         return run_points(points, simulate, jobs=1, store=store, progress=_silent)
 
     return fewest_gpus(
