@@ -195,6 +195,18 @@ async def test_a_model_s_colour_is_the_same_after_a_reload(stack: Stack) -> None
     assert len({*after.values()}) == len(after)
 
 
+async def test_the_reason_of_a_decision_is_on_a_phone_s_screen(stack: Stack) -> None:
+    await stack.state.queue.publish_status(busy())
+    async with open_page(stack.url) as (page, _):
+        await page.set_viewport_size({"width": 390, "height": 844})
+        reason = page.locator("#decisions .reason").first
+        await expect(reason).to_be_visible()
+        box = await reason.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+
+
 async def test_the_start_page_leads_to_it(stack: Stack) -> None:
     async with httpx.AsyncClient(base_url=stack.url, follow_redirects=True) as client:
         assert (await client.get("/")).url.path == "/dashboard/"
