@@ -87,7 +87,8 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Properties of a GPU. `mig` is True if it is split into MIG instances."""
+    """Properties of a GPU. `mig` is True if it is split into MIG instances. A total of 0 bytes is
+    not known."""
 
     name: str
     uuid: str

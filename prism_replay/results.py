@@ -211,7 +211,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_scales: tuple[float, ...] = (1.0,)
     """Scales of the attainment."""
     sent_slo_scale: float = 1.0
-    """Scale of the SLOs that the server got."""
+    """Scale of the SLOs that the server got. 0: it got none, as it is not Prism."""
     seed: int = 0
     timeout_s: float = 600.0
     block_tokens: int = 512

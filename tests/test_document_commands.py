@@ -172,10 +172,14 @@ class Shell:
         assert done.returncode == 0, f"{command}\n{done.stdout}"
 
     def close(self) -> None:
-        for process in self.servers:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGINT)
+        running = [process for process in self.servers if process.poll() is None]
+        for process in running:
+            os.killpg(process.pid, signal.SIGINT)
+        for process in running:
+            try:
                 process.wait(90)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -201,6 +205,9 @@ def run_page(page: Page, shell: Shell, url: str = "") -> None:
         if not any(re.search(pattern, command) for pattern in page.skipped):
             shell.run(_shortened(command, page.changed).replace("URL", url))
             ran += 1
+    found = list(commands(ROOT / page.path))
+    assert all(any(re.search(rule, each) for each in found) for rule in page.skipped)
+    assert all(any(text in each for each in found) for text in page.changed)
     assert ran
 
 

@@ -107,8 +107,12 @@ class Nvml:
         mode, pending = c_uint(), c_uint()
         known = self._answer("nvmlDeviceGetMigMode", handle, byref(mode), byref(pending)) == 0
         version = self._text("nvmlSystemGetDriverVersion")
+        try:
+            memory = self.memory(handle)
+        except BackendUnavailableError:  # refused for a GPU that is split into MIG instances
+            memory = (0, 0)
         is_mig = known and mode.value == 1
-        return GpuFacts(self.name(handle), self.uuid(handle), version, is_mig, *self.memory(handle))
+        return GpuFacts(self.name(handle), self.uuid(handle), version, is_mig, *memory)
 
     def memory(self, handle: c_void_p) -> tuple[int, int]:
         """Returns (total, free) bytes without the driver's reserved memory."""

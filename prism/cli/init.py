@@ -25,13 +25,17 @@ def init(
 ) -> None:
     """Writes a YAML for this machine: its GPUs, or else half of its free memory, and the models
     that it has. Downloads and starts nothing."""
-    from prism.serve.node.new_config import models_here, new_config
+    from prism.serve.node.new_config import models_here, new_config, shown
 
+    if file.is_dir():
+        raise ConfigError(f"{file}: is a folder; give a file, such as {file / 'prism.yaml'}")
     if file.exists() and not force:
         raise ConfigError(f"{file}: exists; choose another name, or replace it with --force")
     if not file.parent.is_dir():
         raise ConfigError(f"{file}: its folder does not exist; create it")
-    paths = model or models_here(file.absolute().parent)
+    folder = file.absolute().parent
+    named = [shown(Path(each), folder) if Path(each).exists() else each for each in model or []]
+    paths = named or models_here(folder)
     text, left = new_config(file, paths, required=bool(model))
     file.write_text(text)
     print(text, end="")

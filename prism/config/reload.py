@@ -74,7 +74,12 @@ FIXED = {
 }
 # Fields that follow from these, from the devices and from the number of models.
 DERIVED = ("name", "tp", "degrees", "token_bytes", "kv_arrangement", "block_tokens", "hub_name")
-_DEVICE = {"name": "name", "capacity_bytes": "capacity", "page_bytes": "page"}
+_DEVICE = {
+    "name": "name",
+    "capacity_bytes": "capacity",
+    "capacity_text": "capacity",
+    "page_bytes": "page",
+}
 _JOURNAL = {"max_bytes": "max"}
 
 

@@ -103,8 +103,9 @@ def load(
     """
     try:
         data = read_yaml(path)
-        devices = with_sizes(data.devices, capacities)
-        data = msgspec.structs.replace(data, devices=devices)
+        given = data.devices
+        if data.ray is None:
+            data = msgspec.structs.replace(data, devices=with_sizes(given, capacities))
         keys = variable_keys(data.access.keys_variable) if known is None else known
         return _resolve(data, path.absolute(), keys, node, of_hub)
     except ConfigError as error:

@@ -67,7 +67,10 @@ def endpoint(url: str, api_key: str, ca_file: Path | None) -> Endpoint:
     """Returns the server of these options. Raises ConfigError."""
     from prism_replay.live.client import Endpoint, parse_url
 
-    return Endpoint(parse_url(url), api_key.strip(), ca_file)
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key: has characters that no key can have; copy it again")
+    return Endpoint(parse_url(url), key, ca_file)
 
 
 def complete_policies(incomplete: str) -> list[str]:

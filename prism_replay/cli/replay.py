@@ -189,6 +189,8 @@ def _replay(requests: list[TraceRequest], config: RunConfig, endpoint: Endpoint)
     with LiveProgress(console, len(requests), config.main_scale) as progress:
         results = asyncio.run(run_replay(requests, config, progress, endpoint))
     print_results(console, results)
+    if not results.config.sent_slo_scale:
+        console.print("the server is not Prism and got neither SLOs nor priorities")
     return results
 
 

@@ -137,9 +137,8 @@ class Sender:
     start_s: float = field(default_factory=time.monotonic)
     """The replay's zero on time.monotonic()."""
     slo_scale: float = 1.0
-    """Factor on the SLOs that the server gets. Records have the SLOs without it."""
-    takes_slos: bool = True
-    """Whether requests have SLOs and a priority. Other servers than Prism may reject them."""
+    """Factor on the SLOs that the server gets. Records have the SLOs without it. 0: it gets neither
+    SLOs nor priorities, which other servers than Prism may reject."""
 
     async def send(
         self, index: int, request: TraceRequest, prompt: str | list[int]
@@ -197,7 +196,7 @@ class Sender:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        if self.takes_slos:
+        if self.slo_scale:
             slos = {"slo_ttft_ms": request.slo_ttft_ms, "slo_tpot_ms": request.slo_tpot_ms}
             body |= {name: ms * self.slo_scale for name, ms in slos.items() if ms is not None}
             body |= {"priority": request.priority} if request.priority else {}
@@ -260,10 +259,14 @@ def error_code(error: ErrorBody, default: str) -> str:
 def parse_url(text: str, option: str = "--url") -> str:
     """Returns the URL of a server without the path `/v1`. Raises ConfigError that names the
     option."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        hint = f"http://{text}" if "://" not in text else "http://HOST:PORT"
-        raise ConfigError(f"{option} {text}: must start with http:// or https://; give {hint}")
+    hint = f"http://{text}" if "://" not in text else "http://HOST:PORT"
+    try:
+        parts = urlsplit(text)
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of a port or an IPv6 address
+        is_whole = False
+    if not is_whole:
+        raise ConfigError(f"{option} {text}: is not a URL with http:// or https://; give {hint}")
     return text.rstrip("/").removesuffix("/v1")
 
 
@@ -308,11 +311,9 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
         cards = msgspec.json.decode(answer.content, type=ModelList).data
     except httpx.TransportError as error:
         reason = str(error) or type(error).__name__
-        remedy = (
-            "give its certificate with --cacert"
-            if "CERTIFICATE_VERIFY" in reason
-            else ("start one with `prism-serve`")
-        )
+        remedy = "start one with `prism-serve`"
+        if "CERTIFICATE_VERIFY" in reason:
+            remedy = "give its certificate with --cacert, and a name that the certificate has"
         raise ConfigError(f"{where}: no server responds ({reason}); {remedy}") from error
     except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
         raise ConfigError(

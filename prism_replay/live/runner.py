@@ -51,7 +51,9 @@ async def run_replay(
     async with connect(endpoint or Endpoint(config.url)) as http:
         cards = await served_models(http)
         check_served(trace, cards)
-        return await Replay(http, config, observer, takes_slos=is_prism(cards)).run(trace)
+        if not is_prism(cards):
+            config = msgspec.structs.replace(config, sent_slo_scale=0.0)
+        return await Replay(http, config, observer).run(trace)
 
 
 def is_prism(cards: Mapping[str, ModelCard]) -> bool:
@@ -79,15 +81,7 @@ def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
 class Replay:
     """One run of a replay. Used on one event loop only."""
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        config: RunConfig,
-        observer: Observer,
-        *,
-        takes_slos: bool = True,
-    ) -> None:
-        self.takes_slos = takes_slos
+    def __init__(self, http: httpx.AsyncClient, config: RunConfig, observer: Observer) -> None:
         self.http, self.config, self.observer = http, config, observer
         low, high = config.token_ids
         self.source = PromptSource(config.seed, low, high, config.block_tokens)
@@ -99,12 +93,7 @@ class Replay:
     async def run(self, trace: Trace) -> ReplayResults:
         await self._first_status()
         started_unix_s = time.time()
-        sender = Sender(
-            self.http,
-            self.config.timeout_s,
-            slo_scale=self.config.sent_slo_scale,
-            takes_slos=self.takes_slos,
-        )
+        sender = Sender(self.http, self.config.timeout_s, slo_scale=self.config.sent_slo_scale)
         sampler = asyncio.create_task(
             sample_status(self.http, sender.start_s, self.samples, self.tracker)
         )

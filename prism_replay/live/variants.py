@@ -35,6 +35,11 @@ def read(path: Path, trace: Trace) -> Data:
             f"{path}: {several}: measurements are on one machine; give a YAML with `devices` of"
             " this one"
         )
+    if any("capacity" not in device for device in data.get("devices") or []):
+        raise ConfigError(
+            f"{path}: devices[].capacity: measurements need the same memory each time; give a size,"
+            " or a part such as 90%"
+        )
     known = [str(model["name"]) for model in data.get("models") or []]
     unknown = [name for name in models_of(trace) if name not in known]
     if unknown:

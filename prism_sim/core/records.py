@@ -33,8 +33,8 @@ class ModelMemory(NamedTuple):
     kv_bytes: int
 
 
-DEVICES_SAMPLED = 16
-"""Most devices of which the memory over time is kept, since a plot shows no more."""
+DEVICES_SAMPLED = 9
+"""Most devices of which the memory over time is kept: one more than a plot shows."""
 
 
 class ClusterSample(NamedTuple):

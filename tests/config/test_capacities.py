@@ -12,6 +12,7 @@ import yaml
 import kvcached
 from kvcached import GpuFacts
 from kvcached.errors import NoDriverError
+from prism.config.reload import reloaded
 from prism.config.resolve import load
 from prism.errors import ConfigError
 from tests.frontend.tiny_model import make_model
@@ -56,9 +57,28 @@ def test_on_a_host_device(tmp_path: Path) -> None:
         load(write(tmp_path, {"name": "host:0"}))
 
 
-def test_a_running_cluster_keeps_its_size(tmp_path: Path) -> None:
+def test_a_running_cluster_keeps_its_size_and_refuses_another(tmp_path: Path) -> None:
     path = write(tmp_path, {"name": "host:0", "capacity": "50%"})
-    assert capacity(path, capacities={"host:0": 64 << 20}) == 64 << 20
+    sizes = {"host:0": 64 << 20}
+    running = load(path, capacities=sizes)
+    assert running.devices[0].capacity_bytes == 64 << 20
+    assert reloaded(running, load(path, capacities=sizes), []) == running
+    for text in ("40%", "64MiB"):
+        other = load(write(tmp_path, {"name": "host:0", "capacity": text}), capacities=sizes)
+        with pytest.raises(ConfigError, match=r"devices\[0\].capacity: cannot be changed"):
+            reloaded(running, other, [])
+
+
+def test_a_gpu_whose_memory_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = GpuFacts("NVIDIA H200", "GPU-1", "580", mig=True)
+    monkeypatch.setattr(kvcached, "gpu_facts", {"cuda:0": facts}.__getitem__)
+    with pytest.raises(ConfigError, match="does not report cuda:0's memory; give a size"):
+        load(write(tmp_path, {"name": "cuda:0", "capacity": "90%"}))
+
+
+def test_a_wrong_name_is_the_first_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'gpu:0' is not a valid device"):
+        load(write(tmp_path, {"name": "gpu:0"}))
 
 
 def test_a_gpu_whose_memory_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

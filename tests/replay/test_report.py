@@ -203,6 +203,24 @@ def test_the_memory_of_each_device_replaces_the_total() -> None:
     assert "b" not in page.tags
 
 
+def test_more_devices_than_a_plot_has_keep_the_total() -> None:
+    memory = DeviceMemory(1 << 30, {"m0": 1 << 20}, {"m0": 1 << 20})
+    found = results()
+    devices = {f"host:{number}": memory for number in range(12)}
+    samples = [structs.replace(sample, devices=devices) for sample in found.samples]
+    plots = all_plots(structs.replace(found, samples=samples))
+    assert "the first 8 of 12 devices" in plots["devices"]
+    assert "memory" in plots
+
+
+def test_a_long_run_has_a_plot_of_limited_size() -> None:
+    found = with_devices(results())
+    samples = [structs.replace(found.samples[0], t_s=float(second)) for second in range(36_000)]
+    changes = [structs.replace(found.changes[0], t_s=float(second)) for second in range(5_000)]
+    plot = all_plots(structs.replace(found, samples=samples, changes=changes))["devices"]
+    assert len(plot) < 1_000_000
+
+
 @pytest.mark.parametrize(
     ("fields", "absent"),
     [

@@ -144,11 +144,13 @@ def test_a_server_without_status_is_replayed_all_the_same() -> None:
 
 
 def test_other_servers_than_prism_get_neither_slos_nor_priorities() -> None:
-    # Stock vLLM and SGLang reject a priority unless they schedule by it.
+    # vLLM rejects a priority unless it schedules by it.
     asked = a_request(slo_ttft_ms=100.0, priority=1)
     for owner, sent in (("prism", {"slo_ttft_ms": 100.0, "priority": 1}), ("sglang", {})):
         with running(ScriptedServer(owner=owner)) as server:
-            assert replay(server, [asked]).records[0].slo_ttft_ms == 100.0
+            results = replay(server, [asked])
+            assert results.records[0].slo_ttft_ms == 100.0
+            assert bool(results.config.sent_slo_scale) == bool(sent)
         (body,) = server.requests
         own = ("slo_ttft_ms", "slo_tpot_ms", "priority")
         assert {name: body[name] for name in own if name in body} == sent

@@ -13,13 +13,17 @@ import yaml
 
 import kvcached
 from kvcached import GpuFacts
-from kvcached.errors import NoDriverError, UnknownDeviceError
+from kvcached.errors import BackendUnavailableError, NoDriverError, UnknownDeviceError
 from prism.cli.exit_codes import run
 from prism.cli.serve import app
 from prism.config.resolve import load
 from tests.frontend.tiny_model import make_whole_model
 
 GIB = 1 << 30
+
+
+def no_driver(device: str) -> GpuFacts:
+    raise NoDriverError("no driver")
 
 
 @pytest.fixture
@@ -32,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     bad.mkdir()
     (bad / "config.json").write_text('{"architectures": ["Foo"]}')
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kvcached, "gpu_facts", no_driver)
     return tmp_path
 
 
@@ -92,13 +97,35 @@ def test_models_of_the_hubs_cache_and_named_ones(
     assert not (folder / "three.yaml").exists()
 
 
-def test_a_machine_without_models(
+def test_unlike_gpus_and_a_broken_driver_are_not_taken_for_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(device: str) -> GpuFacts:
-        raise NoDriverError("no driver")
+    def fail(device: str) -> GpuFacts:
+        assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        raise BackendUnavailableError("NVML answers with 15")
 
-    monkeypatch.setattr(kvcached, "gpu_facts", refuse)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setattr(kvcached, "gpu_facts", fail)
+    assert init() == 2
+    assert "cuda:0: NVML answers with 15" in capsys.readouterr().err
+
+
+def test_names_and_paths(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / ".cache" / "models" / "Good One"
+    (folder / "link").symlink_to(model)
+    for name in ("123", "null", "模型"):
+        shutil.copytree(model, folder / "sub" / name)
+    given = [f"--model={each}" for each in ("link", "sub/123", "sub/null", "sub/模型")]
+    assert init("sub/x.yaml", *given) == 0, capsys.readouterr().err
+    found = load(Path("sub/x.yaml")).models
+    assert [model.name for model in found] == ["link", "123", "null", "model"]
+    assert f'path: "{folder}/link"}}' in (folder / "sub" / "x.yaml").read_text()
+    assert init("sub", "--force") == 2
+    assert "sub: is a folder; give a file, such as sub/prism.yaml" in capsys.readouterr().err
+
+
+def test_a_machine_without_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(folder / ".cache" / "models" / "Good One")
     assert init() == 2
     said = capsys.readouterr().err
@@ -116,7 +143,9 @@ def test_a_machine_without_models(
     ],
 )
 def test_completion(folder: Path, program: str, words: str, expected: list[str]) -> None:
-    assert init() == 0
+    devices = [{"name": "host:0", "capacity": "64MiB"}]
+    models = [{"name": "good-one", "path": ".cache/models/Good One"}]
+    (folder / "prism.yaml").write_text(yaml.safe_dump({"devices": devices, "models": models}))
     variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run(

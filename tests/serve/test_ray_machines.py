@@ -82,6 +82,8 @@ def test_named_nodes_stay_as_they_are() -> None:
             "devices[0].name: 'cuda:0' cannot be combined with ray",
         ),
         ({"devices": [GPU, GPU]}, "devices[1].name: 'cuda:*' cannot be combined with ray"),
+        ({"devices": [{**GPU, "capacity": "90%"}]}, "devices[0].capacity: must be a size such as"),
+        ({"devices": [HOST, {"name": "cuda:*"}]}, "devices[1].capacity: must be a size such as"),
         ({"devices": []}, "devices: no machine of Ray has such devices"),
         ({"cluster_key": "key"}, "cluster_key: cannot be combined with ray"),
         (

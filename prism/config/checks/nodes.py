@@ -180,7 +180,9 @@ def _device(data: DeviceYaml, key: str, node: str = "") -> DeviceConfig:
     whole = capacity_bytes - capacity_bytes % page_bytes
     shares = _sm_percent(data, f"{key}.sm_percent")
     name = on_node(data.name, node)
-    return DeviceConfig(name, whole, page_bytes, data.engines, sm_percent=shares)
+    return DeviceConfig(
+        name, whole, page_bytes, data.engines, data.capacity.origin, sm_percent=shares
+    )
 
 
 def _sm_percent(data: DeviceYaml, key: str) -> tuple[int, ...]:

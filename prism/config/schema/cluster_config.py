@@ -315,6 +315,8 @@ class DeviceConfig(msgspec.Struct, frozen=True):
     capacity_bytes: int
     page_bytes: int
     engines: int
+    # Capacity in the YAML if it is not a size: "90%", or "free" for the default.
+    capacity_text: str = ""
     # Percentage of each engine under MPS. Empty: 100.
     sm_percent: tuple[int, ...] = ()
     # Planned memory of an engine process on a GPU without a model: its CUDA context with its code.

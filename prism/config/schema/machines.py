@@ -23,7 +23,7 @@ class DeviceYaml(Strict, frozen=True):
     name: str
     # The memory that Prism may use on this device, for weights, KV and engines: a size such as
     # "70GiB", or a part of the device's memory such as "90%". Default: 90% of what is free on a GPU
-    # at the start; a host device needs a value. With nodes it must be a size.
+    # at the start; a host device needs a value. With nodes or ray it must be a size.
     capacity: Capacity | None = None
     # The unit in which KV memory is mapped: a power of two of at least 4KiB.
     page: Bytes = Bytes("2MiB")

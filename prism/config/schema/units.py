@@ -32,15 +32,17 @@ class Bytes(int):
 
 
 class Capacity(Bytes):
-    """A size, or a part of a device's memory such as "90%". `share` is None for a size."""
+    """A size, or a part of a device's memory such as "90%". `share` is None for a size. `origin` is
+    the text of the part that a size was computed from."""
 
     share: float | None
+    origin: str
 
-    def __new__(cls, value: str | int) -> Self:
+    def __new__(cls, value: str | int, origin: str = "") -> Self:
         """Raises ValueError for a text that is neither."""
         share = _share(value) if isinstance(value, str) and value.rstrip().endswith("%") else None
         made = super().__new__(cls, value if share is None else 0)
-        made.share = share
+        made.share, made.origin = share, origin
         if share is not None:
             made.text = str(value)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -41,7 +42,7 @@ def first_request(config: ClusterConfig) -> str:
     certificate = config.frontend.tls_certificate
     parts = [
         "curl",
-        *([f"--cacert {certificate}"] if certificate else []),
+        *([f"--cacert {shlex.quote(certificate)}"] if certificate else []),
         f"{url_of(config)}/v1/{path}",
         *(['-H "Authorization: Bearer $OPENAI_API_KEY"'] if config.keys else []),
         "-H 'Content-Type: application/json'",

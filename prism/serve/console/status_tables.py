@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -28,7 +29,8 @@ class Fitted:
             column.overflow = "fold"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table, left_out = self._table, 0
+        table, left_out = copy(self._table), 0
+        table.columns = list(table.columns)
         wide = options.update(max_width=_ANY_WIDTH)
         while (
             len(table.columns) > self._kept

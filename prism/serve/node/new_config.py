@@ -6,15 +6,15 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import psutil
 
-import kvcached
 from kvcached import GpuFacts, KvcachedError
-from kvcached.errors import UnknownDeviceError
-from prism.config.checks.capacities import FREE_SHARE
+from kvcached.errors import HiddenDeviceError, NoDriverError, UnknownDeviceError
+from prism.config.checks.capacities import FREE_SHARE, facts_of
 from prism.config.resolve import load
 from prism.config.schema.units import format_size
 from prism.errors import ConfigError
@@ -45,15 +45,16 @@ class Left:
 
 
 def gpus() -> dict[str, GpuFacts]:
-    """Returns the GPUs of this machine, without those that are split into MIG instances."""
+    """Returns the GPUs of this machine, without those that are split into MIG instances. Raises
+    ConfigError for a driver that does not work."""
     found: dict[str, GpuFacts] = {}
     for number in count():
         try:
-            facts = kvcached.gpu_facts(f"cuda:{number}")
-        except UnknownDeviceError:
+            facts = facts_of(f"cuda:{number}")
+        except (NoDriverError, UnknownDeviceError, HiddenDeviceError):
             break
-        except KvcachedError:
-            return found
+        except KvcachedError as error:
+            raise ConfigError(f"cuda:{number}: {error}") from error
         if not facts.mig:
             found[f"cuda:{number}"] = facts
     return found
@@ -65,13 +66,14 @@ def models_here(folder: Path) -> list[str]:
     places = (folder / ".cache" / "models", default_directory())
     found = (sorted(path.parent for path in place.glob("*/config.json")) for place in places)
     folders = next(filter(None, found), [])
-    return [*(_shown(path, folder) for path in folders), *names_in_cache()]
+    return [*(shown(path, folder) for path in folders), *names_in_cache()]
 
 
-def _shown(path: Path, folder: Path) -> str:
-    """Returns a path as the YAML has it: relative to its folder if it is below."""
-    inside = path.resolve().is_relative_to(folder.resolve())
-    return str(path.resolve().relative_to(folder.resolve()) if inside else path.resolve())
+def shown(path: Path, folder: Path) -> str:
+    """Returns a path as a YAML in `folder` has it: relative if it is below."""
+    whole = path.absolute()
+    below = whole.is_relative_to(folder)
+    return str(whole.relative_to(folder) if below else whole)
 
 
 def new_config(file: Path, paths: Sequence[str], *, required: bool) -> tuple[str, list[Left]]:
@@ -132,8 +134,9 @@ def _check(file: Path, text: str) -> None:
 
 def _text(file: Path, found: dict[str, GpuFacts], paths: Sequence[str]) -> str:
     lines = ["devices:", *_devices(found, len(paths)), "models:"]
-    given = zip(_names(paths), paths, strict=True)
-    lines += [f"  - {{name: {name}, path: {json.dumps(path)}}}" for name, path in given]
+    quote = partial(json.dumps, ensure_ascii=False)
+    given = zip(map(quote, _names(paths)), map(quote, paths), strict=True)
+    lines += [f"  - {{name: {name}, path: {path}}}" for name, path in given]
     return _HEAD.format(file=file) + "\n".join(lines) + "\n"
 
 
@@ -162,6 +165,7 @@ def _names(paths: Sequence[str]) -> list[str]:
         hub = split_name(path)
         last = Path(hub.repo if hub is not None and not Path(path).exists() else path).name
         name = re.sub(r"[^a-z0-9._-]+", "-", last.removesuffix(".gguf").lower()).strip("-.")
+        name = name or "model"
         found = (name, *(f"{name}-{number}" for number in range(2, len(paths) + 2)))
         names.append(next(each for each in found if each not in names))
     return names

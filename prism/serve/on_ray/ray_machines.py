@@ -122,6 +122,11 @@ def _kinds(devices: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
                 f"devices[{index}].name: {device['name']!r} cannot be combined with ray; describe"
                 " each kind of device once, as cuda:* or host:*, or add nodes"
             )
+        if str(device.get("capacity", "%")).rstrip().endswith("%"):
+            raise ConfigError(
+                f"devices[{index}].capacity: must be a size such as 70GiB, since it holds for the"
+                " devices of all machines"
+            )
         kinds[resource] = device
     return kinds
 
