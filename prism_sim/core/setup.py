@@ -25,6 +25,9 @@ class EngineSettings:
     prefill_chunk_tokens: int = 8192
     # True if a step may combine prompt chunks and decodes (Sarathi).
     mixed_chunk: bool = False
+    # True if an engine also computes one step at a time under step control. False: a prefill and
+    # decode steps of a model run at the same time (MuxServe §3.3).
+    serial_phases: bool = False
     # Output tokens that must fit in addition before a retracted request is readmitted.
     headroom_tokens: int = 64
     # Maximum number of decode steps in one event.

@@ -26,7 +26,9 @@ from prism_sim.engine.prompts import Chunks
 
 
 class ControlledEngine(SimEngine):
-    """Engine that starts steps only on request. Prefill and decode may run concurrently.
+    """Engine that starts steps only on request. Prefill and decode run concurrently, or one step
+    after the other if `serial_phases` is set: a prefill then waits for the end of the decode step
+    in flight, and a decode for the end of the prefill, after which the control chooses again.
 
     The engine's clock counts decode time for all members of the batch. A member's executed_s has
     the clock subtracted when it joins; the clock is added back when it leaves.
@@ -42,6 +44,9 @@ class ControlledEngine(SimEngine):
         # True after a prefill found no memory. Waiting requests are then hidden from the control
         # until something changes, since it counts tokens while the ledger grants quanta.
         self.lacks_memory = False
+        # Prefill that waits for the end of a decode step, and whether a decode waits for a prefill.
+        self._prefill_due: Chunks = []
+        self._decode_due = False
         # SM shares of the last job of each phase.
         self._shares: dict[Phase, float] = {}
         self._clock_s = 0.0
@@ -51,8 +56,9 @@ class ControlledEngine(SimEngine):
 
     @property
     def busy(self) -> frozenset[Phase]:
-        """Phases with a job in flight."""
-        found = ((Phase.PREFILL, self._chunks), (Phase.DECODE, self.run.job))
+        """Phases with a job in flight or due."""
+        prefill = self._chunks or self._prefill_due
+        found = ((Phase.PREFILL, prefill), (Phase.DECODE, self.run.job or self._decode_due))
         return frozenset(phase for phase, job in found if job)
 
     def sm_held(self) -> float:
@@ -124,10 +130,15 @@ class ControlledEngine(SimEngine):
                 self.prompt_tokens_total += request.prompt_tokens
             self.prompts.ready.append(request)
             chunks.append((request, request.todo_tokens))
-        if chunks:
-            self._shares[Phase.PREFILL] = sm_share
+        if not chunks:
+            return False
+        self._shares[Phase.PREFILL] = sm_share
+        if self._settings.serial_phases and self.run.job is not None:
+            self._prefill_due = chunks
+            self.run.end_run()
+        else:
             self._prefill_step(chunks, 0, sm_share)
-        return bool(chunks)
+        return True
 
     def decode_now(self, ids: Sequence[str], sm_share: float, steps_max: int) -> bool:
         """Starts decode steps of the named requests and parks the others. Returns False if no step
@@ -141,11 +152,15 @@ class ControlledEngine(SimEngine):
             self._join(self.parked.pop(index))
         if not self.batch:
             return False
-        self._decode_since_s = self._kernel.time_s
         self._shares[Phase.DECODE] = sm_share
+        if self._settings.serial_phases and Phase.PREFILL in self.busy:
+            self._decode_due = True
+            return True
+        self._decode_since_s = self._kernel.time_s
         return self._start_decode(min(steps_max, self._settings.run_steps), sm_share)
 
     def _prefill_ended(self) -> None:
+        self._decode_due = False
         seconds = self._kernel.time_s - self._prefill_since_s
         for request, _ in self._chunks:
             request.executed_s += seconds
@@ -160,6 +175,9 @@ class ControlledEngine(SimEngine):
         for request in self.batch.deferred:
             request.executed_s -= self._clock_s
         ends = self.batch.steps_to_end() == self.run.steps
+        if self._prefill_due:
+            due, self._prefill_due = self._prefill_due, []
+            self._prefill_step(due, 0, self._shares[Phase.PREFILL])
         super()._decode_ended()
         if not ends:
             self._listener.freed()

@@ -75,6 +75,7 @@ def cluster_setup(
             max_running=engine.max_running,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             mixed_chunk=engine.adapter in MIXED,
+            serial_phases=True,
         ),
         interval_s=scheduler.interval_s,
         rate_window_s=scheduler.rate_window_s,

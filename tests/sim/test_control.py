@@ -18,10 +18,11 @@ from prism.policies.multiplexing.steps import (
 from prism.policies.placement import Hosted, Placement, Unit
 from prism_sim.cluster.world import World
 from prism_sim.core.records import Records
-from prism_sim.core.setup import ClusterSetup
+from prism_sim.core.setup import ClusterSetup, EngineSettings
 from tests.sim.clusters import cluster, model, request, work
 
 TARGET = Placement((Unit(("gpu:0",), (Hosted("a"), Hosted("b"))),))
+PLAIN = EngineSettings(max_running=16, prefill_chunk_tokens=512)
 Log = list[tuple[float, str, Phase, tuple[str, ...]]]
 
 
@@ -58,8 +59,10 @@ class Script:
         return StepChoice((StepJob(name, phase, ids),), self.holds_s)
 
 
-def run(script: Script, *requests: tuple[float, str, int, int]) -> Records:
-    setup = cluster([model(0, "a"), model(1, "b")])
+def run(
+    script: Script, *requests: tuple[float, str, int, int], engine: EngineSettings = PLAIN
+) -> Records:
+    setup = cluster([model(0, "a"), model(1, "b")], engine=engine)
     policy = dataclasses.replace(
         registry.get("alpaserve"), steps=script.control(), search=lambda problem: TARGET
     )
@@ -103,6 +106,33 @@ def test_what_holds_is_not_asked_again(holds_s: float) -> None:
     first, second = run(asked, *trace), run(held, *trace)
     assert first.end_s.tolist() == pytest.approx(second.end_s.tolist())
     assert len(held.log) < len(asked.log)
+
+
+class BothPhases(Script):
+    """One job of each phase at a time."""
+
+    def __call__(self, view: DeviceStepView) -> StepChoice:
+        jobs = [
+            StepJob(engine.model, phase, tuple(one.id for one in many))
+            for engine in view.engines
+            for phase, many in ((Phase.PREFILL, engine.prefill), (Phase.DECODE, engine.decode))
+            if many and phase not in engine.busy
+        ]
+        return StepChoice(tuple(jobs), self.holds_s)
+
+
+@pytest.mark.parametrize("holds_s", [0.0, 1000.0])
+def test_an_engine_with_serial_phases_computes_one_step_at_a_time(holds_s: float) -> None:
+    trace = ((0.0, "a", 100, 9), (0.025, "a", 100, 2))
+    engine = dataclasses.replace(PLAIN, serial_phases=True)
+    records = run(BothPhases(holds_s=holds_s), *trace, engine=engine)
+    step_s = 0.0101
+    # The second prompt starts after the second decode step, and the other steps after it.
+    assert records.first_s[1] == pytest.approx(0.01 + 2 * step_s + 0.01, abs=1e-4)
+    assert records.end_s[0] == pytest.approx(0.02 + 8 * step_s, abs=2e-3)
+    together = run(BothPhases(holds_s=holds_s), *trace)
+    assert together.first_s[1] < records.first_s[1]
+    assert together.end_s[0] < records.end_s[0]
 
 
 def test_executed_and_waiting_times_are_counted() -> None:

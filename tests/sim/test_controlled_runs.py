@@ -38,7 +38,7 @@ def test_adbs_past_what_the_gpus_can_do(tmp_path: Path, gpus: int) -> None:
     assert (runs.counts.get("retractions", 0) > 50) == (gpus == 1)
 
 
-def random_case(seed: int, policy: str) -> tuple[ClusterSetup, list[TraceRequest]]:
+def random_case(seed: int, policy: str, serial: bool) -> tuple[ClusterSetup, list[TraceRequest]]:
     draw = random.Random(seed)
     gpus, kv = draw.choice([1, 1, 2, 3]), draw.choice([1, 8])
     models = [
@@ -53,7 +53,7 @@ def random_case(seed: int, policy: str) -> tuple[ClusterSetup, list[TraceRequest
         )
         for index, name in enumerate(NAMES[: draw.randint(1, 4)])
     ]
-    engine = EngineSettings(max_running=draw.choice([2, 16]))
+    engine = EngineSettings(max_running=draw.choice([2, 16]), serial_phases=serial)
     seconds = draw.choice([1.0, 3.0, 30.0])
     trace = [
         request(
@@ -67,7 +67,8 @@ def random_case(seed: int, policy: str) -> tuple[ClusterSetup, list[TraceRequest
 SEEDS = {"muxserve": (6, 14, 33, 52, 72, 81), "seallm": (10, 43, 82)}
 
 
+@pytest.mark.parametrize("serial", [False, True])
 @pytest.mark.parametrize(("policy", "seed"), [(p, s) for p, many in SEEDS.items() for s in many])
-def test_cases_that_differed(policy: str, seed: int) -> None:
-    setup, trace = random_case(seed, policy)
+def test_cases_that_differed(policy: str, seed: int, serial: bool) -> None:
+    setup, trace = random_case(seed, policy, serial)
     assert_equal(simulate(setup, trace)[1], simulate(step_by_step(setup), trace)[1])
