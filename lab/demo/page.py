@@ -73,7 +73,7 @@ def gains(shared: ReplayResults, fixed: ReplayResults) -> list[tuple[str, str, s
         "models served": _served,
         "requests answered": _answered,
         "requests within their SLO": lambda found: _percent(found.summary.total),
-        "memory held, on average": _held,
+        "memory in use, on average": _held,
     }
     return [(name, figure(shared), figure(fixed)) for name, figure in figures.items()]
 

@@ -19,6 +19,8 @@ DEVICES_SHOWN = 8
 SAMPLES_SHOWN = 400
 MARKS_SHOWN = 300
 MARKS = {"activate": "^", "evict": "v", "migrate": "D"}
+HEIGHTS = {"^": 1.15, "v": 1.06, "D": 1.06}
+"""Heights of marks in parts of the axes, so that those of the same time are apart."""
 SIMILAR = {"drop_copy": "evict"}
 """Changes that have another one's mark."""
 
@@ -42,7 +44,7 @@ def of_devices(results: ReplayResults) -> Any:
         if len(rows) < len(names)
         else "each device"
     )
-    every[0].set_title(f"Memory of {of}: weights (dark) and KV (light)", pad=18)
+    every[0].set_title(f"Memory of {of}: weights (dark) and KV (light)", pad=22)
     patches = [Patch(color=shade, label=name) for name, shade in colors.items()]
     style: dict[str, Any] = {"color": theme.MARKERS["fg"], "linestyle": "", "markersize": 5}
     marks = [Line2D([], [], marker=mark, label=kind, **style) for kind, mark in MARKS.items()]
@@ -103,7 +105,7 @@ def _mark(
     above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
     for (mark, shade), at_s in times_s.items():
         style: dict[str, Any] = {"color": shade, "linestyle": "", "markersize": 5}
-        axes.plot(at_s, [1.06] * len(at_s), marker=mark, **style, **above)
+        axes.plot(at_s, [HEIGHTS[mark]] * len(at_s), marker=mark, **style, **above)
 
 
 def total(results: ReplayResults) -> Any:

@@ -24,9 +24,9 @@ def all_plots(results: ReplayResults) -> dict[str, str]:
             "scales": partial(attainment_per_scale, results),
             "ttft": partial(latency_cdf, results, "ttft", "Time to first token (dotted: SLO)"),
             "tpot": partial(latency_cdf, results, "tpot", "Time per output token (dotted: SLO)"),
+            "devices": partial(memory_plots.of_devices, results),
             "arrivals": partial(arrivals, results),
             "memory": partial(memory_plots.total, results),
-            "devices": partial(memory_plots.of_devices, results),
             "maps": partial(map_rate, results),
         },
         last_wide=True,
@@ -140,7 +140,7 @@ def arrivals(results: ReplayResults) -> Any:
 
 def map_rate(results: ReplayResults) -> Any:
     """Draws the pages mapped and unmapped per minute, over bins of 10 s."""
-    if len(results.samples) < 2:
+    if len(results.samples) < 2 or results.counters is None or not results.counters.maps:
         return None
     edges_s = np.arange(0, results.samples[-1].t_s + MAP_BIN_S, MAP_BIN_S)
     times_s = [sample.t_s for sample in results.samples]

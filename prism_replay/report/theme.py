@@ -52,17 +52,21 @@ RC = {
 }
 
 
+WIDE = "devices"
+"""Name of the figure that has the page's full width."""
+
+
 def draw(plots: Mapping[str, Callable[[], Any]], last_wide: bool = False) -> dict[str, str]:
     """Returns name -> SVG of each plot.
 
     Args:
         plots: Functions that draw a figure, or return None if they have no data.
-        last_wide: Draws the last of an odd number of figures over the page's full width.
+        last_wide: Draws the last figure over the page's full width if it is alone in its row.
     """
     with mpl.rc_context(RC):
         drawn = {name: plot() for name, plot in plots.items()}
         figures = {name: figure for name, figure in drawn.items() if figure}
-        if last_wide and len(figures) % 2:
+        if last_wide and len(figures.keys() - {WIDE}) % 2:
             list(figures.values())[-1].set_size_inches(2 * HALF[0], HALF[1])
         return {name: to_svg(figure, name) for name, figure in figures.items()}
 

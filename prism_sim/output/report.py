@@ -15,8 +15,7 @@ def write_report(path: Path, found: SimResults, replay: ReplayResults) -> None:
     """Writes the page of one run, with all resources inline. replay: The run in prism-replay's
     format."""
     page = environment("prism_sim", "prism_replay").get_template("simulation.html")
-    shown = sections(replay)
-    # Simulated engines do not count page maps.
-    shown["plots"].pop("maps", None)
     decisions = found.decisions[:DECISIONS_SHOWN]
-    path.write_text(page.render(**shown, sim=found, decisions=decisions), encoding="utf-8")
+    path.write_text(
+        page.render(**sections(replay), sim=found, decisions=decisions), encoding="utf-8"
+    )
