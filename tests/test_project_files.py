@@ -22,8 +22,9 @@ SITE = ROOT / ".github"
 WORKFLOWS = sorted((SITE / "workflows").glob("*.yml"))
 FORMS = [SITE / "ISSUE_TEMPLATE" / f"{each}.yml" for each in ("bug", "feature")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROGRAMS = {"coverage", "docker", "helm", "mkdocs", "pip", "python", "sudo"}
 # Words of commands that are paths in the tree.
-PATHS = re.compile(r"(?:\.ci|scripts|tests|requirements)/[\w./*-]+")
+PATHS = re.compile(r"(?:\.ci|deploy|scripts|tests|requirements)/[\w./*-]+")
 
 
 def read(path: Path) -> Any:
@@ -72,14 +73,14 @@ def test_paths_in_a_workflow_exist(workflow: Path) -> None:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=name)
 def test_commands_of_a_workflow_exist(workflow: Path) -> None:
     for program, *arguments in commands(workflow):
-        if program.startswith(("scripts/", ".ci/")):
+        if program.startswith(("scripts/", ".ci/", "deploy/")):
             script = ROOT / program
             assert script.stat().st_mode & 0o100
             given = arguments[: arguments.index("--")] if "--" in arguments else arguments
             known = set(re.findall(r"--[\w-]+", script.read_text()))
             assert {each for each in given if each.startswith("--")} <= known
         else:
-            assert Path(program).name in ("coverage", "mkdocs", "pip", "python")
+            assert Path(program).name in PROGRAMS
 
 
 def test_both_kinds_of_run_are_there() -> None:
