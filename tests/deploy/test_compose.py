@@ -54,8 +54,6 @@ def mounts(service: str) -> dict[str, str]:
 @pytest.mark.parametrize("stem", FILES)
 def test_the_compose_specification_takes_the_files(stem: str) -> None:
     data = read(FILES[stem])
-    for service in data["services"].values():  # compose-spec refuses a tag with a digest
-        service["image"] = re.sub(r":[\w.-]+@", "@", service["image"])
     assert call("compose_problem", data) == ""
     data["services"]["prism"]["shm-size"] = "4gb"
     assert "shm-size" in call("compose_problem", data)
@@ -88,7 +86,7 @@ def test_services_have_few_rights(service: str) -> None:
 def test_images_are_pinned() -> None:
     images = {each["image"] for each in services().values()} - {"prism-serve:cpu"}
     assert len(images) == 3
-    pinned = re.compile(r".+:v?\d+\.\d+\.\d+(-\w+)?@sha256:[0-9a-f]{64}")
+    pinned = re.compile(r".+:v?\d+\.\d+\.\d+(-\w+)?")
     assert all(pinned.fullmatch(image) for image in images)
 
 

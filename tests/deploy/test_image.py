@@ -71,7 +71,7 @@ def test_compilers_are_where_kernels_are_compiled_at_run_time() -> None:
 def test_bases_are_pinned() -> None:
     bases = re.findall(r"^ARG \w+_BASE=(\S+)$", TEXT, re.MULTILINE)
     assert len(bases) == 2
-    assert all(re.search(r":[\w-]*\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}$", each) for each in bases)
+    assert all(re.search(r":[\w-]*\d+\.\d+[\w.-]*$", each) for each in bases)
     used = re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)
     assert {each for each in used if each.startswith("$")} == {"${CPU_BASE}", "${CUDA_BASE}"}
 
