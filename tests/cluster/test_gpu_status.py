@@ -10,7 +10,7 @@ from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport
 from prism.messages.cluster import ClusterStatus
 from prism.messages.gpu_memory import ForeignProcess, GpuMemory
-from prism.serve.console import report as tables
+from prism.serve.console import status_tables as tables
 from tests.cluster.test_cluster_view import look, make_state, report, seen
 
 MIB = 1 << 20

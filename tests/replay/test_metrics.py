@@ -219,9 +219,8 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     config = RunConfig(trace="t", url="u", requests=0)
-    results = ReplayResults(
-        config, [], [], None, metrics.summarize([], [1.0], 1.0, None), "other/9"
-    )
+    summary = metrics.summarize([], [1.0], 1.0, None)
+    results = ReplayResults(config, [], [], None, summary, schema="other/9")
     write_results(tmp_path / "r.json", results)
     with pytest.raises(ConfigError, match="schema 'other/9'"):
         read_results(tmp_path / "r.json")
