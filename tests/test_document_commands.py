@@ -93,7 +93,6 @@ REAL = (
             r"^prism-serve --config examples/demo.yaml$": "it runs already",
             r"gpu": NO_GPU,
             r"lab\.parity": "takes half an hour: docs/parity.md",
-            r"^prism-replay compare|base-slos": "docs/prism-replay.md has it with its files",
         },
         {"--slo-scale 0.5,1,2": "--limit 20"},
     ),
