@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from prism_replay.results import PlacementChange, ReplayResults, RequestRecord
 
@@ -53,8 +53,3 @@ def _delays(load: PlacementChange, record: RequestRecord) -> bool:
 def in_words(counts: Counter[str]) -> str:
     """Returns text such as "5 waited while the model was activated, 1 got no answer"."""
     return ", ".join(f"{counts[key]} {text}" for key, text in REASONS.items() if counts[key])
-
-
-def without_answer(results: ReplayResults) -> Sequence[str]:
-    """Returns the models of which no request was answered."""
-    return [name for name, group in results.summary.models.items() if not group.completed]

@@ -79,8 +79,8 @@ def gains(shared: ReplayResults, fixed: ReplayResults) -> list[tuple[str, str, s
 
 
 def _served(results: ReplayResults) -> str:
-    models = results.summary.models
-    return f"{len(models) - len(misses.without_answer(results))} of {len(models)}"
+    models = results.summary.models.values()
+    return f"{sum(group.completed > 0 for group in models)} of {len(models)}"
 
 
 def _answered(results: ReplayResults) -> str:

@@ -38,7 +38,7 @@ _ACTION_TIMEOUT_S = 300.0
 app = typer.Typer(
     name="prism-serve",
     help="Serve many models on few devices with one OpenAI-compatible endpoint. Without a"
-    " command: up. docs/quick-start.md has a first YAML.",
+    " command: up. init writes a first YAML.",
     pretty_exceptions_enable=False,
 )
 

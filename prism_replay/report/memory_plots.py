@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from prism_replay.lengths import Floats
 from prism_replay.report import theme
-from prism_replay.report.series import color, series_of
+from prism_replay.report.series import colors_of, series_of
 from prism_replay.results import PlacementChange, ReplayResults, StatusSample
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def of_devices(results: ReplayResults) -> Any:
         len(rows), "time since start (s)", (2 * theme.HALF[0], 0.9 + 1.5 * len(rows))
     )
     series = series_of(results)
-    colors = {name: color(results, name) for name in dict.fromkeys(series.values())}
+    colors = colors_of(series)
     for device, axes in zip(rows, every, strict=True):
         _draw_device(axes, results, device, series, colors)
     of = (
@@ -85,7 +85,7 @@ def _draw_device(
 
 
 def _thinned(samples: Sequence[StatusSample]) -> Sequence[StatusSample]:
-    """Returns at most SAMPLES_SHOWN samples, with the last one: more are not visible."""
+    """Returns SAMPLES_SHOWN samples and the last one at most: more are not visible."""
     step = -(-len(samples) // SAMPLES_SHOWN)
     return [*samples[:-1:step], samples[-1]]
 
@@ -117,15 +117,17 @@ def total(results: ReplayResults) -> Any:
     title, ylabel = "KV cache memory per model", "mapped KV memory (MiB)"
     figure, axes = theme.new_axes(title, "time since start (s)", ylabel, theme.HALF)
     totals: dict[str, Floats] = {}
-    for model, name in series_of(results).items():
+    series = series_of(results)
+    for model, name in series.items():
         mib = np.array([sample.kv_bytes.get(model, 0) / MIB for sample in samples])
         if mib.any():
             totals[name] = totals.get(name, 0) + mib
     if totals:
-        colors = [color(results, name) for name in totals]
+        colors = colors_of(series)
+        shades = [colors[name] for name in totals]
         times_s = [sample.t_s for sample in samples]
         labels = list(totals)
-        axes.stackplot(times_s, list(totals.values()), labels=labels, colors=colors, alpha=0.85)
+        axes.stackplot(times_s, list(totals.values()), labels=labels, colors=shades, alpha=0.85)
         theme.legend_below(figure, min(len(totals), 4))
     axes.set_ylim(bottom=0)
     return figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from prism_replay.lengths import Floats
 from prism_replay.report import memory_plots, theme
-from prism_replay.report.series import color, series_of
+from prism_replay.report.series import colors_of, series_of
 from prism_replay.results import LABELS, Attainment, ReplayResults, RequestRecord, scale_key
 
 MAP_BIN_S = 10.0
@@ -77,7 +77,8 @@ def attainment_per_scale(results: ReplayResults) -> Any:
 
 def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
     """Draws a CDF per model over a logarithmic axis in ms, with its SLO as a dotted line."""
-    groups = _by_series(results)
+    names = series_of(results)
+    groups, colors = _by_series(results, names), colors_of(names)
     series = {name: _latencies_ms(records, metric) for name, records in groups.items()}
     series = {name: values for name, values in series.items() if len(values)}
     if not series:
@@ -86,10 +87,10 @@ def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
         title, f"{LABELS[metric]} (ms, log)", "requests at or below (%)", theme.HALF
     )
     for name, values in series.items():
-        theme.draw_cdf(axes, values, color(results, name), name)
+        theme.draw_cdf(axes, values, colors[name], name)
     slos_ms = {name: slo for name in series if (slo := _common_slo_ms(groups[name], metric))}
     for name, slo_ms in slos_ms.items():
-        axes.axvline(slo_ms, color=color(results, name), linestyle=":", linewidth=1.2)
+        axes.axvline(slo_ms, color=colors[name], linestyle=":", linewidth=1.2)
     shown = [*np.concatenate(list(series.values())), *slos_ms.values()]
     axes.set_xlim(min(shown) / 1.3, max(shown) * 1.3)
     theme.log_x(axes)
@@ -113,7 +114,8 @@ def _common_slo_ms(records: Sequence[RequestRecord], metric: str) -> float | Non
 
 def arrivals(results: ReplayResults) -> Any:
     """Draws stacked bars of arrivals per time bin."""
-    groups = _by_series(results)
+    names = series_of(results)
+    groups, colors = _by_series(results, names), colors_of(names)
     if not groups:
         return None
     bin_s = _bin_s(results.summary.duration_s)
@@ -129,7 +131,7 @@ def arrivals(results: ReplayResults) -> Any:
             bottom=below,
             width=bin_s * 0.9,
             align="edge",
-            color=color(results, name),
+            color=colors[name],
             label=name,
         )
         below += counts
@@ -176,8 +178,8 @@ def _percent(attainment: Attainment, metric: str) -> float:
     return float("nan") if value is None else float(value) * 100
 
 
-def _by_series(results: ReplayResults) -> dict[str, list[RequestRecord]]:
-    series = series_of(results)
+def _by_series(results: ReplayResults, series: Mapping[str, str]) -> dict[str, list[RequestRecord]]:
+    """Returns the records of each series; `series` is the result of `series_of`."""
     groups: dict[str, list[RequestRecord]] = {}
     for name in results.summary.models:
         chosen = [record for record in results.records if record.model == name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prism_replay.report import theme
 from prism_replay.results import ReplayResults
 
@@ -22,5 +24,11 @@ def series_of(results: ReplayResults) -> dict[str, str]:
     return {name: name if rank < own else OTHERS for rank, name in enumerate(models)}
 
 
-def color(results: ReplayResults, series: str) -> str:
-    return theme.series_color(list(dict.fromkeys(series_of(results).values())).index(series))
+def colors_of(series: Mapping[str, str]) -> dict[str, str]:
+    """Returns name of a series -> its colour.
+
+    Args:
+        series: Result of `series_of`.
+    """
+    names = dict.fromkeys(series.values())
+    return {name: theme.series_color(number) for number, name in enumerate(names)}
