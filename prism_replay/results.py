@@ -205,6 +205,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     trace: str
     url: str
+    status_url: str = ""
+    """Address of /status, if it is not `url`."""
     requests: int
     rate_scale: float = 1.0
     time_scale: float = 1.0

@@ -44,6 +44,14 @@ ApiKey = Annotated[
         " in the variable.",
     ),
 ]
+StatusUrl = Annotated[
+    str,
+    typer.Option(
+        metavar="URL|unix:PATH",
+        help="Server or Unix socket of /status (`frontend.admin`), if it is not that of --url.",
+        show_default=False,
+    ),
+]
 CaFile = Annotated[
     Path | None,
     typer.Option("--cacert", help="Certificates to trust (PEM), such as a server's own."),
@@ -71,6 +79,13 @@ def endpoint(url: str, api_key: str, ca_file: Path | None) -> Endpoint:
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("--api-key: has characters that no key can have; copy it again")
     return Endpoint(parse_url(url), key, ca_file)
+
+
+def status_address(text: str) -> str:
+    """Returns the address of /status in this option, or "" for none. Raises ConfigError."""
+    from prism_replay.live.client import parse_status_url
+
+    return parse_status_url(text)
 
 
 def complete_policies(incomplete: str) -> list[str]:

@@ -36,8 +36,9 @@ INTERRUPTED = 130
 
 
 @app.command(
-    epilog="Example: prism-replay run traces/demo.jsonl --url http://127.0.0.1:8000 "
-    "--slo-scale 0.5,1,2 --out results/demo.json --html results/demo.html"
+    epilog="Examples: prism-replay run traces/demo.jsonl --url http://127.0.0.1:8000 "
+    "--slo-scale 0.5,1,2 --out results/demo.json --html results/demo.html   |   prism-replay run "
+    "trace.jsonl --status-url unix:/run/prism/admin.sock --html report.html"
 )
 def run(
     trace: opts.TraceFile,
@@ -45,6 +46,7 @@ def run(
     url: opts.Url = "http://127.0.0.1:8000",
     api_key: opts.ApiKey = "",
     cacert: opts.CaFile = None,
+    status_url: opts.StatusUrl = "",
     rate_scale: opts.RateScale = 1.0,
     time_scale: opts.TimeScale = 1.0,
     slo_scale: Annotated[
@@ -75,6 +77,7 @@ def run(
     config = RunConfig(
         trace=trace.name,
         url=endpoint.url,
+        status_url=opts.status_address(status_url),
         requests=len(requests),
         rate_scale=rate_scale,
         time_scale=time_scale,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import AsyncIterable, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,9 @@ from prism.errors import ConfigError
 from prism.messages.cluster import ClusterStatus
 from prism_replay.results import RequestRecord
 from prism_replay.trace import TraceRequest
+
+UNIX = "unix:"
+"""Start of a `--status-url` that is the path of a Unix socket."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -263,11 +267,28 @@ def parse_url(text: str, option: str = "--url") -> str:
     try:
         parts = urlsplit(text)
         is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of a port or an IPv6 address
+        httpx.URL(text)
+    except (ValueError, httpx.InvalidURL):  # of a port, an IPv6 address or a name
         is_whole = False
     if not is_whole:
         raise ConfigError(f"{option} {text}: is not a URL with http:// or https://; give {hint}")
     return text.rstrip("/").removesuffix("/v1")
+
+
+def parse_status_url(text: str) -> str:
+    """Returns the address of /status: a URL without that path, `unix:` and the path of a socket, or
+    "" for none. Raises ConfigError."""
+    if not text:
+        return ""
+    if text.startswith(UNIX):
+        path = os.path.expanduser(text.removeprefix(UNIX))
+        if not path:
+            raise ConfigError(f"--status-url {text}: does not have a path; give {UNIX}PATH")
+        return f"{UNIX}{path}"
+    try:
+        return parse_url(text, "--status-url").removesuffix("/status")
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or {UNIX}PATH for a Unix socket") from error
 
 
 def connect(endpoint: Endpoint) -> httpx.AsyncClient:
@@ -282,6 +303,16 @@ def connect(endpoint: Endpoint) -> httpx.AsyncClient:
         verify=_trusted(endpoint.ca_file),
         trust_env=False,
     )
+
+
+def connect_status(endpoint: Endpoint, status_url: str) -> httpx.AsyncClient:
+    """Returns a client of another address of /status (`parse_status_url`), with the key and the
+    certificates of `endpoint`. A Unix socket needs neither. The caller closes it. Raises
+    ConfigError."""
+    if not status_url.startswith(UNIX):
+        return connect(replace(endpoint, url=status_url))
+    socket = httpx.AsyncHTTPTransport(uds=status_url.removeprefix(UNIX))
+    return httpx.AsyncClient(base_url="http://localhost", transport=socket, trust_env=False)
 
 
 def _trusted(ca_file: Path | None) -> ssl.SSLContext:
@@ -310,11 +341,8 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
         answer.raise_for_status()
         cards = msgspec.json.decode(answer.content, type=ModelList).data
     except httpx.TransportError as error:
-        reason = str(error) or type(error).__name__
-        remedy = "start one with `prism-serve`"
-        if "CERTIFICATE_VERIFY" in reason:
-            remedy = "give its certificate with --cacert, and a name that the certificate has"
-        raise ConfigError(f"{where}: no server responds ({reason}); {remedy}") from error
+        message = _no_response(error, "start one with `prism-serve`")
+        raise ConfigError(f"{where}: {message}") from error
     except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{where}: the response to GET /v1/models is not in OpenAI's format: {error}"
@@ -324,13 +352,34 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
 
 async def cluster_status(http: httpx.AsyncClient) -> ClusterStatus | None:
     """Returns the server's status; None if it has none (not Prism, or not ready)."""
+    found = await read_status(http)
+    return None if isinstance(found, str) else found
+
+
+async def read_status(http: httpx.AsyncClient) -> ClusterStatus | str:
+    """Returns the server's status, or the reason why it cannot be read."""
     try:
         answer = await http.get("/status", timeout=5.0)
+        if answer.status_code in (401, 403):
+            return (
+                f"the server did not accept the API key (status {answer.status_code}); give an"
+                " operator's with --api-key or in $OPENAI_API_KEY"
+            )
         if answer.status_code != 200:
-            return None
+            return f"the response to GET /status has status {answer.status_code}"
         return msgspec.json.decode(answer.content, type=ClusterStatus)
-    except (httpx.TransportError, msgspec.DecodeError):
-        return None
+    except httpx.HTTPError as error:
+        return _no_response(error, "give the address of frontend.admin")
+    except msgspec.DecodeError as error:
+        return f"the response to GET /status is not in Prism's format: {error}"
+
+
+def _no_response(error: httpx.HTTPError, remedy: str) -> str:
+    """Returns what is wrong and the remedy, which is another one for certificates."""
+    reason = str(error) or type(error).__name__
+    if "CERTIFICATE_VERIFY" in reason:
+        remedy = "give its certificate with --cacert, and a name that the certificate has"
+    return f"no server responds ({reason}); {remedy}"
 
 
 def _ms(seconds: float) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import httpx
@@ -20,6 +21,8 @@ from prism_replay.live.client import (
     Sender,
     cluster_status,
     connect,
+    connect_status,
+    read_status,
     served_models,
 )
 from prism_replay.live.prompts import PromptSource
@@ -27,6 +30,8 @@ from prism_replay.live.sampling import StatusTracker, sample_status
 from prism_replay.metrics import summarize
 from prism_replay.results import Counters, ReplayResults, RequestRecord, RunConfig, StatusSample
 from prism_replay.trace import Trace, TraceRequest, models_of
+
+_log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
@@ -48,12 +53,16 @@ async def run_replay(
     Args:
         endpoint: The server. Default: `config.url` without a key.
     """
-    async with connect(endpoint or Endpoint(config.url)) as http:
+    endpoint, where = endpoint or Endpoint(config.url), config.status_url
+    async with (
+        connect(endpoint) as http,
+        connect_status(endpoint, where) if where else nullcontext(http) as status_http,
+    ):
         cards = await served_models(http)
         check_served(trace, cards)
         if not is_prism(cards):
             config = msgspec.structs.replace(config, sent_slo_scale=0.0)
-        return await Replay(http, config, observer).run(trace)
+        return await Replay(http, config, observer, status_http).run(trace)
 
 
 def is_prism(cards: Mapping[str, ModelCard]) -> bool:
@@ -79,10 +88,21 @@ def check_served(trace: Trace, cards: dict[str, ModelCard]) -> None:
 
 
 class Replay:
-    """One run of a replay. Used on one event loop only."""
+    """One run of a replay. Used on one event loop only.
 
-    def __init__(self, http: httpx.AsyncClient, config: RunConfig, observer: Observer) -> None:
+    Args:
+        status_http: Client of /status. Default: `http`.
+    """
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        config: RunConfig,
+        observer: Observer,
+        status_http: httpx.AsyncClient | None = None,
+    ) -> None:
         self.http, self.config, self.observer = http, config, observer
+        self.status_http = status_http or http
         low, high = config.token_ids
         self.source = PromptSource(config.seed, low, high, config.block_tokens)
         self.records: list[RequestRecord] = []
@@ -95,7 +115,7 @@ class Replay:
         started_unix_s = time.time()
         sender = Sender(self.http, self.config.timeout_s, slo_scale=self.config.sent_slo_scale)
         sampler = asyncio.create_task(
-            sample_status(self.http, sender.start_s, self.samples, self.tracker)
+            sample_status(self.status_http, sender.start_s, self.samples, self.tracker)
         )
         with interruptible(self.stop):
             await self._send_all(trace, sender)
@@ -140,13 +160,16 @@ class Replay:
             return
 
     async def _first_status(self) -> None:
-        """Reads the counters before the first request, as their zero."""
-        status = await cluster_status(self.http)
-        if status is not None:
+        """Reads the counters before the first request, as their zero. Warns if a given address does
+        not have them."""
+        status = await read_status(self.status_http)
+        if not isinstance(status, str):
             self.tracker.counters(status)
+        elif self.config.status_url:
+            _log.warning("warning: --status-url %s: %s", self.config.status_url, status)
 
     async def _last_status(self, t_s: float) -> Counters | None:
-        status = await cluster_status(self.http)
+        status = await cluster_status(self.status_http)
         if status is not None:
             self.samples.append(self.tracker.sample(status, t_s))
         return self.samples[-1].counters if self.samples else None

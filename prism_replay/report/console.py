@@ -96,7 +96,10 @@ def print_results(console: Console, results: ReplayResults) -> None:
         console.print(f"[red]{count} x {code}[/red], for example: ", end="")
         console.print(message, markup=False)
     if results.counters is None:
-        console.print("no page or activation counters: the server does not have /status")
+        reason = "the server does not have /status"
+        if results.config.sent_slo_scale:  # it is Prism
+            reason = "/status needs an operator's key, and --status-url if frontend.admin is set"
+        console.print(f"no page or activation counters: {reason}")
         return
     grown = results.counters
     console.print(

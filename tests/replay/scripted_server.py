@@ -32,12 +32,15 @@ SLOW_STEP_S = 0.05
 @dataclass
 class ScriptedServer:
     """`requests`: the bodies received, in order of arrival. `with_status`: offer /status. `key`:
-    the API key of all requests."""
+    the API key of all requests. `uds`: path of a Unix socket to serve on, instead of a port.
+    `status_text`: body of /status, instead of Prism's."""
 
     with_status: bool = True
     context: int | None = 4096
     owner: str = "prism"
     key: str = ""
+    uds: str | None = None
+    status_text: str | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     in_flight_most: int = 0
     in_flight: int = 0
@@ -73,6 +76,8 @@ class ScriptedServer:
         """Reports that each request so far has mapped 3 pages and unmapped 2."""
         if not self.with_status:
             return JSONResponse({"detail": "Not Found"}, 404)
+        if self.status_text is not None:
+            return Response(self.status_text)
         served = len(self.requests)
         model = ModelReport(
             "good",
@@ -135,9 +140,14 @@ def data(event: dict[str, Any]) -> str:
 
 @contextmanager
 def running(server: ScriptedServer) -> Iterator[ScriptedServer]:
-    """Serves on a free port from a separate thread until the block ends."""
+    """Serves on a free port or a Unix socket from a separate thread until the block ends."""
     config = uvicorn.Config(
-        server.app(), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1
+        server.app(),
+        host="127.0.0.1",
+        port=0,
+        uds=server.uds,
+        log_level="error",
+        timeout_graceful_shutdown=1,
     )
     process = server.process = uvicorn.Server(config)
     thread = threading.Thread(target=process.run)
@@ -147,8 +157,8 @@ def running(server: ScriptedServer) -> Iterator[ScriptedServer]:
             if not thread.is_alive():
                 raise RuntimeError("the scripted server did not start")
             threading.Event().wait(0.01)
-        port = process.servers[0].sockets[0].getsockname()[1]
-        server.url = f"http://127.0.0.1:{port}"
+        name = process.servers[0].sockets[0].getsockname()
+        server.url = f"unix:{name}" if server.uds else f"http://127.0.0.1:{name[1]}"
         yield server
     finally:
         server.stop()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prism.errors import ConfigError
+from prism_replay.live.client import Endpoint, parse_status_url
 from prism_replay.live.runner import run_replay
 from prism_replay.results import ReplayResults, RequestRecord, RunConfig
 from prism_replay.trace import Trace, TraceRequest
@@ -29,9 +32,9 @@ class Seen:
         self.records.append(record)
 
 
-def replay(server: ScriptedServer, trace: Trace, **fields: Any) -> ReplayResults:
+def replay(server: ScriptedServer, trace: Trace, key: str = "", **fields: Any) -> ReplayResults:
     config = RunConfig(trace="test", url=server.url, requests=len(trace), **fields)
-    return asyncio.run(run_replay(trace, config, Seen()))
+    return asyncio.run(run_replay(trace, config, Seen(), Endpoint(server.url, key)))
 
 
 def test_each_request_is_sent_whole_and_its_answer_measured(server: ScriptedServer) -> None:
@@ -141,6 +144,73 @@ def test_a_server_without_status_is_replayed_all_the_same() -> None:
     assert results.counters is None
     assert results.samples == []
     assert results.records[0].ok
+
+
+@pytest.mark.parametrize("file", [None, "admin.sock"])
+def test_status_is_read_at_another_address(
+    file: str | None, short_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "" if file else "secret-1"  # a socket gets none
+    api = ScriptedServer(with_status=False)
+    uds = str(short_dir / file) if file else None
+    pages = ScriptedServer(requests=api.requests, key=key, uds=uds)
+    with running(api), running(pages):
+        given = parse_status_url(pages.url + ("" if file else "/status"))
+        results = replay(api, [a_request(), a_request()], "secret-1", status_url=given)
+    assert results.counters is not None
+    assert results.counters.maps == 6
+    assert results.samples[-1].kv_bytes == {"good": 2 << 20}
+    assert [record.ok for record in results.records] == [True, True]
+    assert caplog.messages == []
+
+
+NO_SERVER = r"no server responds \(.*%s\); give the address of frontend.admin"
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("http://127.0.0.1:9", NO_SERVER % "failed"),
+        ("unix:/nowhere/admin.sock", NO_SERVER % "No such file or directory"),
+        (f"unix:/{'x' * 200}", NO_SERVER % "too long"),
+    ],
+)
+def test_a_wrong_address_of_status_is_one_warning(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture, address: str, says: str
+) -> None:
+    check_warning(replay(server, [a_request()], status_url=address), caplog, says)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            ScriptedServer(key="operator"),
+            r"the server did not accept the API key \(status 401\); give an operator's with"
+            r" --api-key or in \$OPENAI_API_KEY",
+        ),
+        (ScriptedServer(with_status=False), "the response to GET /status has status 404"),
+        (
+            ScriptedServer(status_text="<html>"),
+            "the response to GET /status is not in Prism's format: .*",
+        ),
+    ],
+    ids=["key", "missing", "format"],
+)
+def test_an_address_without_status_is_one_warning(
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture, other: ScriptedServer, says: str
+) -> None:
+    with running(other):
+        results = replay(server, [a_request()], status_url=other.url)
+    check_warning(results, caplog, says)
+
+
+def check_warning(results: ReplayResults, caplog: pytest.LogCaptureFixture, says: str) -> None:
+    """Checks that there is one warning and a complete replay without counters."""
+    (warning,) = caplog.messages
+    assert re.fullmatch(f"warning: --status-url {results.config.status_url}: {says}", warning)
+    assert (results.samples, results.counters) == ([], None)
+    assert [record.ok for record in results.records] == [True]
 
 
 def test_other_servers_than_prism_get_neither_slos_nor_priorities() -> None:

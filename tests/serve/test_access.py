@@ -92,6 +92,8 @@ def test_a_replay_with_a_key_and_the_clusters_own_certificate(
     write_trace(trace, [a_request(0.1 * number, "a") for number in range(3)])
     command = [sys.executable, "-m", "prism_replay.cli.replay", "run", str(trace), "--strict"]
     command += ["--url", cluster.url, "--out", str(out), "--token-ids", "1-9"]
+    admin = json.loads((cluster.run_dir / "cluster.json").read_text())["admin"]
+    command += ["--status-url", f"https://{admin}"]
     for certificate, code in (([], 2), (["--cacert", str(tmp_path / "cert.pem")], 0)):
         done = subprocess.run(
             [*command, *certificate], capture_output=True, text=True, timeout=60, check=False,
@@ -99,7 +101,9 @@ def test_a_replay_with_a_key_and_the_clusters_own_certificate(
         )  # fmt: skip
         assert done.returncode == code, done.stderr
         assert ("give its certificate with --cacert" in done.stderr) == (code == 2)
-    assert read_results(out).summary.total.errors == {}
+    results = read_results(out)
+    assert results.summary.total.errors == {}
+    assert results.counters is not None
 
 
 def test_nobody_else_is_reached_without_keys(tmp_path: Path) -> None:

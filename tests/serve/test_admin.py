@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +19,9 @@ import yaml
 from prism.config.schema.admin import admin_address, host_and_port
 from prism.errors import ConfigError
 from prism.frontend.http.listener import admin_listener, bound_address
+from prism_replay.results import ReplayResults, read_results
+from prism_replay.trace import write_trace
+from tests.replay.records import a_request
 from tests.serve.conftest import SERVE, STOP_S, Cluster, serving, until, write_yaml
 from tests.serve.test_access import new_key
 
@@ -41,6 +45,25 @@ def statuses(client: httpx.Client, **more: Any) -> list[int]:
 def frontends(client: httpx.Client, **more: Any) -> set[str]:
     """Returns the ids of the frontends on the metrics page."""
     return set(re.findall(r'frontend="([^"]+)"', client.get("/metrics", **more).text))
+
+
+def replayed(
+    folder: Path, cluster: Cluster, key: dict[str, str], *options: str
+) -> tuple[ReplayResults, str]:
+    """Returns the results of `prism-replay run` with a header's key, and its stderr."""
+    trace, out = folder / "trace.jsonl", folder / "run.json"
+    write_trace(trace, [a_request(0.1 * number, "a") for number in range(3)])
+    command = [sys.executable, "-m", "prism_replay.cli.replay", "run", str(trace), "--strict"]
+    command += ["--url", cluster.url, "--out", str(out), "--token-ids", "1-9", *options]
+    variables = {**os.environ, "OPENAI_API_KEY": key["Authorization"].removeprefix("Bearer ")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=variables
+    )
+    assert done.returncode == 0, done.stderr
+    unread = "counters: /status needs an operator's key, and --status-url if frontend.admin is set"
+    results = read_results(out)
+    assert (unread in done.stdout) == (results.counters is None)
+    return results, done.stderr
 
 
 def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
@@ -73,6 +96,18 @@ def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
             ]
             assert served == ["a", "b"]
             assert set(public.get("/openapi.json").json()["paths"]).isdisjoint(PAGES)
+        shown = ("--status-url", f"http://{address}")
+        found, warnings = replayed(tmp_path, cluster, operator, *shown)
+        assert "host:0" in found.samples[-1].devices
+        assert warnings == ""
+        found, warnings = replayed(tmp_path, cluster, operator)
+        assert (found.samples, warnings) == ([], "")
+        found, warnings = replayed(tmp_path, cluster, alice, *shown)
+        assert found.samples == []
+        assert warnings == (
+            f"warning: --status-url http://{address}: the server did not accept the API key (status"
+            " 403); give an operator's with --api-key or in $OPENAI_API_KEY\n"
+        )
         assert cluster.operate("replace-frontends").returncode == 0
 
         def replaced() -> bool:
@@ -87,7 +122,7 @@ def test_a_port_of_its_own_wants_an_operators_key(tmp_path: Path) -> None:
 
 def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> None:
     """Needs no key, and replaces the socket of a killed cluster but not that of a running one."""
-    key_of(tmp_path, "alice")
+    alice = key_of(tmp_path, "alice")
     path = short_dir / "admin.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
@@ -103,6 +138,9 @@ def test_a_unix_socket_is_this_users_alone(tmp_path: Path, short_dir: Path) -> N
             assert statuses(admin) == [200, 200, 200]
             assert statuses(public) == [401, 401, 401]
             reloads(cluster, tmp_path / "prism.yaml", admin)
+        found, warnings = replayed(tmp_path, cluster, alice, "--status-url", f"unix:{path}")
+        assert "host:0" in found.samples[-1].devices
+        assert warnings == ""
         assert check(tmp_path, cluster.temporary).returncode == 0, "the file of one that runs"
         taken = check(tmp_path, short_dir)
         assert taken.returncode == 2
