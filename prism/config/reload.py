@@ -111,6 +111,7 @@ def reloaded(
         devices=_devices(running, loaded),
         models=models,
         leaving=[_as_leaving(model) for name, model in known.items() if name not in kept],
+        external=loaded.external,
         scheduler=loaded.scheduler,
         frontend=loaded.frontend,
         keys=loaded.keys,
@@ -156,12 +157,21 @@ def changes(before: ClusterConfig, after: ClusterConfig) -> list[str]:
     for name in new.keys() & old.keys():
         for field, key in CHANGEABLE.items():
             found += _change(f"{name}.{key}", getattr(old[name], field), getattr(new[name], field))
+    found += _external(before, after)
     for section in ("scheduler", "frontend"):
         found += _section(section, getattr(before, section), getattr(after, section))
     if before.keys != after.keys:
         names = ", ".join(key.name for key in after.keys)
         found.append(f"access.keys are {names}")
     return found
+
+
+def _external(before: ClusterConfig, after: ClusterConfig) -> list[str]:
+    old, new = ({model.name: model for model in each.external} for each in (before, after))
+    found = [f"added external {name}" for name in new if name not in old]
+    found += [f"removed external {name}" for name in old if name not in new]
+    both = [name for name in new if name in old and new[name] != old[name]]
+    return found + [f"changed external {name}" for name in both]
 
 
 def _nodes(before: ClusterConfig, after: ClusterConfig) -> list[str]:

@@ -26,6 +26,7 @@ from prism.config.checks.adapters import (
 )
 from prism.config.checks.capacities import with_sizes
 from prism.config.checks.embedding_models import embedding_of
+from prism.config.checks.external_models import split_external
 from prism.config.checks.image_models import image_spec, takes_images
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES, check_attention, kv_cache_dtype
 from prism.config.checks.memory_needs import (
@@ -67,6 +68,7 @@ from prism.config.schema.journal import JournalYaml
 from prism.config.schema.lora import lora_spec
 from prism.config.schema.machines import is_gpu
 from prism.errors import ConfigError
+from prism.messages.external import ExternalModel
 from prism.messages.model_spec import ExpectedLoad, ModelSpec
 from prism.models.files import DTYPE_BYTES, ModelFiles, inspect_model
 from prism.models.hub.hub_model import cached
@@ -116,6 +118,7 @@ def _resolve(
     data: ServeYaml, source: Path, variable: Sequence[ApiKey], node: str, of_hub: OfHub
 ) -> ClusterConfig:
     base_dir = source.resolve().parent
+    data, external = split_external(data)
     _check_policy(data)
     _check_frontend(data.frontend)
     _check_scheduler(data.scheduler)
@@ -135,6 +138,7 @@ def _resolve(
         policy=data.policy,
         devices=devices,
         models=models,
+        external=external,
         knobs=data.knobs,
         host=data.frontend.host,
         port=data.frontend.port,
@@ -143,12 +147,7 @@ def _resolve(
         engine=engine,
         frontend=_with_tls(data.frontend, base_dir),
         journal=_journal(data.journal),
-        keys=read_keys(
-            data.access,
-            variable,
-            base_dir,
-            [name for model in models for name in model.own_names],
-        ),
+        keys=read_keys(data.access, variable, base_dir, _names_of_keys(models, external)),
         open_to_all=data.access.open_to_all,
         hang_timeout_s=float(data.hang_timeout),
         source=str(source),
@@ -172,6 +171,11 @@ def _resolve(
     _check_shares(config)
     _check_turns(config)
     return config
+
+
+def _names_of_keys(models: list[ModelSpec], external: list[ExternalModel]) -> list[str]:
+    """Returns the names of models that keys may be limited to."""
+    return [n for model in models for n in model.own_names] + [model.name for model in external]
 
 
 def _check_policy(data: ServeYaml) -> None:
@@ -223,7 +227,7 @@ def _first(data: ModelYaml) -> int:
 def _with_degrees(config: ClusterConfig, rows: Sequence[ModelYaml], read: _Read) -> ClusterConfig:
     """Returns `config` with models of `tp: auto` at the least degree at which they fit. One that
     fits at none is unchanged."""
-    most = max(Counter(device.node for device in config.devices).values())
+    most = max(Counter(device.node for device in config.devices).values(), default=0)
     for index, data in enumerate(rows):
         if data.tp != "auto":
             continue
@@ -535,6 +539,8 @@ def _expected(data: ModelYaml) -> ExpectedLoad | None:
 
 def _check_model_values(data: ModelYaml, key: str, base_dir: Path) -> None:
     check_model_names(data, key)
+    if not data.path:
+        raise ConfigError(f"{key}.path: is missing; add it")
     if not hub_name_of(base_dir, data.path):
         check_folder(absolute(base_dir, data.path), data.path, f"{key}.path")
     _one_of(data.dtype, ("auto", *DTYPE_BYTES), f"{key}.dtype")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prism.messages import Wire
 from prism.messages.agent import AgentReport, FromAgent
+from prism.messages.external import ExternalServer, ServerLoad
 
 
 class OperatorCommand(Wire, frozen=True):
@@ -26,6 +27,8 @@ class FrontendState(Wire, frozen=True):
     # Model -> requests that have arrived here, also those that were rejected, by bucket of their
     # prompt's length (prism/scheduler/traffic.py).
     arrivals: dict[str, dict[int, int]] = {}
+    # Server's URL -> open requests that this frontend passed on to it.
+    external: dict[str, ServerLoad] = {}
 
 
 class Decision(Wire, frozen=True):
@@ -74,3 +77,4 @@ class ClusterStatus(Wire, frozen=True):
     node: str = ""  # node of the leading scheduler, in a cluster of several machines
     # Models in `refusals` whose requests are rejected at once, since the devices are overloaded.
     overload: list[str] = []
+    external: list[ExternalServer] = []  # in the order of the configuration

@@ -29,8 +29,8 @@ def check_names(config: ClusterConfig) -> None:
     devices = [d.name for d in config.devices]
     models = [m.name for m in config.models]
     _check_requested(config)
-    for key, names in (("devices", devices), ("models", models)):
-        if not names:
+    for key, names in (("devices", devices), ("models", config.names)):
+        if not names and not (key == "devices" and not models):
             raise ConfigError(f"{key}: the list is empty; add at least one entry")
         for index, name in enumerate(names):
             if name in names[:index]:
@@ -54,8 +54,9 @@ def _check(name: str, key: str) -> None:
 def _check_requested(config: ClusterConfig) -> None:
     """Raises ConfigError if two models have the same alias or adapter name."""
     known: set[str] = set()
-    for index, model in enumerate(config.models):
-        for name in model.names[1:]:
-            if name in known or any(name == other.name for other in config.models):
+    requested = [m.names for m in config.models] + [m.names for m in config.external]
+    for index, names in enumerate(requested):
+        for name in names[1:]:
+            if name in known or name in config.names:
                 raise ConfigError(f"models[{index}]: {name!r} is used twice; rename one")
             known.add(name)

@@ -22,6 +22,7 @@ from prism.config.schema.priority import PriorityConfig
 from prism.config.schema.replicas import ReplicasYaml
 from prism.config.schema.slo import ModelSloYaml
 from prism.config.schema.units import Bytes, Seconds
+from prism.messages.external import ExternalModel
 from prism.messages.model_spec import ModelSpec
 from prism.policies.data import Settings
 from prism.scheduler.decision_journal import JournalConfig
@@ -39,8 +40,9 @@ class ModelYaml(Strict, frozen=True):
     name: str
     # The folder with config.json, the tokenizer and the safetensors files, or a GGUF file. Relative
     # paths start at the YAML's folder. A model that is in no folder has its name in a hub here:
-    # ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf. See docs/model-hubs.md.
-    path: str
+    # ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf. See docs/model-hubs.md. Required, but for
+    # external models.
+    path: str = ""
     # The SLO of requests that do not have one.
     slo: ModelSloYaml = ModelSloYaml()
     # Its expected traffic, for policies that place models before there is any (static, muxserve++).
@@ -53,8 +55,14 @@ class ModelYaml(Strict, frozen=True):
     # The type of the KV cache: "bf16", "fp8_e4m3" or "fp8_e5m2", of which the last two take half of
     # the memory of 16 bits. "auto" is the model's dtype, or the files' scheme of quantized KV.
     kv_cache_dtype: str = "auto"
-    # The engine adapter that serves the model. Default: engine.adapter.
+    # The engine adapter that serves the model. Default: engine.adapter. "external": its own
+    # `servers` do. External models come after all others, and have no other keys than name,
+    # adapter, servers, server_key_variable, slo and aliases. See docs/external-servers.md.
     adapter: str | None = None
+    # URLs of OpenAI-compatible servers of an external model, such as http://127.0.0.1:30001.
+    servers: list[str] = []
+    # An environment variable with the API key of these servers. Default: they need none.
+    server_key_variable: str = ""
     # Whether the model stays on its device while it is idle.
     never_evict: bool = False
     # The only device that may serve the model. Default: the scheduler chooses.
@@ -270,7 +278,8 @@ class EngineConfig(
 class ServeYaml(Strict, frozen=True, kw_only=True):
     """The whole file."""
 
-    # The devices of this machine, at least one. With `nodes`, each node has its own instead.
+    # The devices of this machine, at least one unless all models are external. With `nodes`, each
+    # node has its own instead.
     devices: list[DeviceYaml] = []
     # At least one model.
     models: list[ModelYaml]
@@ -346,6 +355,7 @@ class ClusterConfig(Endpoints, frozen=True):
     policy: str
     devices: list[DeviceConfig]
     models: list[ModelSpec]
+    external: list[ExternalModel] = []
     knobs: dict[str, dict[str, Any]] = {}
     host: str = FrontendConfig().host
     port: int = FrontendConfig().port
@@ -372,6 +382,11 @@ class ClusterConfig(Endpoints, frozen=True):
     leaving: list[ModelSpec] = []
     # The part of `keys` that was in the environment of `prism-serve`, which is read once.
     variable_keys: list[ApiKey] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all models, external ones last."""
+        return [m.name for m in self.models] + [m.name for m in self.external]
 
     def adapter_of(self, model: ModelSpec) -> str:
         """Returns the adapter of a model's engines."""

@@ -27,7 +27,7 @@ def print_ready(
 def _lines(config: ClusterConfig, status: ClusterStatus | None) -> Iterator[str]:
     for model, why in (status.refusals if status else {}).items():
         yield f"note:   {model} cannot be placed now: {why}"
-    yield f"models: {', '.join(m.name for m in config.models)}"
+    yield f"models: {', '.join(config.names)}"
     yield f"try:    {first_request(config)}"
     yield f"watch:  {_pages(config)}"
     yield f"state:  prism-serve status --run-dir {config.run_dir}; Ctrl-C ends everything"
@@ -35,9 +35,8 @@ def _lines(config: ClusterConfig, status: ClusterStatus | None) -> Iterator[str]
 
 def first_request(config: ClusterConfig) -> str:
     """Returns a command that asks the first model."""
-    model = config.models[0]
     path, asked = "completions", '"prompt": "Hello", "max_tokens": 16'
-    if model.embedding:
+    if config.models and config.models[0].embedding:
         path, asked = "embeddings", '"input": "Hello"'
     certificate = config.frontend.tls_certificate
     parts = [
@@ -46,7 +45,7 @@ def first_request(config: ClusterConfig) -> str:
         f"{url_of(config)}/v1/{path}",
         *(['-H "Authorization: Bearer $OPENAI_API_KEY"'] if config.keys else []),
         "-H 'Content-Type: application/json'",
-        f'-d \'{{"model": "{model.name}", {asked}}}\'',
+        f'-d \'{{"model": "{config.names[0]}", {asked}}}\'',
     ]
     return " ".join(parts)
 

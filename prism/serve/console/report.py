@@ -41,7 +41,13 @@ def configuration(
         for model in config.models
         for name, path in model.hub_paths.items()
     ]
-    parts: list[RenderableType] = [_models_table(config), *folders, _devices_table(config)]
+    parts: list[RenderableType] = []
+    if config.models:
+        parts += [_models_table(config), *folders]
+    if config.external:
+        parts.append(_external_table(config))
+    if config.devices:
+        parts.append(_devices_table(config))
     if any(is_gpu(device.name) for device in config.devices):
         parts += [_gpus_table(config, gpus), _fits_table(config)]
     return Group(*parts)
@@ -75,6 +81,14 @@ def _models_table(config: ClusterConfig) -> Table:
             format_size(need.kv_bytes * model.tp),
             f"{model.slo_ttft_s * 1000:g} / {model.slo_tpot_s * 1000:g} ms",
         )
+    return table
+
+
+def _external_table(config: ClusterConfig) -> Table:
+    table = Table("model", "servers", "SLO", title="external models", title_justify="left")
+    for model in config.external:
+        slos = f"{model.slo_ttft_s * 1000:g} / {model.slo_tpot_s * 1000:g} ms"
+        table.add_row(model.name, Text("\n".join(model.servers)), slos)
     return table
 
 

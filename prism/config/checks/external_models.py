@@ -1,0 +1,78 @@
+"""Models with the adapter "external": checked, and apart from those that engines serve."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from prism.config.checks.names import check_model_names
+from prism.config.schema.cluster_config import ModelYaml, ServeYaml
+from prism.errors import ConfigError
+from prism.messages.external import ExternalModel
+
+EXTERNAL = "external"
+_KEYS = ("name", "adapter", "servers", "server_key_variable", "slo", "aliases")
+
+
+def split_external(data: ServeYaml) -> tuple[ServeYaml, list[ExternalModel]]:
+    """Returns the file without its external models, and these. Raises ConfigError.
+
+    They come last, so that errors name the other models by their place in the file.
+    """
+    own = [model for model in data.models if model.adapter != EXTERNAL]
+    for index, model in enumerate(data.models):
+        _check_place(model, f"models[{index}]", is_last=index >= len(own))
+    external = [
+        _external(m, f"models[{len(own) + i}]") for i, m in enumerate(data.models[len(own) :])
+    ]
+    urls = [url for model in external for url in model.servers]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"models: the server {url} is given twice; remove one of them")
+    return msgspec.structs.replace(data, models=own), external
+
+
+def _check_place(data: ModelYaml, key: str, *, is_last: bool) -> None:
+    if data.adapter == EXTERNAL and not is_last:
+        raise ConfigError(f"{key}: external models come last; move {data.name} to the end")
+    if data.adapter != EXTERNAL and data.servers:
+        raise ConfigError(f"{key}.servers: needs adapter: external; add it, or remove the key")
+    if data.adapter != EXTERNAL and data.server_key_variable:
+        raise ConfigError(
+            f"{key}.server_key_variable: needs adapter: external; add it, or remove the key"
+        )
+
+
+def _external(data: ModelYaml, key: str) -> ExternalModel:
+    check_model_names(data, key)
+    plain = ModelYaml(name=data.name)
+    for field in msgspec.structs.fields(ModelYaml):
+        if field.name not in _KEYS and getattr(data, field.name) != getattr(plain, field.name):
+            raise ConfigError(
+                f"{key}.{field.encode_name}: an external model's own server decides that; remove"
+                " the key"
+            )
+    if not data.servers:
+        raise ConfigError(f"{key}.servers: is empty; add the URL of a server")
+    return ExternalModel(
+        name=data.name,
+        servers=tuple(_url(url, f"{key}.servers[{i}]") for i, url in enumerate(data.servers)),
+        slo_ttft_s=float(data.slo.ttft),
+        slo_tpot_s=float(data.slo.tpot),
+        aliases=tuple(data.aliases),
+        key_variable=data.server_key_variable,
+    )
+
+
+def _url(url: str, key: str) -> str:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number up to 65535
+        valid = False
+    if not valid or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigError(f"{key}: {url!r} is not a server's URL; write http://HOST:PORT")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"{key}: {url!r} ends with /v1, which frontends add; remove it")
+    return url.rstrip("/")

@@ -1,0 +1,62 @@
+"""External servers: OpenAI-compatible servers of others, to which frontends pass requests on."""
+
+from __future__ import annotations
+
+from prism.messages import Wire
+
+
+class ExternalModel(Wire, frozen=True):
+    """A model with the adapter "external"."""
+
+    name: str
+    servers: tuple[str, ...]  # URLs
+    slo_ttft_s: float
+    slo_tpot_s: float
+    aliases: tuple[str, ...] = ()
+    key_variable: str = ""  # environment variable with the servers' API key
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+class ServerLoad(Wire, frozen=True):
+    """Open requests that a frontend has passed on to one server."""
+
+    requests: int = 0
+    tokens: int = 0  # of prompts (four bytes of the body each) and of answers so far
+
+
+class ClientShare(Wire, frozen=True):
+    """Memory of one kvcached client of a server: of one rank."""
+
+    namespace: str
+    device: str
+    client: str
+    number: int  # unique on the device
+    held_bytes: int  # pages
+    evictable_bytes: int  # part of them that holds prefix cache alone
+    static_bytes: int
+    min_bytes: int
+    limit_bytes: int | None
+    # Minimum and limit that the server had before the scheduler changed them.
+    own_min_bytes: int
+    own_limit_bytes: int | None
+
+
+class ExternalServer(Wire, frozen=True):
+    """State of one server in the cluster's status."""
+
+    model: str
+    url: str
+    problem: str = ""  # why it does not answer; empty: it does
+    load: ServerLoad = ServerLoad()
+    clients: list[ClientShare] = []
+    unmanaged: str = ""  # why its memory is not managed; empty: it is
+    reason: str = ""  # of its present minimum and limit
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Limit of all ranks together. None: one of them is limited by its device alone."""
+        limits = [c.limit_bytes for c in self.clients if c.limit_bytes is not None]
+        return sum(limits) if limits and len(limits) == len(self.clients) else None
