@@ -185,6 +185,7 @@ class ClusterController:
         """Returns True while the previous scheduler's last status should stay published."""
         state = self._state
         heard = bool(state.book.reports()) or not state.book.in_grace(state.now_s())
+        heard = heard or not state.config.devices
         return state.startup.complete and not heard
 
     def _plan(self) -> None:

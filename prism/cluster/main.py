@@ -19,6 +19,7 @@ from prism.cluster import cluster_reload
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.controller import ClusterController
+from prism.cluster.external.arbiter import ExternalArbiter
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator_commands import Operator
@@ -67,7 +68,10 @@ async def run(
     controller = ClusterController(state, queue, monitor, actuator)
     operator = Operator(state, link, actuator)
     # These may wait for long: for reports, and for a search.
-    unwatched = [link.run(monitor.on_report, operator.take)]
+    unwatched = [
+        link.run(monitor.on_report, operator.take),
+        ExternalArbiter(state, queue).run(),
+    ]
     if policy.search is not None:
         unwatched.append(PlacementSearch(state).run())
     try:

@@ -140,7 +140,7 @@ class AgentBook:
 
     def any_started(self) -> bool:
         """Returns True if a live agent's engines have all been up."""
-        return any(agent.started for agent in self._agents.values())
+        return not self._order or any(agent.started for agent in self._agents.values())
 
     def model(self, device: str, name: str) -> ModelReport | None:
         return self._models.get(name, {}).get(device)

@@ -18,6 +18,7 @@ from prism.cluster.state.start_times import StartTimes
 from prism.cluster.state.timing import SchedulerTiming
 from prism.cluster.state.waiting_requests import WaitingRequests
 from prism.config.schema.cluster_config import ClusterConfig
+from prism.messages.external import ExternalServer
 from prism.policies.multiplexing.turns import InstanceTurn
 from prism.policies.placement import Placement
 from prism.policies.policy import Policy
@@ -81,6 +82,8 @@ class SchedulerState:
         self.queues: tuple[VirtualQueue, ...] = ()
         # requests, for policies that switch models between tokens
         self.turns: tuple[InstanceTurn, ...] = ()
+        # external
+        self.external: list[ExternalServer] = []
         # operator_commands; drained devices: controller
         self.demands = OperatorDemands()
 

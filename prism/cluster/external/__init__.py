@@ -1,0 +1,1 @@
+"""External servers: whether they answer, and their shares of memory."""

@@ -1,0 +1,160 @@
+"""Finds the kvcached clients of servers on this machine, and changes their limits.
+
+A server is the process that listens on its URL's port. Its clients are those of this process and of
+its descendants, which have the engine. All functions block.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import psutil
+from msgspec.structs import replace
+
+import kvcached
+from kvcached import KvcachedError
+from prism.messages.external import ClientShare
+from prism.policies.planning.memory_shares import MemoryShare
+
+_PORTS = {"http": 80, "https": 443}
+NOT_HERE = "it is on another machine"
+NOT_ON_KVCACHED = (
+    "no process of it on this machine is a kvcached client of this user; start it with"
+    " KVCACHED_DEVICE"
+)
+
+DeviceKey = tuple[str, str]  # namespace and device
+ClientKey = tuple[str, str, int]  # and the client's number
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """One device in use: its administration, and a coherent read."""
+
+    device: kvcached.Device
+    usage: kvcached.DeviceUsage
+
+
+@dataclass(frozen=True)
+class Found:
+    """Devices in use, and the clients of each server by its URL."""
+
+    ledgers: Mapping[DeviceKey, Ledger]
+    clients: Mapping[str, tuple[ClientKey, ...]]
+
+
+class Ledgers:
+    """Ledgers of this machine, read again by each `find`. Thread rule: one thread at a time."""
+
+    def __init__(self) -> None:
+        self._pids: dict[str, frozenset[int]] = {}  # URL -> its processes when last looked
+
+    def find(self, urls: Iterable[str]) -> Found:
+        """Returns the devices in use, and the servers' clients on them."""
+        ledgers = _read()
+        return Found(ledgers, {url: self._clients(url, ledgers) for url in urls})
+
+    def _clients(self, url: str, ledgers: Mapping[DeviceKey, Ledger]) -> tuple[ClientKey, ...]:
+        found = _clients_of(self._pids.get(url, frozenset()), ledgers)
+        if not found and ledgers and is_here(url):
+            self._pids[url] = _processes(url)
+            found = _clients_of(self._pids[url], ledgers)
+        return found
+
+
+def _read() -> dict[DeviceKey, Ledger]:
+    found = {}
+    for segment in kvcached.segments():
+        if segment.capacity_bytes is None or segment.stale_reason is not None:
+            continue
+        with suppress(KvcachedError):  # it has just gone, or another process keeps it locked
+            device = segment.open()  # unlike Device.open, without a GPU's driver
+            found[segment.namespace, segment.device] = Ledger(device, device.usage())
+    return found
+
+
+def _clients_of(pids: frozenset[int], ledgers: Mapping[DeviceKey, Ledger]) -> tuple[ClientKey, ...]:
+    return tuple(
+        (*key, client.number)
+        for key, ledger in ledgers.items()
+        for client in ledger.usage.clients
+        if client.pid in pids
+    )
+
+
+def is_here(url: str) -> bool:
+    """Returns whether the URL's host is this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    own = {a.address for each in psutil.net_if_addrs().values() for a in each}
+    return any(a in own or ipaddress.ip_address(a).is_loopback for a in map(str, found))
+
+
+def _processes(url: str) -> frozenset[int]:
+    """Returns the processes that listen on the URL's port, and their descendants."""
+    parts = urlsplit(url)
+    port = parts.port or _PORTS[parts.scheme]
+    found: set[int] = set()
+    for each in psutil.net_connections("tcp"):
+        listens = each.status == psutil.CONN_LISTEN and getattr(each.laddr, "port", 0) == port
+        if listens and each.pid is not None:
+            found.add(each.pid)
+            with suppress(psutil.NoSuchProcess):
+                children = psutil.Process(each.pid).children(recursive=True)
+                found.update(child.pid for child in children)
+    return frozenset(found)
+
+
+def share_of(key: ClientKey, found: Found, before: ClientShare | None) -> ClientShare:
+    """Returns the state of a client. `before`: its state with minimum and limit as they were set,
+    None if they are the server's own now."""
+    namespace, device, number = key
+    usage = found.ledgers[namespace, device].usage
+    [client] = [c for c in usage.clients if c.number == number]
+    return ClientShare(
+        namespace=namespace,
+        device=device,
+        client=client.name,
+        number=number,
+        held_bytes=client.reserved_bytes,
+        evictable_bytes=client.evictable_bytes + client.spare_bytes,
+        static_bytes=client.static_bytes,
+        min_bytes=client.min_bytes,
+        limit_bytes=client.limit_bytes,
+        own_min_bytes=client.min_bytes if before is None else before.own_min_bytes,
+        own_limit_bytes=client.limit_bytes if before is None else before.own_limit_bytes,
+    )
+
+
+def is_changed(client: ClientShare) -> bool:
+    """Returns whether minimum or limit are not the server's own."""
+    own = client.own_min_bytes, client.own_limit_bytes
+    return (client.min_bytes, client.limit_bytes) != own
+
+
+def apply(client: ClientShare, share: MemoryShare | None, found: Found) -> ClientShare:
+    """Sets the client's minimum and limit, None: its own. Returns its state with them.
+
+    A minimum that is not free now, and a client that is gone, are left to the next round.
+    """
+    least, most = client.own_min_bytes, client.own_limit_bytes
+    if share is not None:
+        least, most = share.min_bytes, share.limit_bytes
+    if (least, most) == (client.min_bytes, client.limit_bytes):
+        return client
+    device = found.ledgers[client.namespace, client.device].device
+    name, number = client.client, client.number
+    with suppress(KvcachedError):
+        # In this order the minimum is never above the limit.
+        device.set_min(name, min(least, client.min_bytes), number=number)
+        device.set_limit(name, most, number=number)
+        device.set_min(name, least, number=number)
+    return replace(client, min_bytes=least, limit_bytes=most)
