@@ -7,6 +7,7 @@ Compares prism-serve, with one frontend and a fake engine with steps of 10 ms, w
 
 - nginx (if it is installed) and sglang-router (`--router`: a Python that has it), in front of
   `UPSTREAM`, which makes the same steps;
+- the same frontend, with that upstream as the server of an external model;
 - that upstream without a router;
 - with `--also`, the prism-serve of another checkout.
 
@@ -36,7 +37,17 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from urllib.request import urlopen
 
-from serving import STEP_MS, UPSTREAM, await_port, children, cluster, cpu_s, process, with_little_kv
+from serving import (
+    STEP_MS,
+    UPSTREAM,
+    await_port,
+    children,
+    cluster,
+    cpu_s,
+    process,
+    served,
+    with_little_kv,
+)
 
 from prism.models.store import default_directory
 
@@ -126,6 +137,15 @@ def router(python: str, port: int, upstream: int) -> Iterator[Place]:
         yield f"http://127.0.0.1:{port}", {"sglang-router": running.pid}
 
 
+@contextmanager
+def external(upstream: int) -> Iterator[Place]:
+    """Runs prism-serve without engines, in front of the upstream."""
+    urls = [f"http://127.0.0.1:{upstream}"]
+    models = [{"name": "m", "adapter": "external", "servers": urls}]
+    with served({"models": models, "frontend": {"port": 0}}) as (url, pids):
+        yield url, {"frontend": pids["frontend"]}
+
+
 def places(stack: ExitStack, options: argparse.Namespace, most: int) -> dict[str, Place]:
     model = stack.enter_context(with_little_kv(options.model))
     found: dict[str, Place] = {}
@@ -135,6 +155,7 @@ def places(stack: ExitStack, options: argparse.Namespace, most: int) -> dict[str
             found[name] = url, {"frontend": pids["frontend"]}
     port = 20_000 + 4 * (os.getpid() % 2_000)
     alone = stack.enter_context(upstream(port))
+    found["external model"] = stack.enter_context(external(port))
     if shutil.which("nginx"):
         found["nginx"] = stack.enter_context(nginx(port + 1, port))
     if options.router:

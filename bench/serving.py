@@ -102,7 +102,8 @@ asked = asyncio.Event()
 async def answer(reader, writer):
     head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
     if not head.startswith(b"post"):  # a router asks for its health
-        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\n{}")
+        end = b"Content-Length: 23\\r\\nConnection: close\\r\\n\\r\\n" b'{"data": [{"id": "m"}]}'
+        writer.write(b"HTTP/1.1 200 OK\\r\\n" + end)
         return writer.close()
     length = int(head.split(b"content-length:")[1].split(b"\\r\\n")[0])
     body = json.loads(await reader.readexactly(length))
@@ -255,10 +256,12 @@ def served(settings: dict[str, Any], **environment: str) -> Iterator[tuple[str, 
 
 def roles(url: str, launcher: int) -> dict[str, int]:
     lines = {p: Path(f"/proc/{p}/cmdline").read_text() for p in children(launcher)}
-    pids = {role: next(p for p, t in lines.items() if f"prism.{role}" in t) for role in ROLES}
+    pids = {role: p for p, text in lines.items() for role in ROLES if f"prism.{role}" in text}
     with urlopen(f"{url}/status") as answer:
-        (agent,) = json.load(answer)["agents"]
-    return {**pids, "engine": agent["models"][0]["engine_pid"]}
+        agents = json.load(answer)["agents"]
+    for agent in agents:  # one, if the model is not external
+        pids["engine"] = agent["models"][0]["engine_pid"]
+    return pids
 
 
 def await_port(port: int) -> None:

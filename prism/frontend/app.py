@@ -22,6 +22,8 @@ from prism.frontend.config_watcher import watch
 from prism.frontend.dispatch.dispatcher import Dispatcher
 from prism.frontend.dispatch.rate_limits import RateLimits
 from prism.frontend.dispatch.write_check import WriteCheck
+from prism.frontend.external.proxy import ExternalProxy
+from prism.frontend.external.servers import ExternalServers
 from prism.frontend.http.access_control import ApiKeyGuard, CrossSiteGuard
 from prism.frontend.http.calls import ID_HEADER, CallMiddleware
 from prism.frontend.http.error_bodies import install_handlers
@@ -104,6 +106,7 @@ def _add_middleware(
 ) -> None:
     """Adds the middleware. The last one added is the outermost, so that a preflight is answered and
     logged before the other checks. `origins`: sites whose pages may send requests."""
+    app.add_middleware(ExternalProxy)
     if has_keys:
         app.add_middleware(ApiKeyGuard, keys=lambda: app.state.live.config.keys)
     app.add_middleware(CrossSiteGuard, origins=origins)
@@ -130,7 +133,9 @@ async def _running(
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     address = config.frontend.traces
     metrics = Metrics(Traces(address, frontend_id) if address else None)
-    dispatcher = Dispatcher(live, frontend_id, queue, metrics)
+    external = ExternalServers(live)
+    catalog.external_names = lambda: [name for name, _ in external.models()]
+    dispatcher = Dispatcher(live, frontend_id, queue, metrics, external.loads)
     await dispatcher.start()
     rates = RateLimits(live, queue)
 
@@ -143,10 +148,12 @@ async def _running(
     state.live, state.catalog, state.in_flight = live, catalog, in_flight
     state.queue, state.writes, state.dispatcher = queue, writes, dispatcher
     state.specs, state.answers = specs, answers
+    state.external, state.rates, state.metrics = external, rates, metrics
     try:
         yield
     finally:
         await answers.close()
+        await external.close()
         await writes.close()
         await specs.modules.close()
         await specs.images.close()

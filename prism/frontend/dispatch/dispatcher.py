@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import zmq
@@ -27,6 +27,7 @@ from prism.frontend.http.error_bodies import OverloadedError, SheddingError, Una
 from prism.frontend.live_config import LiveConfig
 from prism.frontend.metrics.request_metrics import Metrics
 from prism.frontend.metrics.siblings import Siblings
+from prism.messages.external import ServerLoad
 from prism.messages.requests import EngineOutput, Failure, ToFrontend
 from prism.queueing.request_queue import RequestQueue
 from prism.tasks import cancel_all
@@ -49,7 +50,12 @@ class Dispatcher:
     """
 
     def __init__(
-        self, live: LiveConfig, frontend_id: str, queue: RequestQueue, metrics: Metrics
+        self,
+        live: LiveConfig,
+        frontend_id: str,
+        queue: RequestQueue,
+        metrics: Metrics,
+        external_loads: Callable[[], dict[str, ServerLoad]] = dict,
     ) -> None:
         config = live.config
         self.frontend_id = frontend_id
@@ -57,7 +63,9 @@ class Dispatcher:
         self._enqueuer = Enqueuer(queue, self.log)
         self._refusals = RefusalWatch(self.log, queue, config.frontend.refused_timeout_s)
         self._lost = LostRequestWatch(self.log, queue, self._resend)
-        self._heartbeat = Heartbeat(live, frontend_id, queue, self.log, self._restore)
+        self._heartbeat = Heartbeat(
+            live, frontend_id, queue, self.log, self._restore, external_loads=external_loads
+        )
         self._queue = queue
         self._live = live
         self._slo_ttft_s = {model.name: model.slo_ttft_s for model in config.models}

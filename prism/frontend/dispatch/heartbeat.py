@@ -12,6 +12,7 @@ from prism.errors import QueueUnavailableError
 from prism.frontend.dispatch.request_log import RequestLog
 from prism.frontend.live_config import LiveConfig
 from prism.messages.cluster import FrontendState
+from prism.messages.external import ServerLoad
 from prism.queueing.request_queue import RequestQueue
 
 log = logging.getLogger(__name__)
@@ -37,12 +38,16 @@ class Heartbeat:
         queue: RequestQueue,
         requests: RequestLog,
         restore: Callable[[], Awaitable[None]],
+        *,
+        external_loads: Callable[[], dict[str, ServerLoad]],
     ) -> None:
         self._live = live
         self._id = frontend_id
         self._queue = queue
         self._requests = requests
         self._restore = restore
+        self._external_loads = external_loads
+        self._sent_loads: dict[str, ServerLoad] = {}
         self._sending = asyncio.Lock()  # the last heartbeat must be the newest
         self._reported: dict[str, int] = {}  # model -> arrivals in the last heartbeat
 
@@ -78,7 +83,8 @@ class Heartbeat:
         heartbeat that is due just after a slot's end would falsify."""
         while True:
             await asyncio.sleep(_ARRIVALS_S)
-            if self._reported != self._arrivals():
+            loads_differ = self._sent_loads != self._external_loads()
+            if loads_differ or self._reported != self._arrivals():
                 with suppress(QueueUnavailableError):
                     await self._send()
 
@@ -90,9 +96,10 @@ class Heartbeat:
         async with self._sending:
             config, reported = self._live.config, self._arrivals()
             leaving = sorted(self._requests.models() - {model.name for model in config.models})
-            state = FrontendState(config.revision, leaving, self._requests.arrivals)
+            loads = self._external_loads()
+            state = FrontendState(config.revision, leaving, self._requests.arrivals, loads)
             incarnation = await self._queue.beat(self._id, _TTL_S, state)
-            self._reported = reported
+            self._reported, self._sent_loads = reported, loads
         return incarnation
 
     async def _keep_images(self) -> None:

@@ -137,7 +137,7 @@ class RequestLog:
         """Changes the limits for new requests. Open requests stay."""
         self._open_max = open_max
         self._models = models
-        self._share = open_max // (2 * models)
+        self._share = open_max // (2 * max(1, models))
 
     def models(self) -> set[str]:
         """Returns the models with open requests."""

@@ -175,7 +175,7 @@ class RequestTimer:
 
     def end(self, outcome: str, choices: Sequence[TracedChoice]) -> None:
         self._count()
-        if self._metrics.traces is not None:
+        if self._metrics.traces is not None and choices:
             times = self._times()
             self._metrics.traces.request(choices, times, outcome, self._tokens, self._parent)
         self._metrics.open.labels(self._model).dec()

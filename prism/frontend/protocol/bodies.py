@@ -83,27 +83,30 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     Raises BadRequestError naming the first invalid field, BodyTooLargeError, BodyTimeoutError, or
     OverloadedError while many large bodies are in flight.
     """
-    try:
-        return await _read(request, kind)
-    except BodyTooLargeError:
-        await _discard_rest(request)
-        raise
-
-
-async def _read(request: Request, kind: type[Body]) -> Body:
-    _check_length(int(request.headers.get("content-length", 0)))
     with memory.share() as grow:
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                data = await _receive(request, grow)
-        except TimeoutError as error:
-            raise BodyTimeoutError(
-                f"the body was not received within {BODY_TIMEOUT_S:g} s; send it faster"
-            ) from error
+        data = await receive_body(request, grow)
         if len(data) <= _INLINE_BYTES_MAX:
             return parse_body(kind, data)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_parser, parse_body, kind, data)
+
+
+async def receive_body(request: Request, grow: Callable[[int], None]) -> bytes:
+    """Returns the body. `grow` reserves memory (`BodyMemory.share`).
+
+    Raises BodyTooLargeError, BodyTimeoutError or OverloadedError.
+    """
+    try:
+        _check_length(int(request.headers.get("content-length", 0)))
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _receive(request, grow)
+    except TimeoutError as error:
+        raise BodyTimeoutError(
+            f"the body was not received within {BODY_TIMEOUT_S:g} s; send it faster"
+        ) from error
+    except BodyTooLargeError:
+        await _discard_rest(request)
+        raise
 
 
 async def _receive(request: Request, grow: Callable[[int], None]) -> bytes:

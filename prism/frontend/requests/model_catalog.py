@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prism.errors import UnknownModelError
 from prism.frontend.http.access_control import may_use
@@ -29,6 +29,8 @@ class ModelCatalog:
         self.tokenizers = tokenizers  # by model, for all that can be loaded
         self._unreadable = unreadable  # model -> why it cannot be loaded
         self.started_unix_s = int(time.time())
+        # Names of models that are not here, for messages.
+        self.external_names: Callable[[], list[str]] = list
 
     @classmethod
     async def load(
@@ -57,7 +59,7 @@ class ModelCatalog:
                     raise UnavailableError(message, "model_unavailable")
                 return model, adapter
         names = self.names()
-        known = ", ".join(n for n, _, _ in names)
+        known = ", ".join([*(n for n, _, _ in names), *self.external_names()])
         every = sum(len(m.names) for m in self._models)
         hint = "" if len(names) == every else ", or not for this key"
         error = UnknownModelError(

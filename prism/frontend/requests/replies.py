@@ -47,7 +47,7 @@ async def reply_whole(
     as in flight."""
     outcome: str | None = "failed"
     try:
-        complete = await _finished_before_disconnect(request.receive, _run(generation))
+        complete = await finished_before_disconnect(request.receive, _run(generation))
         outcome = None
         if not complete:
             return Response(status_code=STATUS_CLIENT_GONE)
@@ -73,7 +73,7 @@ async def while_connected(
     async def run() -> None:
         made.append(await work)
 
-    if not await _finished_before_disconnect(request.receive, run()):
+    if not await finished_before_disconnect(request.receive, run()):
         raise ClientDisconnect
     return made[0]
 
@@ -113,7 +113,7 @@ async def _run(generation: AnyGeneration) -> None:
         pass
 
 
-async def _finished_before_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def finished_before_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Runs `work` in this task, since a separate one would double the cost. Returns False if it was
     cancelled because the client disconnected."""
     this, watching, interrupted = asyncio.current_task(), True, False
@@ -163,7 +163,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(OSError):
-                await _finished_before_disconnect(receive, self._send_all(send))
+                await finished_before_disconnect(receive, self._send_all(send))
         finally:
             await self._events.aclose()
             self._generation.finish(self._outcome)
@@ -194,7 +194,7 @@ async def reply_stream(
     in_flight: InFlight = request.app.state.in_flight
     in_flight.enter()
     try:
-        if not await _finished_before_disconnect(request.receive, generation.start()):
+        if not await finished_before_disconnect(request.receive, generation.start()):
             generation.finish()
             in_flight.leave()
             return Response(status_code=STATUS_CLIENT_GONE)

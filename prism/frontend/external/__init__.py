@@ -1,0 +1,1 @@
+"""Requests for external models, passed on to their servers."""
