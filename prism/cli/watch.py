@@ -65,6 +65,8 @@ def _status(config: ClusterConfig) -> ClusterStatus:
 
 def picture(status: ClusterStatus, width: int) -> RenderableType:
     """Returns bars of each device's memory, then models and waiting requests."""
+    if not status.agents:
+        return status_tables.cluster(status)
     legend = Text("  ").join(Text(f"■ {name}", style=style) for name, style in _PARTS.items())
     names = [status_tables.device_name(status, agent.device) for agent in status.agents]
     cells = max(_BAR_MIN, min(_BAR_MAX, width - _BESIDE_BAR - max(map(len, names), default=0)))

@@ -1,4 +1,5 @@
-"""Example status of a cluster: two devices, models in all states, one with a hostile name."""
+"""Example status of a cluster: two devices, models in all states, one with a hostile name.
+External servers may be added."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import time
 
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus, Decision
+from prism.messages.external import ClientShare, ExternalServer, ServerLoad
 
 GIB = 1 << 30
 HOSTILE = '<img src="x" onerror="document.title=1">'
@@ -81,3 +83,41 @@ def busy(llama_used_gib: float = 12.0) -> ClusterStatus:
         decisions=decisions,
         degraded={"cuda:1": "engine e2 was replaced: it held more memory than it leased"},
     )
+
+
+def share(device: str, held: float, limit: float | None = None) -> ClientShare:
+    return ClientShare(
+        namespace="gpus",
+        device=device,
+        client="rank",
+        number=1,
+        held_bytes=int(held * GIB),
+        evictable_bytes=int(held * GIB / 4),
+        static_bytes=16 * GIB,
+        min_bytes=2 * GIB,
+        limit_bytes=None if limit is None else int(limit * GIB),
+        own_min_bytes=2 * GIB,
+        own_limit_bytes=None,
+    )
+
+
+def external() -> list[ExternalServer]:
+    """Returns a limited server of two ranks, one that fails, and one that is not managed."""
+    llama = "meta-llama/Llama-3.3-70B-Instruct"
+    reason = "its 14 open requests want 21.5GiB with a TPOT SLO of 50 ms, and get up to 12GiB"
+    return [
+        ExternalServer(
+            llama,
+            "http://127.0.0.1:30001",
+            load=ServerLoad(14, 9000),
+            clients=[share("cuda:0", 5.8, 6.0), share("cuda:1", 5.8, 6.0)],
+            reason=reason,
+        ),
+        ExternalServer(llama, "http://127.0.0.1:30002", HOSTILE, clients=[share("cuda:2", 1.0)]),
+        ExternalServer(
+            "qwen3-coder",
+            "https://gpu-7.lab.example.org:8443",
+            load=ServerLoad(3, 700),
+            unmanaged="it is on another machine",
+        ),
+    ]

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prism.frontend.metrics.cluster_metrics import ClusterCollector
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
+from prism.messages.external import ClientShare, ExternalServer, ServerLoad
 from prism.messages.gpu_memory import ForeignProcess, GpuMemory
 from tests.serve.test_metrics import MOVE
 
@@ -47,11 +48,16 @@ def samples(step: int) -> dict[str, dict[Any, float]]:
     model = filled(ModelReport, step, model="m", state=state, peers=peers)
     memory = filled(GpuMemory, step, foreign=(ForeignProcess(1, 10 + step),))
     agent = filled(AgentReport, step, device="cuda:0", models=[model], gpu=memory)
+    client = filled(ClientShare, step, limit_bytes=10_000 + step, own_limit_bytes=None)
+    problem = "" if step else "refused"
+    load = filled(ServerLoad, step)
+    server = ExternalServer("x", "http://x", problem, load, [client, client])
     status = filled(
         ClusterStatus,
         step,
         placement={"m": f"cuda:{step}"},
         agents=[agent],
+        external=[server],
         ready=bool(step),
         overload=["x"] if step else [],
         decisions=[],
@@ -88,3 +94,34 @@ def test_what_is_of_a_device_says_of_which_machine_too() -> None:
     assert all(each["node"] == each["device"][-1] for each in labels)
     named = {f.name for f in families if any("node" in s.labels for s in f.samples)}
     assert {"prism_placement", "prism_kvpr", "prism_queue_depth", "prism_model_state"} <= named
+
+
+def test_an_external_server_has_samples_only_of_what_it_has() -> None:
+    """Sums over ranks. A server without ranks on kvcached has no memory, one with a rank that is
+    not limited has no limit."""
+    limits = {"http://a": (8, 9), "http://b": (8, None), "http://c": ()}
+    servers = [
+        ExternalServer(
+            "m",
+            url,
+            "refused" if url == "http://c" else "",
+            ServerLoad(3),
+            [ClientShare("n", "d", "c", 1, 5, 2, 1, 4, limit, 4, None) for limit in of],
+        )
+        for url, of in limits.items()
+    ]
+    collector = ClusterCollector(ClusterStatus(0.0, "prism", {}, [], external=servers))
+    text = generate_latest(collector.registry).decode()
+    found: dict[str, list[float | None]] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith("prism_external_"):
+            values = {s.labels["server"]: s.value for s in family.samples}
+            assert all(s.labels["model"] == "m" for s in family.samples)
+            found[family.name.removeprefix("prism_external_")] = [values.get(u) for u in limits]
+    assert found == {
+        "up": [1, 1, 0],
+        "open_requests": [3, 3, 3],
+        "kv_held_bytes": [10, 10, None],
+        "kv_min_bytes": [8, 8, None],
+        "kv_limit_bytes": [17, None, None],
+    }

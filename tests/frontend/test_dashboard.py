@@ -17,7 +17,7 @@ from prism.config.schema.access import ApiKey, hashed
 from prism.frontend.api.admin import dashboard
 from prism.queueing.server import BundledRedis
 from tests.frontend.conftest import Stack, make_config, stack_of
-from tests.frontend.pages import HOSTILE, busy
+from tests.frontend.pages import HOSTILE, busy, external
 from tests.frontend.scripted_agent import answering
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -64,6 +64,7 @@ async def test_the_page_in_a_browser(stack: Stack) -> None:
         await has_two_themes(page)
         await says_what_is_drained(page, stack)
         await says_what_is_refused(page, stack)
+        await shows_external_servers(page, stack)
         await counts_what_it_saw_grow(page)
         assert complaints == []
 
@@ -139,6 +140,47 @@ async def says_what_is_refused(page: Page, stack: Stack) -> None:
     )
 
 
+async def shows_external_servers(page: Page, stack: Stack) -> None:
+    section = page.locator("#external-section")
+    await expect(section).to_be_hidden()
+    status = msgspec.structs.replace(busy(), external=external())
+    await stack.state.queue.publish_status(status)
+    rows = section.locator("tbody tr")
+    await expect(rows).to_have_count(3)
+    llama, limited = status.external[0], rows.first
+    for text in (llama.model, llama.url, "answers", "gpus/cuda:0, gpus/cuda:1", "12.0 GiB"):
+        await expect(limited).to_contain_text(text)
+    await expect(limited.locator(".kv")).to_have_text("11.6 GiB2.9 GiB can be given up")
+    await expect(limited.locator(".reason")).to_have_text(llama.reason)
+    await expect(rows.nth(1).locator(".pill")).to_have_text("problem")
+    await expect(rows.nth(1).locator(".reason")).to_have_text(HOSTILE)
+    await expect(rows.nth(2).locator(".kv .text")).to_have_text("\N{EN DASH}")
+    await expect(rows.nth(2).locator(".reason")).to_have_text("it is on another machine")
+    await shows_external_models(page, stack)
+    await shows_names_as_text(page)
+
+
+async def shows_external_models(page: Page, stack: Stack) -> None:
+    """Asserts the state of a model without, with some, and with only failing servers."""
+    row = page.locator("#models tbody tr", has_text="Llama-3.3-70B")
+    await expect(row.locator(".pill")).to_have_text("degraded")
+    await expect(row.locator(".why")).to_have_text(f"http://127.0.0.1:30002: {HOSTILE}")
+    cells = ["gpus/cuda:0, gpus/cuda:1, gpus/cuda:2", "14", "0"]
+    for column, text in enumerate(cells, 2):
+        await expect(row.locator("td").nth(column)).to_have_text(text)
+    await expect(row.locator("td").nth(9)).to_have_text("48.0 GiB")
+    await expect(row.locator("td").nth(10)).to_have_text("12.6 GiB")
+    other = page.locator("#models tbody tr", has_text="qwen3-coder")
+    await expect(other.locator(".pill")).to_have_text("external")
+    for server in external()[1:2], external()[2:]:
+        broken = msgspec.structs.replace(server[0], problem="refused")
+        status = msgspec.structs.replace(busy(), external=[broken])
+        await stack.state.queue.publish_status(status)
+        down = page.locator("#models tbody tr", has_text=broken.model)
+        await expect(down.locator(".pill")).to_have_text("down")
+        await expect(down.locator(".why")).to_have_text("refused")
+
+
 async def has_two_themes(page: Page) -> None:
     """Asserts that the theme is the system's until one is chosen."""
     colour = "getComputedStyle(document.body).backgroundColor"
@@ -205,6 +247,20 @@ async def test_the_reason_of_a_decision_is_on_a_phone_s_screen(stack: Stack) -> 
         assert box is not None
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 390
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 768, 390])
+async def test_external_servers_fit_any_screen(stack: Stack, width: int) -> None:
+    status = msgspec.structs.replace(busy(), agents=[], models=[], external=external())
+    await stack.state.queue.publish_status(status)
+    async with open_page(stack.url) as (page, complaints):
+        await page.set_viewport_size({"width": width, "height": 844})
+        section = page.locator("#external-section")
+        await expect(section.locator("tbody tr")).to_have_count(3)
+        await expect(page.locator("#devices-section")).to_be_hidden()
+        assert await page.evaluate("document.documentElement.scrollWidth") == width
+        assert await section.locator(".scroll").evaluate("n => n.scrollWidth - n.clientWidth") == 0
+        assert complaints == []
 
 
 async def test_the_start_page_leads_to_it(stack: Stack) -> None:

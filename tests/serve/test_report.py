@@ -13,10 +13,12 @@ from prism.config.schema.access import ApiKey, hashed
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, FrontendConfig
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
+from prism.messages.external import ExternalServer
 from prism.messages.model_spec import ModelSpec
 from prism.serve.console import report, status_tables
 from prism.serve.console.ready import first_request
 from tests.cluster.conftest import spec
+from tests.frontend.pages import external
 
 
 def seen(status: ClusterStatus) -> list[list[str]]:
@@ -106,6 +108,36 @@ def test_a_model_without_a_device_has_a_row() -> None:
     assert ["b", "-", "refused", "0"] in [line[:4] for line in lines]
     assert ["c", "-", "not loaded", "0"] in [line[:4] for line in lines]
     assert ["b cannot be placed now: there is no room"] in lines
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("has_models", [True, False])
+def test_external_servers_have_a_table(width: int, *, has_models: bool) -> None:
+    servers = [*external(), ExternalServer("phi", "http://[fd00::1]:80", unmanaged="elsewhere")]
+    agents = [agent("host:0", ModelReport("tiny", "active"))] if has_models else []
+    names = ["tiny"] if has_models else []
+    out = io.StringIO()
+    status = ClusterStatus(0.0, "prism", {}, agents, names, external=servers)
+    Console(file=out, width=width).print(picture(status, width))
+    shown = out.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert all(f"│ {s.model} " in shown and f"│ {s.url} " in shown for s in servers)
+    text = " ".join(shown.split())
+    assert all(f"{s.url}: {why}" in text for s in servers if (why := s.reason or s.unmanaged))
+    assert "policy prism, not ready" in shown
+    assert ("engines free" in shown) <= has_models
+    if width == 200:
+        lines = cells(status_tables.cluster(status))
+        llama, memory = servers[0], ["11.6GiB", "12GiB", "4GiB", "2.9GiB", "32GiB"]
+        row = [llama.model, llama.url, "answers", "14", *memory, "gpus/cuda:0, gpus/cuda:1"]
+        assert row in lines
+        alone = [servers[2].model, servers[2].url, "answers", "3", *"------"]
+        assert alone in lines
+        assert "problem" in next(line for line in lines if servers[1].url in line)
+
+
+def test_without_external_servers_there_is_no_table_of_them() -> None:
+    assert ["external servers"] not in seen(ClusterStatus(0.0, "prism", {}, [agent("host:0")]))
 
 
 def test_the_first_request_has_what_a_guarded_cluster_wants() -> None:

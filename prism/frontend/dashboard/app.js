@@ -2,6 +2,7 @@
 
 import { assignHues, showDevices } from "./devices.js";
 import { el, keyed, setAttribute, setText } from "./dom.js";
+import { externalModels, makeServerHeadings, showServers } from "./external.js";
 import { ago } from "./format.js";
 import { deviceMaps, modelRows } from "./memory.js";
 import { History, NAMES, parseMetrics } from "./series.js";
@@ -52,7 +53,7 @@ async function refresh() {
     ask(`../metrics?${query}`).then((answer) => answer.text()),
   ]);
   status = found;
-  assignHues(status.models);
+  assignHues([...status.models, ...externalModels(status).keys()]);
   history.add(performance.now(), parseMetrics(metrics));
   addPoints();
   show();
@@ -77,12 +78,15 @@ function show() {
   if (!status) return;
   const rows = modelRows(status, history);
   showTotals($("totals"), totalsOf(rows, history, lines));
+  $("devices-section").hidden = status.agents.length === 0 && status.external.length > 0;
   showDevices($("devices"), deviceMaps(status));
   const shown = showModels($("models"), rows, $("filter").value);
   setText(
     $("models-shown"),
     shown === rows.length ? `${rows.length}` : `${shown} of ${rows.length}`,
   );
+  $("external-section").hidden = status.external.length === 0;
+  showServers($("external"), status.external);
   showDecisions($("decisions"), status.decisions, Date.now() / 1000);
   showTroubles();
   setText($("policy"), `policy ${status.policy}`);
@@ -153,6 +157,7 @@ function onKey(event) {
 }
 
 makeHeadings($("models"), show);
+makeServerHeadings($("external"));
 setTheme(localStorage.getItem("prism-theme") ?? "auto");
 $("pause").addEventListener("click", () => setPaused(!paused));
 $("theme").addEventListener("click", nextTheme);

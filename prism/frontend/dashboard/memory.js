@@ -1,5 +1,7 @@
 // The cluster's status as memory maps of its devices and rows of its models.
 
+import { externalFigures, externalModels } from "./external.js";
+
 /** Returns per device: {name, capacity, reserved, groups, held, free, kvpr, engines, drained}.
  * groups: one model's memory on the device, in bytes by kind.
  * held: bytes granted by the ledger and not mapped.
@@ -50,28 +52,39 @@ function groupOf(report) {
 /** Returns a row for each configured or reported model, ordered by name. */
 export function modelRows(status, history) {
   const reports = status.agents.flatMap((agent) => agent.models.map((model) => ({ agent, model })));
+  const external = externalModels(status);
   const seen = [
     ...status.models,
+    ...external.keys(),
     ...reports.map(({ model }) => model.model),
     ...Object.keys(status.unplaced),
   ];
-  return [...new Set(seen)].sort().map((name) => {
-    const mine = reports.filter(({ model }) => model.model === name);
-    const sum = (field) => mine.reduce((total, { model }) => total + model[field], 0);
-    return {
-      name,
-      ...stateOf(status, name, mine),
-      devices: [...new Set(mine.flatMap(({ agent, model }) => [agent.device, ...model.peers]))],
-      running: sum("running"),
-      waiting: sum("waiting") + (status.unplaced[name] ?? 0),
-      requests: history.rate("prism_requests_total", name, 10_000),
-      tokens: history.rate("prism_output_tokens_total", name, 10_000),
-      ttft: history.attainment("ttft", name),
-      tpot: history.attainment("tpot", name),
-      weights: sum("static_bytes"),
-      kv: sum("kv_mapped_bytes"),
-    };
-  });
+  return [...new Set(seen)].sort().map((name) => ({
+    name,
+    ...(external.has(name)
+      ? externalFigures(external.get(name))
+      : figures(
+          status,
+          name,
+          reports.filter(({ model }) => model.model === name),
+        )),
+    requests: history.rate("prism_requests_total", name, 10_000),
+    tokens: history.rate("prism_output_tokens_total", name, 10_000),
+    ttft: history.attainment("ttft", name),
+    tpot: history.attainment("tpot", name),
+  }));
+}
+
+function figures(status, name, mine) {
+  const sum = (field) => mine.reduce((total, { model }) => total + model[field], 0);
+  return {
+    ...stateOf(status, name, mine),
+    devices: [...new Set(mine.flatMap(({ agent, model }) => [agent.device, ...model.peers]))],
+    running: sum("running"),
+    waiting: sum("waiting") + (status.unplaced[name] ?? 0),
+    weights: sum("static_bytes"),
+    kv: sum("kv_mapped_bytes"),
+  };
 }
 
 const ORDER = ["active", "activating", "draining", "failed"];

@@ -15,6 +15,7 @@ from prism.config.schema.endpoints import node_of
 from prism.frontend.metrics.request_metrics import malformed_messages
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
+from prism.messages.external import ExternalServer
 from prism.messages.gpu_memory import GpuMemory
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -86,6 +87,26 @@ def _stages(stages_s: Mapping[str, float]) -> dict[str, float]:
     return {stage: s for stage, s in stages_s.items() if stage != "total"}
 
 
+def _external_sum(field: str) -> Callable[[ExternalServer], float | None]:
+    """Returns a function of a server to the sum of `field` over its ranks. None: the server's
+    memory is not managed."""
+    return lambda s: sum(getattr(c, field) for c in s.clients) if s.clients else None
+
+
+# metric name -> (help, value; None: the server has no sample)
+_EXTERNAL: Mapping[str, tuple[str, Callable[[ExternalServer], float | None]]] = {
+    "prism_external_up": ("1 if the server answers", lambda server: not server.problem),
+    "prism_external_open_requests": (
+        "Requests passed on to the server and not answered",
+        lambda server: server.load.requests,
+    ),
+    "prism_external_kv_held_bytes": ("KV cache of the server", _external_sum("held_bytes")),
+    "prism_external_kv_min_bytes": ("Guaranteed KV cache", _external_sum("min_bytes")),
+    "prism_external_kv_limit_bytes": (
+        "Limit of the KV cache, if there is one",
+        lambda server: server.limit_bytes,
+    ),
+}
 _PER_MODEL = (
     _PerModel(
         "prism_model_state", "1 for the model's state", "state", lambda model: {model.state: 1}
@@ -147,6 +168,7 @@ class ClusterCollector(Collector):
         yield from _families(GaugeMetricFamily, _MODEL_GAUGES, ["device", "model"], models)
         yield from _families(CounterMetricFamily, _MODEL_COUNTERS, ["device", "model"], models)
         yield from (_per_model(status, metric) for metric in _PER_MODEL)
+        yield from _external(status.external)
 
 
 def _with_nodes(family: Metric) -> Metric:
@@ -200,6 +222,15 @@ def _families(
         family = kind(name, text, labels=labels)
         for values, report in rows:
             family.add_metric(values, getattr(report, attribute))
+        yield family
+
+
+def _external(servers: Sequence[ExternalServer]) -> Iterator[Metric]:
+    for name, (text, value_of) in _EXTERNAL.items():
+        family = GaugeMetricFamily(name, text, labels=["model", "server"])
+        for server in servers:
+            if (value := value_of(server)) is not None:
+                family.add_metric([server.model, server.url], value)
         yield family
 
 

@@ -14,6 +14,7 @@ from prism.config.schema.endpoints import node_of
 from prism.config.schema.units import format_size
 from prism.messages.agent import AgentReport, ModelReport
 from prism.messages.cluster import ClusterStatus
+from prism.messages.external import ExternalServer
 
 _ANY_WIDTH = 10_000
 
@@ -44,9 +45,16 @@ class Fitted:
 
 
 def cluster(status: ClusterStatus) -> RenderableType:
-    """Returns tables of devices and of all models, and what is wrong."""
+    """Returns tables of devices, models and external servers, and what is wrong."""
     parts: list[RenderableType] = [Fitted(_nodes_table(status))] if status.node else []
-    parts += [Fitted(_agents_table(status)), Fitted(models_table(status))]
+    parts.append(Fitted(_agents_table(status)) if status.agents else Text(_title(status)))
+    models = models_table(status)
+    if models.row_count or not status.external:
+        parts.append(Fitted(models))
+    if status.external:
+        parts.append(Fitted(_external_table(status.external)))
+        whys = {server.url: server.reason or server.unmanaged for server in status.external}
+        parts += [Text(f"{url}: {why}") for url, why in whys.items() if why]
     if any(agent.gpu for agent in status.agents):
         parts.append(Fitted(_drivers_table(status)))
     refused = [(name, why) for name, why in status.refusals.items() if name not in status.degraded]
@@ -55,6 +63,10 @@ def cluster(status: ClusterStatus) -> RenderableType:
     parts += [Text(f"{device}: {left}") for device, left in status.drained.items() if left]
     parts += [Text(f"{name}: {trouble}") for name, trouble in status.degraded.items()]
     return Group(*parts)
+
+
+def _title(status: ClusterStatus) -> str:
+    return f"policy {status.policy}, {'ready' if status.ready else 'not ready'}"
 
 
 def device_name(status: ClusterStatus, device: str) -> str:
@@ -87,8 +99,7 @@ def _drivers_table(status: ClusterStatus) -> Table:
 def _agents_table(status: ClusterStatus) -> Table:
     table = Table(
         "device", "reserved", "capacity", "engines free", "KVPR", "resident", "starting",
-        "replaced", title=f"policy {status.policy}, {'ready' if status.ready else 'not ready'}",
-        title_justify="left",
+        "replaced", title=_title(status), title_justify="left",
     )  # fmt: skip
     for agent in status.agents:
         table.add_row(
@@ -165,6 +176,34 @@ def _state(status: ClusterStatus, model: str) -> str:
     if model in status.overload:
         return "refused"
     return "unplaced" if model in status.unplaced else "not loaded"
+
+
+def _external_table(servers: Sequence[ExternalServer]) -> Table:
+    table = Table(
+        "model", "server", "state", "open", "KV held", "limit", "minimum", "can be given up",
+        "static", "device", title="external servers", title_justify="left",
+    )  # fmt: skip
+    for server in servers:
+        state = "problem" if server.problem else "answers"
+        # As a string, an IPv6 address in the URL would be markup.
+        url, load = Text(server.url), str(server.load.requests)
+        table.add_row(server.model, url, state, load, *_external_memory(server))
+    return table
+
+
+def _external_memory(server: ExternalServer) -> list[str]:
+    """Returns the memory of all ranks together, and their devices."""
+    clients = server.clients
+    if not clients:
+        return ["-"] * 6
+    return [
+        format_size(sum(client.held_bytes for client in clients)),
+        "-" if server.limit_bytes is None else format_size(server.limit_bytes),
+        format_size(sum(client.min_bytes for client in clients)),
+        format_size(sum(client.evictable_bytes for client in clients)),
+        format_size(sum(client.static_bytes for client in clients)),
+        ", ".join(dict.fromkeys(f"{c.namespace}/{c.device}" for c in clients)),
+    ]
 
 
 def _copy_row(device: str, report: ModelReport) -> list[str]:
