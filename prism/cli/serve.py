@@ -405,6 +405,8 @@ def _operate(command: OperatorCommand, as_json: bool, run_dir: Path | None) -> A
 def _check_known(config: ClusterConfig, command: OperatorCommand) -> None:
     """Raises ConfigError that lists the models or devices."""
     models, devices = [m.name for m in config.models], [d.name for d in config.devices]
+    if command.model in [model.name for model in config.external]:
+        raise ConfigError(f"{command.model} is external: its own servers load it, not Prism")
     for what, name, known in (
         ("model", command.model, models),
         ("device", command.device, devices),

@@ -70,6 +70,7 @@ def create_app(
     app = FastAPI(title="Prism", lifespan=lifespan, redoc_url=None)
     describe(app, has_keys=bool(config.keys))
     install_handlers(app)
+    app.add_middleware(ExternalProxy)
     _add_middleware(app, config, config.frontend.cors_origins, has_keys=bool(config.keys))
     for plain in (completions, chat, responses, messages, embeddings, tokenize):
         add_plain(app, plain.router)
@@ -106,7 +107,6 @@ def _add_middleware(
 ) -> None:
     """Adds the middleware. The last one added is the outermost, so that a preflight is answered and
     logged before the other checks. `origins`: sites whose pages may send requests."""
-    app.add_middleware(ExternalProxy)
     if has_keys:
         app.add_middleware(ApiKeyGuard, keys=lambda: app.state.live.config.keys)
     app.add_middleware(CrossSiteGuard, origins=origins)

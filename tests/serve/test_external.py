@@ -216,6 +216,9 @@ def test_what_cannot_be_done_is_said(roof: Roof, tmp_path: Path) -> None:
         until(lambda: roof.rows()["loose"]["unmanaged"], "what is not managed")
         assert "start it with KVCACHED_DEVICE" in roof.rows()["loose"]["unmanaged"]
         until(lambda: "404" in roof.rows()["loose"]["problem"], "the problem")
+        evicted = roof.cluster.operate("evict", "loose")
+        assert evicted.returncode != 0
+        assert "loose is external" in evicted.stdout + evicted.stderr
 
 
 def _url(port: int) -> str:

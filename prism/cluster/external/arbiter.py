@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,10 +24,10 @@ from prism.cluster.external.ledgers import (
     Ledgers,
     apply,
     is_changed,
-    is_here,
     share_of,
 )
 from prism.cluster.state.scheduler_state import SchedulerState
+from prism.config.api_keys import server_headers
 from prism.config.schema.units import format_size
 from prism.errors import QueueUnavailableError
 from prism.messages.external import ClientShare, ExternalModel, ExternalServer, ServerLoad
@@ -135,7 +134,7 @@ class ExternalArbiter:
             problem=self._problems.get(url, ""),
             load=load,
             clients=clients,
-            unmanaged="" if clients else NOT_ON_KVCACHED if is_here(url) else NOT_HERE,
+            unmanaged="" if clients else NOT_ON_KVCACHED if url in found.here else NOT_HERE,
         )
 
     # --- memory -----------------------------------------------------------------------------
@@ -232,22 +231,28 @@ class ExternalArbiter:
                 await asyncio.sleep(_HEALTH_S)
 
     async def _look(self, client: httpx.AsyncClient, model: ExternalModel, url: str) -> None:
-        key = os.environ.get(model.key_variable, "") if model.key_variable else ""
-        headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            answer = await client.get(f"{url}/v1/models", headers=headers)
-            answer.raise_for_status()
-            cards = msgspec.json.decode(answer.content, type=_Cards).data
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
-            problem = str(error) or type(error).__name__
+            answer = await client.get(f"{url}/v1/models", headers=server_headers(model))
+            card = _first_card(answer.content)
+            problem = "" if card else f"/v1/models answered with status {answer.status_code}"
+        except httpx.HTTPError as error:
+            card, problem = None, str(error) or type(error).__name__
+        if card is None:
             if not self._problems.get(url):
                 log.warning("%s of %s does not answer: %s", url, model.name, problem)
             self._problems[url] = problem
             return
         if self._problems.pop(url, ""):
             log.info("%s of %s answers again", url, model.name)
-        if cards and cards[0].max_model_len:
-            self._contexts[url] = cards[0].max_model_len
+        if card.max_model_len:
+            self._contexts[url] = card.max_model_len
+
+
+def _first_card(body: bytes) -> _Card | None:
+    try:
+        return msgspec.json.decode(body, type=_Cards).data[0]
+    except (msgspec.DecodeError, IndexError):
+        return None
 
 
 def _room_bytes(

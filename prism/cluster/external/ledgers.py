@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from prism.messages.external import ClientShare
 from prism.policies.planning.memory_shares import MemoryShare
 
 _PORTS = {"http": 80, "https": 443}
+_LOOK_S = 5.0
 NOT_HERE = "it is on another machine"
 NOT_ON_KVCACHED = (
     "no process of it on this machine is a kvcached client of this user; start it with"
@@ -46,25 +48,28 @@ class Found:
 
     ledgers: Mapping[DeviceKey, Ledger]
     clients: Mapping[str, tuple[ClientKey, ...]]
+    here: frozenset[str]
+    """URLs of servers on this machine."""
 
 
 class Ledgers:
     """Ledgers of this machine, read again by each `find`. Thread rule: one thread at a time."""
 
     def __init__(self) -> None:
-        self._pids: dict[str, frozenset[int]] = {}  # URL -> its processes when last looked
+        self._pids: dict[str, frozenset[int]] = {}  # processes of servers on this machine, by URL
+        self._known: frozenset[str] = frozenset()
+        self._look_at_s = 0.0
 
     def find(self, urls: Iterable[str]) -> Found:
-        """Returns the devices in use, and the servers' clients on them."""
+        """Returns the devices in use, and the servers' clients on them. Processes are looked for
+        every _LOOK_S, and when the URLs change."""
+        known, now_s = frozenset(urls), time.monotonic()
+        if known != self._known or now_s >= self._look_at_s:
+            self._known, self._look_at_s = known, now_s + _LOOK_S
+            self._pids = _processes(known)
         ledgers = _read()
-        return Found(ledgers, {url: self._clients(url, ledgers) for url in urls})
-
-    def _clients(self, url: str, ledgers: Mapping[DeviceKey, Ledger]) -> tuple[ClientKey, ...]:
-        found = _clients_of(self._pids.get(url, frozenset()), ledgers)
-        if not found and ledgers and is_here(url):
-            self._pids[url] = _processes(url)
-            found = _clients_of(self._pids[url], ledgers)
-        return found
+        clients = {url: _clients_of(self._pids.get(url, frozenset()), ledgers) for url in known}
+        return Found(ledgers, clients, frozenset(self._pids))
 
 
 def _read() -> dict[DeviceKey, Ledger]:
@@ -87,30 +92,36 @@ def _clients_of(pids: frozenset[int], ledgers: Mapping[DeviceKey, Ledger]) -> tu
     )
 
 
-def is_here(url: str) -> bool:
-    """Returns whether the URL's host is this machine."""
-    host = urlsplit(url).hostname or ""
+def _processes(urls: Iterable[str]) -> dict[str, frozenset[int]]:
+    """Returns the processes that listen on each URL's port, and their descendants, for the URLs of
+    this machine."""
+    own = {a.address for each in psutil.net_if_addrs().values() for a in each}
+    listening: dict[int, set[int]] = {}
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.pid is not None:
+            listening.setdefault(getattr(each.laddr, "port", 0), set()).add(each.pid)
+    found = {}
+    for url in urls:
+        parts = urlsplit(url)
+        if _is_here(parts.hostname or "", own):
+            pids = listening.get(parts.port or _PORTS[parts.scheme], set())
+            found[url] = frozenset(pids.union(*map(_descendants, pids)))
+    return found
+
+
+def _is_here(host: str, own: Collection[str]) -> bool:
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    own = {a.address for each in psutil.net_if_addrs().values() for a in each}
-    return any(a in own or ipaddress.ip_address(a).is_loopback for a in map(str, found))
+    return any(a in own or ipaddress.ip_address(a).is_loopback for a in found)
 
 
-def _processes(url: str) -> frozenset[int]:
-    """Returns the processes that listen on the URL's port, and their descendants."""
-    parts = urlsplit(url)
-    port = parts.port or _PORTS[parts.scheme]
-    found: set[int] = set()
-    for each in psutil.net_connections("tcp"):
-        listens = each.status == psutil.CONN_LISTEN and getattr(each.laddr, "port", 0) == port
-        if listens and each.pid is not None:
-            found.add(each.pid)
-            with suppress(psutil.NoSuchProcess):
-                children = psutil.Process(each.pid).children(recursive=True)
-                found.update(child.pid for child in children)
-    return frozenset(found)
+def _descendants(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def share_of(key: ClientKey, found: Found, before: ClientShare | None) -> ClientShare:

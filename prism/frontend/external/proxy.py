@@ -19,6 +19,7 @@ from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from prism.config.api_keys import server_headers
 from prism.errors import RequestError
 from prism.frontend.dispatch.rate_limits import RateLimits
 from prism.frontend.external.servers import ExternalServers, OpenRequest, Server
@@ -204,7 +205,7 @@ class _Passage:
         call = self._call
         trace = {"traceparent": call.traceparent} if call.traceparent else {}
         plain = {"content-type": "application/json", "accept-encoding": "identity"}
-        return {**plain, ID_HEADER: call.id, **trace, **self._servers.headers(self._model)}
+        return {**plain, ID_HEADER: call.id, **trace, **server_headers(self._model)}
 
     async def _pass_whole(self, answer: httpx.Response) -> None:
         whole = await answer.aread()

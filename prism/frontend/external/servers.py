@@ -3,7 +3,6 @@ give their models."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
+from prism.config.api_keys import server_headers
 from prism.frontend.http.access_control import may_use
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
 from prism.frontend.live_config import LiveConfig
@@ -94,7 +94,7 @@ class ExternalServers:
         """Returns the name of the model on the server. Raises httpx.TransportError, or
         UnavailableError if the server does not say it."""
         if not server.served_name:
-            answer = await self.client.get(f"{server.url}/v1/models", headers=self.headers(model))
+            answer = await self.client.get(f"{server.url}/v1/models", headers=server_headers(model))
             try:
                 server.served_name = msgspec.json.decode(answer.content, type=_Cards).data[0].id
             except (msgspec.DecodeError, IndexError) as error:
@@ -103,11 +103,6 @@ class ExternalServers:
                     "model_unavailable",
                 ) from error
         return server.served_name
-
-    def headers(self, model: ExternalModel) -> dict[str, str]:
-        """Returns the header with the servers' key, if they have one."""
-        key = os.environ.get(model.key_variable, "") if model.key_variable else ""
-        return {"authorization": f"Bearer {key}"} if key else {}
 
     async def close(self) -> None:
         await self.client.aclose()
