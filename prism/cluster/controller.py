@@ -175,6 +175,7 @@ class ClusterController:
             await self._queue.stop_holding()  # an earlier policy's
         state.demands.kept_drained = frozenset(before.drained if before else ())
         state.demands.drained.update(filter(state.book.knows, state.demands.kept_drained))
+        state.external = list(before.external) if before else []
         state.changes.notify()
         if before is not None and before.ready:
             state.startup.complete = True

@@ -68,9 +68,11 @@ async def run(
     controller = ClusterController(state, queue, monitor, actuator)
     operator = Operator(state, link, actuator)
     # These may wait for long: for reports, and for a search.
+    arbiter = ExternalArbiter(state, queue)
     unwatched = [
         link.run(monitor.on_report, operator.take),
-        ExternalArbiter(state, queue).run(),
+        arbiter.run(),
+        arbiter.watch_health(),
     ]
     if policy.search is not None:
         unwatched.append(PlacementSearch(state).run())

@@ -43,7 +43,7 @@ def build_status(state: SchedulerState, view: ClusterView) -> ClusterStatus:
             for device in sorted(state.demands.drained)
         },
         overload=sorted(state.activations.overload),
-        external=state.external,
+        external=state.external or [],
     )
 
 
@@ -95,7 +95,7 @@ def degraded(state: SchedulerState) -> dict[str, str]:
         found |= _too_few_copies(state.config, state.book)
         refused = state.activations
         found |= {m: f"requests are rejected: {refused.refusals[m]}" for m in refused.overload}
-    found |= {s.url: f"{s.model}: {s.problem}" for s in state.external if s.problem}
+    found |= {s.url: f"{s.model}: {s.problem}" for s in state.external or [] if s.problem}
     return found
 
 

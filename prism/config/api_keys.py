@@ -14,7 +14,6 @@ import yaml
 from prism.config.reader import convert, parse
 from prism.config.schema.access import AccessYaml, ApiKey, KeysFile, hashed
 from prism.errors import ConfigError
-from prism.messages.external import ExternalModel
 
 KEY_PREFIX = "sk-prism-"
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
@@ -120,9 +119,3 @@ def _check(key: ApiKey, index: int, models: Collection[str]) -> None:
     for model in key.models:
         if model not in models:
             raise ConfigError(f"{where}.models: unknown model {model!r}; correct the name")
-
-
-def server_headers(model: ExternalModel) -> dict[str, str]:
-    """Returns the header with the key of an external model's servers. Empty: they need none."""
-    key = os.environ.get(model.key_variable, "") if model.key_variable else ""
-    return {"authorization": f"Bearer {key}"} if key else {}

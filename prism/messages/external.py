@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from prism.messages import Wire
 
 
@@ -34,12 +36,13 @@ class ClientShare(Wire, frozen=True):
     device: str
     client: str
     number: int  # unique on the device
+    pid: int
     held_bytes: int  # pages
     evictable_bytes: int  # part of them that holds prefix cache alone
     static_bytes: int
     min_bytes: int
     limit_bytes: int | None
-    # Minimum and limit that the server had before the scheduler changed them.
+    # Minimum and limit that the server's operator gave it.
     own_min_bytes: int
     own_limit_bytes: int | None
 
@@ -60,3 +63,22 @@ class ExternalServer(Wire, frozen=True):
         """Limit of all ranks together. None: one of them is limited by its device alone."""
         limits = [c.limit_bytes for c in self.clients if c.limit_bytes is not None]
         return sum(limits) if limits and len(limits) == len(self.clients) else None
+
+
+class ModelCard(msgspec.Struct):
+    """A server's own description of its model, in the answer to GET /v1/models."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[ModelCard]
+
+
+def first_card(body: bytes) -> ModelCard | None:
+    """Returns the first model of an answer to GET /v1/models, or None."""
+    try:
+        return msgspec.json.decode(body, type=_Cards).data[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        return None

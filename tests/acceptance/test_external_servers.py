@@ -1,4 +1,4 @@
-"""Two stock SGLang servers under one roof: `adapter: external` on one device."""
+"""Two stock SGLang servers on one device as external servers."""
 
 from __future__ import annotations
 

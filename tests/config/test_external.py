@@ -33,7 +33,10 @@ def own(tmp_path: Path) -> dict[str, Any]:
     return {"name": "own", "path": str(make_model(tmp_path / "own")), "adapter": "fake"}
 
 
-def test_a_cluster_may_have_external_models_alone(tmp_path: Path) -> None:
+def test_a_cluster_may_have_external_models_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("B_KEY", "sk-1234")
     second = {**CHAT, "name": "b", "servers": ["https://gpu-1:443"], "aliases": ["bulk"]}
     second |= {"slo": {"ttft": "1s", "tpot": "50ms"}, "server_key_variable": "B_KEY"}
     config = load(written(tmp_path, CHAT, second))
@@ -58,6 +61,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "servers[0]: 'http://a:99999' is not a server's URL": {"servers": ["http://a:99999"]},
     "servers[0]: 'http://u:p@a' is not a server's URL": {"servers": ["http://u:p@a"]},
     "servers[0]: 'http://a/v1' ends with /v1": {"servers": ["http://a/v1"]},
+    "servers[0]: 'http://a..b' is not a server's URL": {"servers": ["http://a..b"]},
+    "servers[0]: 'http://xn--' is not a server's URL": {"servers": ["http://xn--"]},
+    "http://localhost:8000 is this cluster's own endpoint": {"servers": ["http://localhost:8000"]},
+    "server_key_variable: the environment variable NO_KEY": {"server_key_variable": "NO_KEY"},
+    "server_key_variable: the key in BAD_KEY has characters": {"server_key_variable": "BAD_KEY"},
     "the server http://a is given twice": {"servers": ["http://a", "http://a/"]},
     "path: an external model's own server decides that": {"path": "models/llama"},
     "context_length: an external model's own server": {"context_length": 512},
@@ -68,7 +76,8 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_a_mistake_is_named(tmp_path: Path, message: str) -> None:
+def test_a_mistake_is_named(tmp_path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAD_KEY", "sk-\nsecret")
     with pytest.raises(ConfigError) as raised:
         load(written(tmp_path, CHAT | WRONG[message]))
     assert message in str(raised.value)

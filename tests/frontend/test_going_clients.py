@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from prism.frontend.requests.replies import _finished_before_disconnect
+from prism.frontend.requests.replies import finished_before_disconnect
 
 
 class Client:
@@ -25,7 +25,7 @@ class Client:
 
 async def _served(client: Client, work: Coroutine[Any, Any, None]) -> bool:
     """Returns whether the work was done. A late cancellation would raise in the sleep."""
-    done = await _finished_before_disconnect(client.receive, work)
+    done = await finished_before_disconnect(client.receive, work)
     await asyncio.sleep(0.01)
     return done
 

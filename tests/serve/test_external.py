@@ -1,4 +1,4 @@
-"""External servers under one roof: memory by demand and SLO while it is short, and their ends."""
+"""External servers: memory by demand and SLO while it is short, and their ends."""
 
 from __future__ import annotations
 
@@ -151,11 +151,13 @@ def test_a_burst_takes_idle_memory_and_limits_end_with_it(roof: Roof) -> None:
 def test_room_that_both_want_is_divided_by_slo(roof: Roof) -> None:
     asked = [*roof.ask("tight", FLOOD), *roof.ask("loose", FLOOD)]
 
-    def above_floors() -> list[int]:
-        return [(roof.client(port).limit_bytes or 0) - FLOOR for port in roof.ports]
+    def are_divided() -> bool:
+        limits = {c.name: c.limit_bytes or 0 for c in roof.device.usage().clients}
+        tight, loose = (limits[f"stand-in:{port}"] - FLOOR for port in roof.ports)
+        whole = tight + loose + 2 * FLOOR == pytest.approx(CAPACITY, rel=0.02)
+        return whole and tight == pytest.approx(4 * loose, rel=0.02)
 
-    until(lambda: above_floors()[0] == pytest.approx(4 * above_floors()[1], rel=0.02), "limits")
-    assert sum(above_floors()) + 2 * FLOOR == pytest.approx(CAPACITY, rel=0.02)
+    until(are_divided, "four times the limit")
     roof.finish(*asked)
 
 
@@ -183,9 +185,11 @@ def test_an_operators_limit_holds(roof: Roof) -> None:
     until(lambda: roof.rows()["tight"]["load"]["requests"] == FLOOD, "requests")
     until(lambda: roof.client(tight).reserved_bytes > MIB, "pages")
     assert roof.client(tight).limit_bytes == 2 * MIB
+    roof.device.set_limit(f"stand-in:{tight}", 3 * MIB)
+    until(lambda: roof.client(tight).reserved_bytes > 2 * MIB, "the limit while it is divided")
     roof.finish(*asked)
     until(lambda: roof.client(loose).limit_bytes is None, "the other's own limit")
-    assert roof.client(tight).limit_bytes == 2 * MIB
+    assert roof.client(tight).limit_bytes == 3 * MIB
 
 
 def test_a_killed_server_is_named_and_another_takes_its_memory(roof: Roof) -> None:
@@ -201,6 +205,7 @@ def test_a_killed_server_is_named_and_another_takes_its_memory(roof: Roof) -> No
     roof.start(loose)
     until(lambda: not roof.rows()["loose"]["problem"], "the server again")
     roof.finish(*roof.ask("loose", 2))
+    until(lambda: roof.rows()["loose"]["clients"], "its client")
     assert [c["client"] for c in roof.rows()["loose"]["clients"]] == [f"stand-in:{loose}"]
 
 

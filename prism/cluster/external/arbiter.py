@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import httpx
-import msgspec
 from msgspec.structs import replace
 
 from prism.cluster.external.ledgers import (
@@ -23,14 +24,19 @@ from prism.cluster.external.ledgers import (
     Found,
     Ledgers,
     apply,
-    is_changed,
     share_of,
 )
 from prism.cluster.state.scheduler_state import SchedulerState
-from prism.config.api_keys import server_headers
+from prism.config.schema.access import server_headers
 from prism.config.schema.units import format_size
-from prism.errors import QueueUnavailableError
-from prism.messages.external import ClientShare, ExternalModel, ExternalServer, ServerLoad
+from prism.errors import ConfigError, QueueUnavailableError
+from prism.messages.external import (
+    ClientShare,
+    ExternalModel,
+    ExternalServer,
+    ServerLoad,
+    first_card,
+)
 from prism.policies.planning.memory_shares import MemoryShare, ServerDemand, memory_shares
 from prism.queueing.request_queue import RequestQueue
 
@@ -45,14 +51,6 @@ _AHEAD = 1.25
 log = logging.getLogger("prism.cluster")
 
 
-class _Card(msgspec.Struct):
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card] = []
-
-
 class ExternalArbiter:
     """Loop over the external servers. It alone changes `state.external`."""
 
@@ -60,35 +58,26 @@ class ExternalArbiter:
         self._state = state
         self._queue = queue
         self._ledgers = Ledgers()
+        # Ledgers may be locked, and names resolve slowly. One thread: `Ledgers` needs it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="external")
         self._problems: dict[str, str] = {}  # URL -> why the server does not answer
         self._contexts: dict[str, int] = {}  # URL -> tokens of its model's context
         self._short_until_s: dict[DeviceKey, float] = {}
-        self._taken_over = True  # `state.external` is an earlier scheduler's
+        self._taken_over = True  # the servers' state is an earlier scheduler's
 
     async def run(self) -> None:
-        """Watches and divides until cancelled; then the servers have their own limits again."""
-        health = asyncio.create_task(self._watch_health())
+        """Divides until cancelled; then the servers have their operators' limits again."""
         try:
-            await self._resume()
             while True:
-                if self._state.config.external or self._state.external:
-                    with suppress(QueueUnavailableError):
-                        await self._step(await self._loads())
                 await asyncio.sleep(INTERVAL_S)
+                before = self._state.external
+                if before is None or not (self._state.config.external or before):
+                    continue
+                with suppress(QueueUnavailableError):
+                    await self._step(before, await self._loads())
         finally:
-            health.cancel()
-            self._release(self._state.external)
-
-    async def _resume(self) -> None:
-        """Takes over the servers' own limits from the status of an earlier scheduler."""
-        while True:
-            try:
-                before = await self._queue.status()
-            except QueueUnavailableError:
-                await asyncio.sleep(self._state.timing.queue_retry_s)
-                continue
-            self._state.external = list(before.external) if before else []
-            return
+            self._thread.submit(self._release, self._state.external or []).result()
+            self._thread.shutdown()
 
     async def _loads(self) -> dict[str, ServerLoad]:
         loads: dict[str, ServerLoad] = {}
@@ -98,20 +87,30 @@ class ExternalArbiter:
                 loads[url] = ServerLoad(sofar.requests + load.requests, sofar.tokens + load.tokens)
         return loads
 
-    async def _step(self, loads: Mapping[str, ServerLoad]) -> None:
+    async def _step(
+        self, before: Sequence[ExternalServer], loads: Mapping[str, ServerLoad]
+    ) -> None:
         models = self._state.config.external
+        work = partial(self._round, models, {s.url: s for s in before}, loads)
+        self._state.external = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _round(
+        self,
+        models: Sequence[ExternalModel],
+        before: Mapping[str, ExternalServer],
+        loads: Mapping[str, ServerLoad],
+    ) -> list[ExternalServer]:
+        """Reads the ledgers and divides. Returns the servers. Called in the thread."""
         urls = {url for model in models for url in model.servers}
-        found = await asyncio.to_thread(self._ledgers.find, urls)
-        before = {server.url: server for server in self._state.external}
         self._release([server for url, server in before.items() if url not in urls])
+        found = self._ledgers.find(urls)
         servers = [
             self._read(model, url, found, before.get(url), loads.get(url, ServerLoad()))
             for model in models
             for url in model.servers
         ]
-        slos_s = {model.name: model.slo_tpot_s for model in models}
-        self._state.external = self._divide(servers, slos_s, found)
         self._taken_over = False
+        return self._divide(servers, {m.name: m.slo_tpot_s for m in models}, found)
 
     def _read(
         self,
@@ -121,19 +120,19 @@ class ExternalArbiter:
         before: ExternalServer | None,
         load: ServerLoad,
     ) -> ExternalServer:
-        # An operator may have changed what is not divided now.
-        known = {
-            (c.namespace, c.device, c.number): c
-            for c in (before.clients if before else [])
-            if is_changed(c) or self._taken_over
-        }
-        clients = [share_of(key, found, known.get(key)) for key in found.clients[url]]
+        earlier = before.clients if before else []
+        known = {(c.namespace, c.device, c.number): c for c in earlier}
+        clients = [
+            share_of(key, found, known.get(key), taken_over=self._taken_over)
+            for key in found.clients[url]
+        ]
         return ExternalServer(
             model=model.name,
             url=url,
             problem=self._problems.get(url, ""),
             load=load,
-            clients=clients,
+            # A scheduler on the server's machine may lead again, and must know its own limits.
+            clients=clients if clients or url in found.here else earlier,
             unmanaged="" if clients else NOT_ON_KVCACHED if url in found.here else NOT_HERE,
         )
 
@@ -143,15 +142,16 @@ class ExternalArbiter:
         self, servers: Sequence[ExternalServer], slos_s: Mapping[str, float], found: Found
     ) -> list[ExternalServer]:
         """Sets minimums and limits. Returns the servers with them."""
-        divided = {server.url: replace(server, clients=[]) for server in servers}
+        managed = [server for server in servers if not server.unmanaged]
+        divided = {server.url: replace(server, clients=[]) for server in managed}
         for key in found.ledgers:
-            here = [(s, c) for s in servers for c in s.clients if (c.namespace, c.device) == key]
+            here = [(s, c) for s in managed for c in s.clients if (c.namespace, c.device) == key]
             shares = self._shares(key, here, slos_s, found)
             for (server, client), (share, reason) in zip(here, shares, strict=True):
                 row = divided[server.url]
                 clients = [*row.clients, apply(client, share, found)]
                 divided[server.url] = replace(row, clients=clients, reason=reason or row.reason)
-        return list(divided.values())
+        return [divided.get(server.url, server) for server in servers]
 
     def _shares(
         self,
@@ -207,7 +207,7 @@ class ExternalArbiter:
         if not requests and used_bytes <= client.own_min_bytes:
             return 0
         context = self._contexts.get(server.url)
-        contexts = tokens / context if context else requests
+        contexts = min(tokens / context, requests) if context else requests
         return int(_AHEAD * max(client.own_min_bytes * contexts, used_bytes, 1))
 
     def _release(self, servers: Sequence[ExternalServer]) -> None:
@@ -223,20 +223,24 @@ class ExternalArbiter:
 
     # --- health -----------------------------------------------------------------------------
 
-    async def _watch_health(self) -> None:
-        async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT_S, trust_env=False) as client:
+    async def watch_health(self) -> None:
+        """Asks all servers for their models every _HEALTH_S, until cancelled."""
+        async with httpx.AsyncClient(trust_env=False) as client:
             while True:
                 models = self._state.config.external
                 await asyncio.gather(*(self._look(client, m, u) for m in models for u in m.servers))
                 await asyncio.sleep(_HEALTH_S)
 
     async def _look(self, client: httpx.AsyncClient, model: ExternalModel, url: str) -> None:
+        card = None
         try:
-            answer = await client.get(f"{url}/v1/models", headers=server_headers(model))
-            card = _first_card(answer.content)
-            problem = "" if card else f"/v1/models answered with status {answer.status_code}"
-        except httpx.HTTPError as error:
-            card, problem = None, str(error) or type(error).__name__
+            headers = server_headers(model.key_variable)
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                answer = await client.get(f"{url}/v1/models", headers=headers)
+            card = first_card(answer.content)
+            problem = f"/v1/models answered with status {answer.status_code}"
+        except (httpx.HTTPError, TimeoutError, ConfigError) as error:
+            problem = str(error) or type(error).__name__
         if card is None:
             if not self._problems.get(url):
                 log.warning("%s of %s does not answer: %s", url, model.name, problem)
@@ -246,13 +250,6 @@ class ExternalArbiter:
             log.info("%s of %s answers again", url, model.name)
         if card.max_model_len:
             self._contexts[url] = card.max_model_len
-
-
-def _first_card(body: bytes) -> _Card | None:
-    try:
-        return msgspec.json.decode(body, type=_Cards).data[0]
-    except (msgspec.DecodeError, IndexError):
-        return None
 
 
 def _room_bytes(

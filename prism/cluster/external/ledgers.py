@@ -24,6 +24,8 @@ from prism.policies.planning.memory_shares import MemoryShare
 
 _PORTS = {"http": 80, "https": 443}
 _LOOK_S = 5.0
+# Clusters of Prism divide their devices themselves.
+CLUSTER_NAMESPACE = "prism-"
 NOT_HERE = "it is on another machine"
 NOT_ON_KVCACHED = (
     "no process of it on this machine is a kvcached client of this user; start it with"
@@ -68,7 +70,11 @@ class Ledgers:
             self._known, self._look_at_s = known, now_s + _LOOK_S
             self._pids = _processes(known)
         ledgers = _read()
-        clients = {url: _clients_of(self._pids.get(url, frozenset()), ledgers) for url in known}
+        clients: dict[str, tuple[ClientKey, ...]] = {}
+        for url in sorted(known):  # two URLs may lead to one server
+            taken = {key for keys in clients.values() for key in keys}
+            found = _clients_of(self._pids.get(url, frozenset()), ledgers)
+            clients[url] = tuple(key for key in found if key not in taken)
         return Found(ledgers, clients, frozenset(self._pids))
 
 
@@ -76,6 +82,8 @@ def _read() -> dict[DeviceKey, Ledger]:
     found = {}
     for segment in kvcached.segments():
         if segment.capacity_bytes is None or segment.stale_reason is not None:
+            continue
+        if segment.namespace.startswith(CLUSTER_NAMESPACE):
             continue
         with suppress(KvcachedError):  # it has just gone, or another process keeps it locked
             device = segment.open()  # unlike Device.open, without a GPU's driver
@@ -112,7 +120,7 @@ def _processes(urls: Iterable[str]) -> dict[str, frozenset[int]]:
 def _is_here(host: str, own: Collection[str]) -> bool:
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return any(a in own or ipaddress.ip_address(a).is_loopback for a in found)
 
@@ -124,37 +132,43 @@ def _descendants(pid: int) -> set[int]:
         return set()
 
 
-def share_of(key: ClientKey, found: Found, before: ClientShare | None) -> ClientShare:
-    """Returns the state of a client. `before`: its state with minimum and limit as they were set,
-    None if they are the server's own now."""
+def share_of(
+    key: ClientKey, found: Found, before: ClientShare | None, *, taken_over: bool = False
+) -> ClientShare:
+    """Returns the state of a client, which was `before`.
+
+    Minimum and limit are the operator's if they are not as they were set. If an earlier scheduler
+    has set them, `taken_over`, it may have ended before it published them.
+    """
     namespace, device, number = key
     usage = found.ledgers[namespace, device].usage
     [client] = [c for c in usage.clients if c.number == number]
+    least, most = client.min_bytes, client.limit_bytes
+    if before is not None and (before.client, before.pid) == (client.name, client.pid):
+        if taken_over or before.min_bytes == least:
+            least = before.own_min_bytes
+        if taken_over or before.limit_bytes == most:
+            most = before.own_limit_bytes
     return ClientShare(
         namespace=namespace,
         device=device,
         client=client.name,
         number=number,
+        pid=client.pid,
         held_bytes=client.reserved_bytes,
         evictable_bytes=client.evictable_bytes + client.spare_bytes,
         static_bytes=client.static_bytes,
         min_bytes=client.min_bytes,
         limit_bytes=client.limit_bytes,
-        own_min_bytes=client.min_bytes if before is None else before.own_min_bytes,
-        own_limit_bytes=client.limit_bytes if before is None else before.own_limit_bytes,
+        own_min_bytes=least,
+        own_limit_bytes=most,
     )
 
 
-def is_changed(client: ClientShare) -> bool:
-    """Returns whether minimum or limit are not the server's own."""
-    own = client.own_min_bytes, client.own_limit_bytes
-    return (client.min_bytes, client.limit_bytes) != own
-
-
 def apply(client: ClientShare, share: MemoryShare | None, found: Found) -> ClientShare:
-    """Sets the client's minimum and limit, None: its own. Returns its state with them.
+    """Sets the client's minimum and limit, None: its operator's. Returns its state as it is then.
 
-    A minimum that is not free now, and a client that is gone, are left to the next round.
+    What is refused now, such as a minimum that is not free, is tried again in the next round.
     """
     least, most = client.own_min_bytes, client.own_limit_bytes
     if share is not None:
@@ -168,4 +182,8 @@ def apply(client: ClientShare, share: MemoryShare | None, found: Found) -> Clien
         device.set_min(name, min(least, client.min_bytes), number=number)
         device.set_limit(name, most, number=number)
         device.set_min(name, least, number=number)
-    return replace(client, min_bytes=least, limit_bytes=most)
+    with suppress(KvcachedError):
+        for now in device.usage().clients:
+            if now.number == number:
+                return replace(client, min_bytes=now.min_bytes, limit_bytes=now.limit_bytes)
+    return client

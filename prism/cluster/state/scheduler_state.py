@@ -82,8 +82,8 @@ class SchedulerState:
         self.queues: tuple[VirtualQueue, ...] = ()
         # requests, for policies that switch models between tokens
         self.turns: tuple[InstanceTurn, ...] = ()
-        # external
-        self.external: list[ExternalServer] = []
+        # external; the previous scheduler's: controller. None: not read yet
+        self.external: list[ExternalServer] | None = None
         # operator_commands; drained devices: controller
         self.demands = OperatorDemands()
 

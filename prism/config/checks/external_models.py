@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
+import httpx
 import msgspec
 
 from prism.config.checks.names import check_model_names
-from prism.config.schema.cluster_config import ModelYaml, ServeYaml
+from prism.config.schema.access import server_headers
+from prism.config.schema.cluster_config import FrontendConfig, ModelYaml, ServeYaml
 from prism.errors import ConfigError
 from prism.messages.external import ExternalModel
 
 EXTERNAL = "external"
+_PORT_MAX = 65535
+_OWN_HOSTS = ("127.0.0.1", "::1", "localhost")
 _KEYS = ("name", "adapter", "servers", "server_key_variable", "slo", "aliases")
 
 
@@ -26,11 +28,19 @@ def split_external(data: ServeYaml) -> tuple[ServeYaml, list[ExternalModel]]:
     external = [
         _external(m, f"models[{len(own) + i}]") for i, m in enumerate(data.models[len(own) :])
     ]
-    urls = [url for model in external for url in model.servers]
+    _check_servers([url for model in external for url in model.servers], data.frontend)
+    return msgspec.structs.replace(data, models=own), external
+
+
+def _check_servers(urls: list[str], frontend: FrontendConfig) -> None:
     for url in urls:
         if urls.count(url) > 1:
             raise ConfigError(f"models: the server {url} is given twice; remove one of them")
-    return msgspec.structs.replace(data, models=own), external
+        parts = httpx.URL(url)
+        if parts.port == frontend.port and parts.host in (*_OWN_HOSTS, frontend.host):
+            raise ConfigError(
+                f"models: the server {url} is this cluster's own endpoint; give another server's"
+            )
 
 
 def _check_place(data: ModelYaml, key: str, *, is_last: bool) -> None:
@@ -55,6 +65,10 @@ def _external(data: ModelYaml, key: str) -> ExternalModel:
             )
     if not data.servers:
         raise ConfigError(f"{key}.servers: is empty; add the URL of a server")
+    try:
+        server_headers(data.server_key_variable)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.server_key_variable: {error}") from error
     return ExternalModel(
         name=data.name,
         servers=tuple(_url(url, f"{key}.servers[{i}]") for i, url in enumerate(data.servers)),
@@ -67,11 +81,13 @@ def _external(data: ModelYaml, key: str) -> ExternalModel:
 
 def _url(url: str, key: str) -> str:
     try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number up to 65535
+        parts = httpx.URL(url)
+        parts.host.encode("idna")
+        valid = parts.scheme in ("http", "https") and bool(parts.host)
+        valid = valid and (parts.port is None or 0 < parts.port <= _PORT_MAX)
+    except (httpx.InvalidURL, UnicodeError):
         valid = False
-    if not valid or parts.query or parts.fragment or "@" in parts.netloc:
+    if not valid or parts.query or parts.fragment or parts.userinfo or not url.isprintable():
         raise ConfigError(f"{key}: {url!r} is not a server's URL; write http://HOST:PORT")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ConfigError(f"{key}: {url!r} ends with /v1, which frontends add; remove it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from hashlib import sha256
@@ -76,3 +77,16 @@ def _origin_of(text: str) -> str:
     suffix = "" if port in (None, _DEFAULT_PORTS.get(parts.scheme)) else f":{port}"
     origin = f"{parts.scheme}://{host}{suffix}"
     return origin if _ORIGIN.fullmatch(origin) else ""
+
+
+def server_headers(variable: str) -> dict[str, str]:
+    """Returns the header with an external model's key, which is in an environment variable. Empty
+    without a variable. Raises ConfigError for a key that cannot be sent."""
+    if not variable:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"the environment variable {variable} is not set; set it to the key")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"the key in {variable} has characters that no header may have")
+    return {"authorization": f"Bearer {key}"}

@@ -8,21 +8,20 @@ ids: it ends with an error.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import httpx
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
-from starlette.datastructures import State
+from starlette.datastructures import Headers, State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prism.config.api_keys import server_headers
-from prism.errors import RequestError
+from prism.errors import QueueUnavailableError, RequestError
 from prism.frontend.dispatch.rate_limits import RateLimits
-from prism.frontend.external.servers import ExternalServers, OpenRequest, Server
+from prism.frontend.external.servers import ExternalServers, SentRequest, Server
 from prism.frontend.http.calls import ID_HEADER, Call
 from prism.frontend.http.error_bodies import (
     STATUS_CLIENT_GONE,
@@ -30,13 +29,14 @@ from prism.frontend.http.error_bodies import (
     UnavailableError,
     anthropic_error,
     error_body,
+    queue_unavailable,
     respond,
 )
 from prism.frontend.http.in_flight import InFlight
 from prism.frontend.metrics.request_metrics import Metrics, RequestTimer
-from prism.frontend.protocol.bodies import memory, receive_body
+from prism.frontend.protocol.bodies import check_counts, memory, parsed, receive_body
 from prism.frontend.requests.replies import finished_before_disconnect, sse
-from prism.messages.external import ExternalModel
+from prism.messages.external import ExternalModel, ModelCard
 
 PATHS = frozenset(
     [
@@ -45,11 +45,15 @@ PATHS = frozenset(
         *("/tokenize", "/detokenize"),
     ]
 )
-# Bytes of a body for each token of its prompt, about those of English.
-_TOKEN_BYTES = 4
 _NOT_NOW = (502, 503)
-_EVENT_END = b"\n\n"
-_DONE = b"data: [DONE]\n\n"
+_NOT_FOUND = 404
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, UnavailableError)
+_PASSED_ON = ("traceparent", "anthropic-version", "anthropic-beta")
+_RETURNED = ("content-type", "content-encoding", "retry-after", "location")
+_WHOLE_BYTES_MAX = 64 << 20
+_EVENT_BYTES_MAX = 1 << 20
+_END_OF_STREAM = b"data: [DONE]"
+_DONE = _END_OF_STREAM + b"\n\n"
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +63,12 @@ class _Named(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Usage in the words of OpenAI, or of its responses and Anthropic."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class _Answer(msgspec.Struct):
@@ -85,12 +93,14 @@ class ExternalProxy:
         try:
             with memory.share() as grow:
                 body = await receive_body(Request(scope, receive), grow)
-                model = servers.find(_model_in(body))
+                model = servers.find(await parsed(_model_in, body))
                 if model is not None:
                     await _Passage(state, model, body, scope, send).run(receive)
                     return
         except ClientDisconnect:
             await Response(status_code=STATUS_CLIENT_GONE)(scope, receive, send)
+        except QueueUnavailableError as error:
+            await respond(queue_unavailable(error), scope["path"])(scope, receive, send)
         except RequestError as error:
             await respond(error, scope["path"])(scope, receive, send)
         else:
@@ -101,8 +111,8 @@ def _model_in(body: bytes) -> str:
     """Returns the model that a body names. Empty: none, or the body is not valid."""
     try:
         return msgspec.json.decode(body, type=_Named).model
-    except msgspec.DecodeError:  # the route's own check has the message
-        return ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # the route's own check has the message
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
@@ -129,7 +139,7 @@ class _Passage:
         self._scope, self._send = scope, send
         self._call: Call = scope["state"]["call"]
         self._call.model = model.name
-        self._call.prompt_tokens = len(body) // _TOKEN_BYTES
+        self._call.prompt_tokens = self._servers.prompt_tokens(model, len(body))
         self._timer = RequestTimer(
             self._metrics, model.name, model.slo_ttft_s, model.slo_tpot_s, choices=1
         )
@@ -138,10 +148,9 @@ class _Passage:
 
     async def run(self, receive: Receive) -> None:
         """Answers the request. Raises RequestError if nothing has been sent."""
-        call = self._call
-        with self._in_flight.request():
-            self._servers.check_room()
-            await self._rates.begin(call.api_key, call.prompt_tokens)
+        call, charged = self._call, self._call.prompt_tokens
+        with self._in_flight.request(), self._servers.admitted(self._model):
+            await self._rates.begin(call.api_key, charged)
             self._timer.begin(call.arrived_s, call.traceparent)
             try:
                 if not await finished_before_disconnect(receive, self._answer()):
@@ -149,6 +158,7 @@ class _Passage:
             except RequestError as error:
                 self._outcome = error.code
                 if not self._begun:
+                    self._rates.give_back(call.api_key, charged)
                     raise
                 await self._end_with(error)
             except BaseException:
@@ -160,22 +170,32 @@ class _Passage:
                 self._metrics.count_key_usage(call)
 
     async def _answer(self) -> None:
-        servers = self._servers.in_order(self._model)
-        for place, server in enumerate(servers, 1):
+        """Tries the servers in order, and the first one again. A request that was lost with a
+        server is sent once more at most, since it may be what ended the server."""
+        check_counts(self._body)
+        servers, lost = self._servers.in_order(self._model), False
+        for attempt, server in enumerate([*servers, servers[0]], 1):
             try:
-                if await self._answered_by(server, is_last=place == len(servers)):
+                if await self._answered_by(server, is_last=attempt > len(servers)):
                     return
                 problem = "answered that it is not available"
-            except (httpx.TransportError, UnavailableError) as error:
+                server.fail()
+            except (httpx.HTTPError, UnavailableError) as error:
                 problem = str(error) or type(error).__name__
-                server.failed_s, server.served_name = time.monotonic(), ""
-                if self._begun or isinstance(error, httpx.ReadTimeout):
+                server.fail()
+                if self._begun or self._is_final(error, lost):
                     log.warning("%s of %s: %s", server.url, self._model.name, problem)
                     raise self._lost(error) from error
+                lost = lost or not isinstance(error, _NOT_SENT)
             log.warning("%s of %s: %s", server.url, self._model.name, problem)
         raise UnavailableError(
             f"no server of {self._model.name} answers; try again shortly", "model_unavailable"
         )
+
+    def _is_final(self, error: Exception, lost: bool) -> bool:
+        if isinstance(error, _NOT_SENT):
+            return False
+        return lost or isinstance(error, httpx.ReadTimeout)
 
     def _lost(self, error: Exception) -> GenerationError:
         if isinstance(error, httpx.ReadTimeout):
@@ -185,60 +205,70 @@ class _Passage:
 
     async def _answered_by(self, server: Server, *, is_last: bool) -> bool:
         """Passes the request on. Returns False if another server may answer it. Raises
-        httpx.TransportError or UnavailableError."""
+        httpx.HTTPError or UnavailableError."""
         query = self._scope["query_string"].decode("latin-1")
         url = f"{server.url}{self._scope['path']}{f'?{query}' if query else ''}"
-        with self._servers.open(server, self._call.prompt_tokens) as opened:
-            body = _renamed(self._body, await self._servers.served_name(server, self._model))
-            headers = self._headers()
-            asked = self._servers.client.stream("POST", url, content=body, headers=headers)
-            async with asked as answer:
+        with self._servers.sent_to(server, self._call.prompt_tokens) as sent:
+            card = await self._card(server)
+            sent.limit(card.max_model_len)
+            body = await parsed(partial(_renamed, name=card.id), self._body)
+            async with self._servers.stream(url, body, self._headers()) as answer:
                 if answer.status_code in _NOT_NOW and not is_last:
                     return False
+                if answer.status_code == _NOT_FOUND:
+                    server.card = None  # it may have another model now
+                if answer.status_code >= 400:
+                    is_clients = answer.status_code < 500
+                    self._outcome = RequestError.code if is_clients else "unavailable"
                 if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    await self._pass_stream(answer, opened)
+                    await self._pass_stream(answer, sent)
                 else:
                     await self._pass_whole(answer)
         return True
 
+    async def _card(self, server: Server) -> ModelCard:
+        try:
+            return await self._servers.card(server, self._model)
+        except httpx.HTTPError as error:  # the request itself was not sent
+            raise UnavailableError(str(error) or type(error).__name__) from error
+
     def _headers(self) -> dict[str, str]:
-        call = self._call
-        trace = {"traceparent": call.traceparent} if call.traceparent else {}
-        plain = {"content-type": "application/json", "accept-encoding": "identity"}
-        return {**plain, ID_HEADER: call.id, **trace, **server_headers(self._model)}
+        sent = {"content-type": "application/json", "accept-encoding": "identity"}
+        sent |= {ID_HEADER: self._call.id, **self._servers.headers(self._model)}
+        given = Headers(scope=self._scope)
+        return sent | {n: given[n] for n in _PASSED_ON if given.get(n, "").isascii() and n in given}
 
     async def _pass_whole(self, answer: httpx.Response) -> None:
-        whole = await answer.aread()
-        self._count_usage(whole)
-        if answer.status_code >= 400:
-            client_error = answer.status_code < 500
-            self._outcome = RequestError.code if client_error else UnavailableError("").code
+        whole = bytearray()
+        async for part in answer.aiter_raw():
+            whole += part
+            if len(whole) > _WHOLE_BYTES_MAX:
+                message = f"the answer has more than {_WHOLE_BYTES_MAX >> 20} MiB"
+                raise GenerationError("answer_too_large", message)
+        if answer.status_code < 400:
+            self._count_usage(bytes(whole))
         await self._start(answer)
-        await self._send({"type": "http.response.body", "body": whole})
+        await self._send({"type": "http.response.body", "body": bytes(whole)})
 
     def _count_usage(self, whole: bytes) -> None:
         try:
-            usage = msgspec.json.decode(whole, type=_Answer).usage
-        except msgspec.DecodeError:
-            usage = None
-        if usage is None:
-            self._timer.vector_received()
-            return
-        self._call.prompt_tokens = usage.prompt_tokens
-        self._timer.submitted(usage.prompt_tokens)
-        self._count(usage.completion_tokens)
+            usage = msgspec.json.decode(whole, type=_Answer).usage or _Usage()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            usage = _Usage()
+        if prompt := usage.prompt_tokens or usage.input_tokens:
+            self._call.prompt_tokens = prompt
+            self._timer.submitted(prompt)
+        self._call.output_tokens = usage.completion_tokens or usage.output_tokens
+        self._timer.whole(self._call.output_tokens)
 
-    def _count(self, tokens: int) -> None:
-        self._timer.tokens(tokens)
-        self._call.output_tokens += tokens
-
-    async def _pass_stream(self, answer: httpx.Response, opened: OpenRequest) -> None:
+    async def _pass_stream(self, answer: httpx.Response, sent: SentRequest) -> None:
         async for events in _whole_events(answer.aiter_raw()):
             if not self._begun:
                 await self._start(answer)
-            tokens = events.count(b"data:") - events.count(_DONE)
-            opened.add(tokens)
-            self._count(tokens)
+            tokens = _events_in(events)
+            sent.add(tokens)
+            self._timer.tokens(tokens)
+            self._call.output_tokens += tokens
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
         if not self._begun:
             await self._start(answer)
@@ -246,15 +276,20 @@ class _Passage:
 
     async def _start(self, answer: httpx.Response) -> None:
         self._begun = True
-        named = ("content-type", "retry-after")
-        headers = [(n.encode(), answer.headers[n].encode()) for n in named if n in answer.headers]
+        headers = [
+            (n.encode(), answer.headers[n].encode()) for n in _RETURNED if n in answer.headers
+        ]
         start = {"status": answer.status_code, "headers": headers}
         await self._send({"type": "http.response.start", **start})
 
     async def _end_with(self, error: RequestError) -> None:
         """Ends a stream with an error in the shape of its API."""
-        if self._scope["path"] == "/v1/messages":
+        path = self._scope["path"]
+        if path == "/v1/messages":
             last = sse({**anthropic_error(error), "type": "error"}, named=True)
+        elif path == "/v1/responses":
+            event = {"type": "error", "code": error.code, "message": str(error), "param": None}
+            last = sse(event, named=True)
         else:
             last = sse(error_body(error)) + _DONE
         await self._send({"type": "http.response.body", "body": last})
@@ -266,14 +301,24 @@ def _renamed(body: bytes, name: str) -> bytes:
     return msgspec.json.encode({**fields, "model": name})
 
 
+def _events_in(events: bytes) -> int:
+    """Returns the number of events with output."""
+    begin = events.startswith(b"data:")
+    return max(0, begin + events.count(b"\ndata:") - events.count(_END_OF_STREAM))
+
+
 async def _whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yields the stream in parts that end with an event, so that an error can follow each."""
-    rest = b""
+    """Yields the stream in parts that end with an event, so that an error can follow each. A longer
+    event than _EVENT_BYTES_MAX is not whole."""
+    rest = bytearray()
     async for chunk in chunks:
+        seen = max(0, len(rest) - 3)
         rest += chunk
-        end = rest.rfind(_EVENT_END) + len(_EVENT_END)
-        if end >= len(_EVENT_END):
-            yield rest[:end]
-            rest = rest[end:]
+        end = max(rest.rfind(b"\n\n", seen) + 2, rest.rfind(b"\r\n\r\n", seen) + 4)
+        if end < 4 and len(rest) > _EVENT_BYTES_MAX:
+            end = len(rest)
+        if end >= 4:
+            yield bytes(rest[:end])
+            del rest[:end]
     if rest:
-        yield rest
+        yield bytes(rest)

@@ -4,30 +4,26 @@ give their models."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 
 import httpx
-import msgspec
 
-from prism.config.api_keys import server_headers
+from prism.config.schema.access import server_headers
+from prism.errors import ConfigError
 from prism.frontend.http.access_control import may_use
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
 from prism.frontend.live_config import LiveConfig
-from prism.messages.external import ExternalModel, ServerLoad
+from prism.messages.external import ExternalModel, ModelCard, ServerLoad, first_card
 
 # A server that failed is the last choice for this long.
 _FAILED_S = 2.0
 _CONNECT_S = 5.0
-
-
-class _Card(msgspec.Struct):
-    id: str
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+_NAME_S = 5.0
+# Bytes of a body for each token of its prompt, about those of English.
+_TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -38,7 +34,10 @@ class Server:
     requests: int = 0
     tokens: int = 0
     failed_s: float = float("-inf")
-    served_name: str = ""  # the model's name there; empty: not asked yet
+    card: ModelCard | None = None  # of its model; None: not asked yet
+
+    def fail(self) -> None:
+        self.failed_s, self.card = time.monotonic(), None
 
 
 class ExternalServers:
@@ -47,12 +46,10 @@ class ExternalServers:
     def __init__(self, live: LiveConfig) -> None:
         self._live = live
         self._servers: dict[str, Server] = {}
-        frontend = live.config.frontend
-        self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(_CONNECT_S, read=frontend.progress_timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,
-        )
+        self._open: Counter[str] = Counter()  # requests by model
+        # A kept connection may be closed by the server as a request is sent on it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(limits=limits, trust_env=False)
 
     def models(self) -> list[tuple[str, ExternalModel]]:
         """Returns (name, model) for each name that the current request may use."""
@@ -70,51 +67,92 @@ class ExternalServers:
         servers = [self._servers.setdefault(url, Server(url)) for url in model.servers]
         return sorted(servers, key=lambda s: (now_s - s.failed_s < _FAILED_S, s.requests))
 
-    @contextmanager
-    def open(self, server: Server, prompt_tokens: int) -> Iterator[OpenRequest]:
-        """Counts a request to `server` within the block."""
-        opened = OpenRequest(server, prompt_tokens)
-        try:
-            yield opened
-        finally:
-            opened.close()
+    def prompt_tokens(self, model: ExternalModel, body_bytes: int) -> int:
+        """Returns an estimate of a prompt's tokens, at most the context of the model if a server
+        has told it."""
+        cards = [server.card for server in self.in_order(model) if server.card]
+        contexts = [card.max_model_len for card in cards if card.max_model_len]
+        return min([body_bytes // _TOKEN_BYTES, *contexts])
 
-    def check_room(self) -> None:
-        """Raises OverloadedError if as many requests are open as the frontend may have."""
+    @contextmanager
+    def admitted(self, model: ExternalModel) -> Iterator[None]:
+        """Counts a request within the block. Raises OverloadedError if too many are open: half of
+        `frontend.max_open_requests` is for all models, the other half in equal parts for each."""
         most = self._live.config.frontend.max_open_requests
-        if sum(server.requests for server in self._servers.values()) >= most:
-            raise OverloadedError(f"{most} requests are open (frontend.max_open_requests)")
+        share = most // (2 * max(1, len(self._live.config.external)))
+        shared = sum(max(0, count - share) for count in self._open.values())
+        total = self._open.total()
+        if self._open[model.name] >= share and (shared >= most - most // 2 or total >= most):
+            raise OverloadedError(
+                f"{total} requests for external models are open, {self._open[model.name]} of them"
+                f" for {model.name}; {most} may be (frontend.max_open_requests)"
+            )
+        self._open[model.name] += 1
+        try:
+            yield
+        finally:
+            self._open[model.name] -= 1
+
+    @contextmanager
+    def sent_to(self, server: Server, prompt_tokens: int) -> Iterator[SentRequest]:
+        """Counts a request in the server's load within the block."""
+        sent = SentRequest(server, prompt_tokens)
+        try:
+            yield sent
+        finally:
+            sent.close()
+
+    def stream(
+        self, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """Posts a request and yields its answer as it arrives."""
+        timeout = httpx.Timeout(
+            _CONNECT_S, read=self._live.config.frontend.progress_timeout_s, pool=None
+        )
+        return self._client.stream("POST", url, content=body, headers=headers, timeout=timeout)
 
     def loads(self) -> dict[str, ServerLoad]:
         """Returns the load of each server with open requests, by its URL."""
         busy = (server for server in self._servers.values() if server.requests)
         return {server.url: ServerLoad(server.requests, server.tokens) for server in busy}
 
-    async def served_name(self, server: Server, model: ExternalModel) -> str:
-        """Returns the name of the model on the server. Raises httpx.TransportError, or
-        UnavailableError if the server does not say it."""
-        if not server.served_name:
-            answer = await self.client.get(f"{server.url}/v1/models", headers=server_headers(model))
-            try:
-                server.served_name = msgspec.json.decode(answer.content, type=_Cards).data[0].id
-            except (msgspec.DecodeError, IndexError) as error:
-                raise UnavailableError(
-                    f"/v1/models answered with status {answer.status_code} and no model",
-                    "model_unavailable",
-                ) from error
-        return server.served_name
+    def headers(self, model: ExternalModel) -> dict[str, str]:
+        """Returns the header with the servers' key. Raises UnavailableError if a reload named a
+        variable that this process does not have."""
+        try:
+            return server_headers(model.key_variable)
+        except ConfigError as error:
+            raise UnavailableError(str(error)) from error
+
+    async def card(self, server: Server, model: ExternalModel) -> ModelCard:
+        """Returns the server's description of its model. Raises httpx.HTTPError, or
+        UnavailableError if the server has none."""
+        if server.card is None:
+            url = f"{server.url}/v1/models"
+            answer = await self._client.get(url, headers=self.headers(model), timeout=_NAME_S)
+            server.card = first_card(answer.content)
+            if server.card is None:
+                status = answer.status_code
+                message = f"/v1/models answered with status {status} and no model"
+                raise UnavailableError(message, "model_unavailable")
+        return server.card
 
     async def close(self) -> None:
-        await self.client.aclose()
+        await self._client.aclose()
 
 
-class OpenRequest:
+class SentRequest:
     """One request that a server has, in the server's load."""
 
     def __init__(self, server: Server, prompt_tokens: int) -> None:
         self._server, self._tokens = server, prompt_tokens
         server.requests += 1
         server.tokens += prompt_tokens
+
+    def limit(self, most: int | None) -> None:
+        """Corrects the prompt's tokens to what the model's context can hold."""
+        if most is not None and self._tokens > most:
+            self.add(most - self._tokens)
 
     def add(self, tokens: int) -> None:
         self._tokens += tokens

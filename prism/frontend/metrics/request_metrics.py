@@ -131,6 +131,7 @@ class RequestTimer:
         self._first_s: float | None = None
         self._tokens = self._counted = 0
         self._next_count_s = 0.0
+        self._whole = False
         self._parent = ""
         self._output_tokens = metrics.output_tokens.labels(model)
 
@@ -158,6 +159,11 @@ class RequestTimer:
         """Records a vector. The client sees all vectors when the last one has arrived."""
         self._first_s = self._last_s = time.monotonic()
 
+    def whole(self, tokens: int) -> None:
+        """Records an answer that arrived as a whole, whose first token's time is not known."""
+        self._last_s, self._whole = time.monotonic(), True
+        self._tokens = tokens
+
     def _count(self) -> None:
         self._output_tokens.inc(self._tokens - self._counted)
         self._counted = self._tokens
@@ -181,7 +187,9 @@ class RequestTimer:
         self._metrics.open.labels(self._model).dec()
         self._metrics.requests.labels(self._model, outcome).inc()
         latencies = self.latencies()
-        if outcome == "ok" and latencies is not None:
+        if self._whole:
+            self._metrics.e2e_s.labels(self._model).observe(self._last_s - self._began_s)
+        elif outcome == "ok" and latencies is not None:
             self._observe(latencies)
         elif self._first_s is None and time.monotonic() > self._began_s + self._slo_ttft_s:
             self._attain("ttft", False)

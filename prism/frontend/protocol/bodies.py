@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -75,6 +76,7 @@ class BodyMemory:
 
 memory = BodyMemory()
 Body = TypeVar("Body", bound=RequestBody)
+Parsed = TypeVar("Parsed")
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -85,10 +87,14 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     """
     with memory.share() as grow:
         data = await receive_body(request, grow)
-        if len(data) <= _INLINE_BYTES_MAX:
-            return parse_body(kind, data)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_parser, parse_body, kind, data)
+        return await parsed(partial(parse_body, kind), data)
+
+
+async def parsed(parse: Callable[[bytes], Parsed], data: bytes) -> Parsed:
+    """Returns the result of `parse`, which runs in the parser's thread for a large body."""
+    if len(data) <= _INLINE_BYTES_MAX:
+        return parse(data)
+    return await asyncio.get_running_loop().run_in_executor(_parser, parse, data)
 
 
 async def receive_body(request: Request, grow: Callable[[int], None]) -> bytes:
@@ -138,9 +144,7 @@ async def _discard_rest(request: Request) -> None:
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
     """Returns the checked body. Raises BadRequestError naming the first invalid field."""
-    for what, (marks, most) in _COUNTS_MAX.items():
-        if _has_more(data, marks, most):
-            raise bad_request(f"the body has more than {most} {what}; send fewer")
+    check_counts(data)
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -148,6 +152,13 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     body.reject_unsupported()
     body.prepare()
     return body
+
+
+def check_counts(data: bytes) -> None:
+    """Raises BadRequestError for a body with more elements than can be parsed at once."""
+    for what, (marks, most) in _COUNTS_MAX.items():
+        if _has_more(data, marks, most):
+            raise bad_request(f"the body has more than {most} {what}; send fewer")
 
 
 def _has_more(data: bytes, marks: bytes, most: int) -> bool:
