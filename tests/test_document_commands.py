@@ -79,6 +79,7 @@ SKIPPED = {
     "docs/several-machines.md": "tests/serve/test_ray.py and its neighbours start several machines",
     "docs/adding-a-policy.md": "tests/serve/test_added_policy.py installs the example",
     "docs/deploying.md": "needs Docker or a cluster; tests/deploy checks and starts the parts",
+    "docs/external-servers.md": "tests/acceptance/test_external_servers.py starts these servers",
     "docs/kvcached-adapters.md": "tests/sglang and tests/vllm start stock servers",
     "docs/kvcached-sglang.md": "tests/sglang/test_stock_servers.py starts these servers",
     "docs/kvcached-vllm.md": "tests/vllm/test_stock_servers.py starts these servers",
