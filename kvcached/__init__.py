@@ -7,12 +7,18 @@ page is mapped before the device's ledger, which all processes share, has grante
 
 from typing import TYPE_CHECKING
 
-from kvcached.distribution import refuse_conflicting_distribution
+from kvcached.distribution import refuse_conflicting_distribution, refuse_uncompiled_checkout
 
 refuse_conflicting_distribution()
 
 from kvcached import errors  # noqa: E402
-from kvcached._core import TensorView  # noqa: E402
+
+try:
+    from kvcached._core import TensorView
+except ModuleNotFoundError:
+    refuse_uncompiled_checkout()
+    raise
+
 from kvcached.balloon import (  # noqa: E402
     Demand,
     Holder,

@@ -1,11 +1,11 @@
-"""Check for an installed distribution of another project that provides the package `kvcached`."""
+"""Checks for other packages `kvcached`: of another project, or the sources of a checkout."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from kvcached.errors import ConflictingPackageError
+from kvcached.errors import ConflictingPackageError, UncompiledCheckoutError
 
 _OTHER = "kvcached-"
 
@@ -23,6 +23,21 @@ def refuse_conflicting_distribution() -> None:
         "'kvcached' and only one can work: run 'pip uninstall kvcached', then reinstall "
         "prism-kvcached (or uninstall prism-kvcached to keep the other)"
     )
+
+
+def refuse_uncompiled_checkout() -> None:
+    """Raises UncompiledCheckoutError if this package is a checkout's folder without `_core`.
+
+    Python finds that folder before the installed package if it runs in the checkout.
+    """
+    checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if not os.path.isfile(os.path.join(checkout, "CMakeLists.txt")):
+        return
+    raise UncompiledCheckoutError(
+        f"Python found the sources of kvcached in {checkout}, which are not compiled, before an"
+        " installed prism-kvcached: run Python in another folder, or run 'pip install -e"
+        f" {checkout}' to use the checkout itself"
+    ) from None
 
 
 def _versions(folder: str) -> list[str]:

@@ -41,7 +41,8 @@ KvcachedError
 ├── ForkedClientError                        the object, or CUDA, belongs to the parent process
 ├── SystemCallError                          the OS or the driver refused a call
 ├── InternalError                            a broken invariant: a bug in kvcached
-└── ConflictingPackageError (also ImportError)   another package of the same name is installed
+├── ConflictingPackageError (also ImportError)   another package of the same name is installed
+└── UncompiledCheckoutError (also ImportError)   Python found a checkout, not the installed package
 
 A call that raises has changed nothing, except StrandedPagesError: its pages stay charged and are
 given back when the KV cache, tensor or client is closed.
@@ -253,6 +254,10 @@ class InternalError(KvcachedError, code="internal"):
 
 class ConflictingPackageError(KvcachedError, ImportError):
     """Another distribution that provides the package `kvcached` is installed."""
+
+
+class UncompiledCheckoutError(KvcachedError, ImportError):
+    """Python found a checkout's sources of kvcached, and not the installed package."""
 
 
 def from_status(code: str, message: str, need_bytes: int, free_bytes: int) -> KvcachedError:

@@ -6,6 +6,7 @@ import copy
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,9 +80,9 @@ PUBLIC = [
 ]
 
 
-def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *options, "-c", code],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -148,6 +149,26 @@ def test_the_other_distribution_of_this_name_is_refused(tmp_path: Path) -> None:
     assert refused.stdout.startswith("ConflictingPackageError"), refused.stderr
     assert "kvcached 0.1.2" in refused.stdout
     assert "pip uninstall kvcached" in refused.stdout
+
+
+def test_sources_of_a_checkout_say_how_to_install_them(tmp_path: Path) -> None:
+    """Puts a checkout first in sys.path, as Python does in its folder."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(
+        Path(__file__).parent.parent.parent / "kvcached",
+        checkout / "kvcached",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
+    (checkout / "CMakeLists.txt").touch()
+    code = f"import sys; sys.path.insert(0, {str(checkout)!r}); import kvcached"
+    refused = run_python(code, "-S")
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("kvcached.errors.UncompiledCheckoutError: Python found the sources of")
+    assert f"run 'pip install -e {checkout}'" in refused.stderr
+    assert "No module named" not in refused.stderr
+
+    (checkout / "CMakeLists.txt").unlink()  # a damaged installation, not a checkout
+    assert "No module named 'kvcached._core'" in run_python(code, "-S").stderr
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
