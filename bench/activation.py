@@ -35,7 +35,7 @@ from statistics import median, quantiles
 from uuid import uuid4
 
 from pairs import Pairs
-from specs import spec_of
+from specs import model_folder, spec_of
 
 import kvcached
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
@@ -44,7 +44,6 @@ from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import Activated, ActivateEngine
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
-from prism.models.store import default_directory
 
 DEVICE = "host:0"
 PROMPT = [1, 8, 15, 22]
@@ -319,8 +318,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=default_directory() / "smollm2-135m")
-    parser.add_argument("--neighbour", type=Path, default=None)
+    parser.add_argument("--model", type=model_folder, default="smollm2-135m")
+    parser.add_argument("--neighbour", type=model_folder, default=None)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--capacity", default="4GiB")
     parser.add_argument("--page", default="2MiB")

@@ -1,6 +1,6 @@
 """Time that an engine's step waits for grammars: separate processes, against XGrammar in the loop.
 
-    python bench/grammar_masks.py [--model .cache/models/tiny-llama] [--outputs 8] [--tokens 48]
+    python bench/grammar_masks.py [--model tiny-llama] [--outputs 8] [--tokens 48]
         [--forward-ms 5] [--rounds 5]
 
 Outputs of a JSON schema continue with the same random tokens in both variants. With processes a
@@ -16,11 +16,11 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 from pairs import Pairs
+from specs import model_folder
 from xgrammar import (
     CompiledGrammar,
     GrammarMatcher,
@@ -124,7 +124,7 @@ def _in_loop(compiled: CompiledGrammar, outputs: list[list[int]], masks: torch.T
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", type=Path, default=Path(".cache/models/tiny-llama"))
+    parser.add_argument("--model", type=model_folder, default="tiny-llama")
     parser.add_argument("--outputs", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--forward-ms", type=float, default=5.0)

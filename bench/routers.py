@@ -48,8 +48,7 @@ from serving import (
     served,
     with_little_kv,
 )
-
-from prism.models.store import default_directory
+from specs import model_folder
 
 BURST_TOKENS = 32
 PACED_TOKENS = 300
@@ -189,7 +188,7 @@ def compare(found: dict[str, Place], what: str, rounds: int, load: tuple[int, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=default_directory() / "tiny-llama")
+    parser.add_argument("--model", type=model_folder, default="tiny-llama")
     parser.add_argument("--router", help="a Python that can import sglang_router")
     parser.add_argument("--also", help="another checkout, to compare with")
     parser.add_argument("--bursts", default="256,1000")

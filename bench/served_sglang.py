@@ -25,9 +25,8 @@ from statistics import median
 from activation import write_platform
 from pairs import median_interval
 from serving import Run, children, run, served
+from specs import model_folder
 from stock_servers import Server, requests
-
-from prism.models.store import default_directory
 
 TARGET = 0.97
 OUTPUT_TOKENS = 48
@@ -41,7 +40,7 @@ def ours(options: argparse.Namespace, streams: int) -> Iterator[Place]:
         "models": [
             {
                 "name": "m",
-                "path": str(default_directory() / options.model),
+                "path": str(options.model),
                 "context_length": 512,
                 "slo": {"ttft": "60s", "tpot": "10s"},  # no request is dropped for being late
             }
@@ -101,7 +100,7 @@ def compare(places: tuple[Place, Place], streams: int, options: argparse.Namespa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="tiny-llama")
+    parser.add_argument("--model", type=model_folder, default="tiny-llama")
     parser.add_argument("--streams", default="1,8,32")
     for name, value in (("requests", 4), ("pairs", 10)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -43,7 +43,7 @@ from urllib.request import urlopen
 import yaml
 from activation import DEVICE, config_of
 from msgspec.structs import replace
-from specs import spec_of
+from specs import model_folder, spec_of
 
 import kvcached
 from prism.engines.core import EngineContext
@@ -51,7 +51,6 @@ from prism.engines.fake.core import FakeCore
 from prism.engines.fake.options import FakeOptions
 from prism.messages.engine import ActivateEngine
 from prism.messages.requests import Request, Sampling
-from prism.models.store import default_directory
 
 STEP_MS = 10
 CONTEXT_TOKENS = 512
@@ -333,7 +332,7 @@ def bodies(count: int, tokens: int, spread: int = 0) -> list[bytes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=default_directory() / "tiny-llama")
+    parser.add_argument("--model", type=model_folder, default="tiny-llama")
     sizes = {"streams": 64, "tokens": 128, "requests": 400, "rounds": 3, "turns": 1}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -26,7 +26,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
-from specs import spec_of
+from specs import model_folder, spec_of
 
 import kvcached
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, EngineConfig
@@ -36,7 +36,6 @@ from prism.engines.core import EngineContext, EngineCore
 from prism.messages.engine import ActivateEngine
 from prism.messages.model_spec import ModelSpec
 from prism.messages.requests import Request, Sampling
-from prism.models.store import default_directory
 
 VOCABULARY = (16, 500)
 GPU_STATIC_BYTES = 2 << 30  # the CUDA context, torch's memory, graphs
@@ -65,7 +64,9 @@ def parser_of(about: str | None, kv: str) -> argparse.ArgumentParser:
     """Returns a parser with the options of `fields_of`. kv: the default of --kv."""
     parser = argparse.ArgumentParser(description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", default="tiny-llama", help="a demo model, or a directory")
+    parser.add_argument(
+        "--model", type=model_folder, default="tiny-llama", help="a demo model, or a directory"
+    )
     parser.add_argument("--device", default="host:0")
     parser.add_argument("--page", default="16KiB", help="bytes of a device page")
     parser.add_argument("--kv", default=kv, help="KV memory of a side")
@@ -76,9 +77,8 @@ def parser_of(about: str | None, kv: str) -> argparse.ArgumentParser:
 
 def fields_of(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of `Side` that the options of `parser_of` give."""
-    model = options.model if "/" in options.model else str(default_directory() / options.model)
     return {
-        "model": model,
+        "model": str(options.model),
         "kv_bytes": parse_size(options.kv, "--kv"),
         "page_bytes": parse_size(options.page, "--page"),
         "prompt_tokens": options.prompt_tokens,

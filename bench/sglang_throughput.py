@@ -298,7 +298,8 @@ def main(arguments: list[str] | None = None) -> None:
     report(result, options.control)
     print(f"took {time.monotonic() - begin_s:.0f} s")
     if options.json:
-        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, **result}))
+        said = {**vars(options), "json": None, "model": str(options.model)}
+        options.json.write_text(json.dumps({"options": said, **result}))
 
 
 if __name__ == "__main__":

@@ -14,17 +14,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 
 from serving import Run, bodies, cluster, measured, run, with_little_kv
-
-from prism.models.store import default_directory
+from specs import model_folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=default_directory() / "tiny-llama")
+    parser.add_argument("--model", type=model_folder, default="tiny-llama")
     for name, value in {"streams": 64, "tokens": 128, "rounds": 7, "turns": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()

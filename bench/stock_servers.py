@@ -36,10 +36,10 @@ from uuid import uuid4
 import psutil
 from activation import write_platform
 from pairs import median_interval
+from specs import model_folder
 
 import kvcached
 from prism.models.files import inspect_model
-from prism.models.store import default_directory
 
 TARGET = 0.97
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 192), 48
@@ -114,7 +114,7 @@ class Server:
 
 def sglang_command(options: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-W", "ignore", "-m", "kvcached.engines.sglang.launch"]
-    command += ["--model-path", str(default_directory() / options.model)]
+    command += ["--model-path", str(options.model)]
     command += ["--device", "cpu", "--dtype", "float32", "--page-size", "16"]
     command += ["--context-length", "512", "--chunked-prefill-size", "256"]
     command += ["--max-total-tokens", str(options.tokens)]
@@ -126,10 +126,9 @@ def sglang_command(options: argparse.Namespace) -> list[str]:
 
 def vllm_command(options: argparse.Namespace) -> list[str]:
     python = Path(__file__).parent.parent.resolve() / ".cache" / "vllm" / "bin" / "python"
-    model = default_directory() / options.model
-    token_bytes = inspect_model(model, options.model).token_bytes("float32")
+    token_bytes = inspect_model(options.model, "--model").token_bytes("float32")
     command = [str(python), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "model", "--dtype", "float32"]
+    command += ["--model", str(options.model), "--served-model-name", "model", "--dtype", "float32"]
     command += ["--max-model-len", "512", "--max-num-batched-tokens", "256", "--block-size", "32"]
     command += ["--kv-cache-memory-bytes", str(options.tokens * token_bytes), "--enforce-eager"]
     command += ["--max-num-seqs", str(options.streams), "--uvicorn-log-level", "error"]
@@ -172,7 +171,7 @@ def report(done: list[list[dict[str, Any]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
-    parser.add_argument("--model", default="tiny-llama")
+    parser.add_argument("--model", type=model_folder, default="tiny-llama")
     for name, value in (("streams", 8), ("requests", 3), ("pairs", 30), ("tokens", 4096)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--page", default="64KiB")

@@ -124,6 +124,34 @@ def test_prism_serve_is_compared_with_a_stock_server() -> None:
     assert said.count("ratio") == 2
 
 
+def test_models_are_found_where_they_are_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import specs
+
+    monkeypatch.setenv("PRISM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(specs, "CHECKOUT", tmp_path / "checkout")
+    for folder in (tmp_path / "checkout" / ".cache" / "models", tmp_path / "home" / "models"):
+        make_model(folder / "tiny")
+        assert specs.model_folder("tiny") == folder / "tiny"  # the default folder comes first
+    assert specs.model_folder(f"{tmp_path}/home/models/tiny") == tmp_path / "home/models/tiny"
+
+
+@pytest.mark.parametrize("name", ["sglang_elastic", "sglang_throughput"])
+def test_a_missing_model_is_an_error_of_one_line(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCH / f"{name}.py"), "--model", "never-prepared"],
+        env={**os.environ, "PRISM_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --model: {tmp_path}/models/never-prepared is not a directory")
+    assert "run prism-models prepare" in line
+
+
 @pytest.mark.sglang
 @pytest.mark.parametrize("prefix_cache", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sglang_on_either_pool_says_the_same(tmp_path: Path, prefix_cache: bool) -> None:
