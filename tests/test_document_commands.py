@@ -92,6 +92,7 @@ REAL = (
             r"scripts/install|pip install": OF_A_CHECKOUT,
             r"^\./scripts/|^\. \.venv": OF_A_CHECKOUT,
             r"^prism-serve --config examples/demo.yaml$": "it runs already",
+            r"^prism-serve down": "later commands need it",
             r"gpu": NO_GPU,
             r"lab\.parity": "takes half an hour: docs/parity.md",
         },
