@@ -25,8 +25,13 @@ _BAR_MIN, _BAR_MAX = 8, 40
 # Columns of a terminal that the rest of a bar's row takes, without the device's name.
 _BESIDE_BAR = 50
 _ASK_S = 10.0
-# Parts of a device's memory, and their colours.
-_PARTS = {"weights": "cyan", "KV": "green", "other": "yellow", "free": "bright_black"}
+# Parts of a device's memory: their colours, and their marks without colours.
+_PARTS = {
+    "weights": ("cyan", "#"),
+    "KV": ("green", "|"),
+    "other": ("yellow", ":"),
+    "free": ("bright_black", "."),
+}
 
 
 def show(
@@ -34,17 +39,18 @@ def show(
 ) -> None:
     """Draws the cluster until Ctrl-C, or once. In a pipe, and as JSON, one picture follows another.
     Raises OperatorError."""
+    colours = console.color_system is not None and not console.no_color
+
+    def draw() -> RenderableType:
+        return picture(_status(config), console.width, colours=colours)
+
     if as_json:
         _repeat(lambda: print(_answer(config), flush=True), every_s, once)
     elif once or not console.is_terminal:
-        _repeat(lambda: console.print(picture(_status(config), console.width)), every_s, once)
+        _repeat(lambda: console.print(draw()), every_s, once)
     else:
         with Live(console=console, auto_refresh=False, screen=True) as live:
-            _repeat(
-                lambda: live.update(picture(_status(config), console.width), refresh=True),
-                every_s,
-                once,
-            )
+            _repeat(lambda: live.update(draw(), refresh=True), every_s, once)
 
 
 def _repeat(draw: Callable[[], None], every_s: float, once: bool) -> None:
@@ -63,11 +69,15 @@ def _status(config: ClusterConfig) -> ClusterStatus:
     return msgspec.json.decode(_answer(config), type=ClusterStatus)
 
 
-def picture(status: ClusterStatus, width: int) -> RenderableType:
-    """Returns bars of each device's memory, then models and waiting requests."""
+def picture(status: ClusterStatus, width: int, *, colours: bool = True) -> RenderableType:
+    """Returns bars of each device's memory, then models and waiting requests. Without colours each
+    part of a bar has its own mark."""
     if not status.agents:
         return status_tables.cluster(status)
-    legend = Text("  ").join(Text(f"■ {name}", style=style) for name, style in _PARTS.items())
+    legend = Text("  ").join(
+        Text(f"{'■' if colours else mark} {name}", style=style)
+        for name, (style, mark) in _PARTS.items()
+    )
     names = [status_tables.device_name(status, agent.device) for agent in status.agents]
     cells = max(_BAR_MIN, min(_BAR_MAX, width - _BESIDE_BAR - max(map(len, names), default=0)))
     table = Table(
@@ -76,7 +86,7 @@ def picture(status: ClusterStatus, width: int) -> RenderableType:
     for name, agent in zip(names, status.agents, strict=True):
         table.add_row(
             name,
-            _bar(agent, cells),
+            _bar(agent, cells, colours=colours),
             f"{format_size(agent.reserved_bytes)} of {format_size(agent.capacity_bytes)}",
             str(sum(model.waiting for model in agent.models)),
             str(sum(model.running for model in agent.models)),
@@ -85,13 +95,14 @@ def picture(status: ClusterStatus, width: int) -> RenderableType:
     return Group(status_tables.Fitted(table), legend, status_tables.cluster(status))
 
 
-def _bar(agent: AgentReport, cells: int) -> Text:
-    bar = Text()
+def _bar(agent: AgentReport, cells: int, *, colours: bool) -> Text:
+    bar, left = Text(), cells
     for name, size_bytes in shares(agent).items():
+        style, mark = _PARTS[name]
         part = round(cells * size_bytes / max(1, agent.capacity_bytes))
-        bar.append("█" * part, style=_PARTS[name])
-    bar.truncate(cells)
-    bar.append("█" * (cells - len(bar)), style=_PARTS["free"])
+        part = left if name == "free" else min(left, part)
+        bar.append(("█" if colours else mark) * part, style=style)
+        left -= part
     return bar
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
+from prism.cli import watch
 from prism.cli.watch import picture
 from prism.config.schema.access import ApiKey, hashed
 from prism.config.schema.cluster_config import ClusterConfig, DeviceConfig, FrontendConfig
@@ -97,6 +98,23 @@ def test_names_are_whole_in_any_terminal(width: int) -> None:
     if width >= 80:
         assert all(f"│ {name} " in shown for name in (*names, "host:0@rack-7"))
         assert "unplaced │ 3" in shown
+
+
+def test_a_bar_without_colours_has_a_mark_for_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelReport("a", "active", static_bytes=1 << 22, kv_mapped_bytes=1 << 21)
+    whole = msgspec.structs.replace(
+        agent("host:0", model), capacity_bytes=1 << 23, reserved_bytes=7 << 20
+    )
+    status = ClusterStatus(0.0, "prism", {}, [whole], ["a"])
+    out = io.StringIO()
+    Console(file=out, width=120).print(picture(status, 120, colours=False))
+    assert f"{'#' * 20}{'|' * 10}{':' * 5}{'.' * 5} " in out.getvalue()
+    assert "# weights  | KV  : other  . free" in out.getvalue()
+    assert "█" not in out.getvalue()
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_status", lambda _config: status)
+        watch.show(configured(), Console(file=out, width=120), 1.0, once=True, as_json=False)
+    assert out.getvalue().count("# weights") == 2
 
 
 def test_a_model_without_a_device_has_a_row() -> None:
