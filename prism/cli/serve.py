@@ -123,9 +123,11 @@ def check(
     from prism.serve.node.preflight import check_addresses
 
     checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
-    check_addresses(checked)
+    notes = check_addresses(checked)
     check_texts(checked)
     new_console().print(report.configuration(checked, gpus))
+    for note in notes:
+        print(note, file=sys.stderr)
     _warn(checked)
 
 

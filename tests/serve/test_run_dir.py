@@ -107,7 +107,8 @@ def test_the_config_of_another_version_is_an_error_by_name(temporary: Path) -> N
     other = RunDir.create(None)
     config = config_for(other, host="127.0.0.1", port=used)
     assert [each.port for each in run_dir.running()] == [used]
-    check_addresses(config)
+    (note,) = check_addresses(config)
+    assert note.startswith(f"note: port {used} is that of the running cluster {other.path},")
     other.remove()
     made.remove()
 

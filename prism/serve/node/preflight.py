@@ -30,12 +30,19 @@ def check_machine(config: ClusterConfig) -> None:
     _check_store(config.engine.weight_store)
 
 
-def check_addresses(config: ClusterConfig) -> None:
-    """Checks the addresses that the cluster listens on and connects to. Those of another cluster of
-    this user are accepted: its YAML is checked before a reload. Raises ConfigError."""
+def check_addresses(config: ClusterConfig) -> list[str]:
+    """Checks the addresses that the cluster listens on and connects to. A running cluster of this
+    user may have them, since its YAML is checked before a reload. Returns notes that name such a
+    cluster. Raises ConfigError."""
     running = run_dir.running()
+    notes = [
+        f"note: port {config.port} is that of the running cluster {each.run_dir}, which this YAML"
+        " may replace by prism-serve reload; to start another cluster, choose another port"
+        for each in running
+        if config.port and each.port == config.port
+    ]
     with ExitStack() as held:  # all at once, to detect equal addresses
-        if not config.port or config.port not in {each.port for each in running}:
+        if not notes:
             held.enter_context(open_listener(config.host, config.port))
         if config.admin and config.admin not in {each.admin for each in running}:
             held.enter_context(admin_listener(config.admin))
@@ -44,6 +51,7 @@ def check_addresses(config: ClusterConfig) -> None:
             check_ports(config)
     if config.redis_url:
         asyncio.run(check_redis(config.redis_url))
+    return notes
 
 
 def check_ports(config: ClusterConfig) -> None:
