@@ -47,7 +47,7 @@ SERVE = """# Configuration
 One YAML file describes a cluster. `scripts/config_reference.py` writes this page.
 
 ```sh
-prism-serve check --config examples/demo.yaml     # checks the file, prints which models fit
+prism-serve check examples/demo.yaml              # checks the file, prints which models fit
 prism-serve --config examples/demo.yaml           # checks the file and starts the cluster
 ```
 

@@ -42,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Yaml = Annotated[Path | None, typer.Argument(metavar="[YAML]")]
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="The cluster's YAML; default prism.yaml.")
 ]
@@ -70,17 +71,12 @@ Drained = Annotated[str, typer.Argument(metavar="DEVICE|@NODE", autocompletion=c
 Model = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=completion.models)]
 
 
-@app.command(
-    "up",
-    help="Starts everything and serves until Ctrl-C.",
-    epilog="Example: prism-serve up --config prism.yaml --port 8080 --log-dir logs",
-)
 @app.callback(
     invoke_without_command=True,
-    epilog="Examples: prism-serve --config prism.yaml   |   prism-serve check -c prism.yaml   |"
-    "   prism-serve status --json   |   prism-serve evict llama",
+    epilog="Examples: prism-serve check prism.yaml   |   prism-serve up prism.yaml   |"
+    "   prism-serve status --json   |   prism-serve evict llama   |   prism-serve down",
 )
-def up(
+def default(
     context: typer.Context,
     *,
     config: Config = None,
@@ -94,11 +90,39 @@ def up(
     core_dumps: CoreDumps = False,
 ) -> None:
     """Starts everything and serves until Ctrl-C. The same as `up`."""
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        up(
+            config=config,
+            run_dir=run_dir,
+            host=host,
+            port=port,
+            node=node,
+            ray=ray,
+            log_dir=log_dir,
+            log_level=log_level,
+            core_dumps=core_dumps,
+        )
+
+
+@app.command(epilog="Example: prism-serve up prism.yaml --port 8080 --log-dir logs")
+def up(
+    source: Yaml = None,
+    *,
+    config: Config = None,
+    run_dir: NewRunDir = None,
+    host: Host = None,
+    port: Port = None,
+    node: Node = None,
+    ray: Ray = None,
+    log_dir: LogDir = None,
+    log_level: LogLevel = "info",
+    core_dumps: CoreDumps = False,
+) -> None:
+    """Starts everything and serves until Ctrl-C."""
     from prism.serve.launcher import Options, serve
     from prism.serve.on_ray import command as on_ray
 
+    config = _one_of(source, config)
     ray = ray or on_ray.ray_address(config or DEFAULT_CONFIG)
     if ray is not None and node is None:
         named = {"--host": host, "--port": port, "--log-dir": log_dir, "--log-level": log_level}
@@ -113,16 +137,22 @@ def up(
         serve(found, options, new_console())
 
 
-@app.command(epilog="Example: prism-serve check --config prism.yaml")
+@app.command(epilog="Example: prism-serve check prism.yaml")
 def check(
-    *, config: Config = None, host: Host = None, port: Port = None, node: Node = None
+    source: Yaml = None,
+    *,
+    config: Config = None,
+    host: Host = None,
+    port: Port = None,
+    node: Node = None,
 ) -> None:
     """Checks the YAML, models' files, GPUs and addresses, and shows what fits. Starts and downloads
     nothing."""
     from prism.frontend.text.model_texts import check_texts
     from prism.serve.node.preflight import check_addresses
 
-    checked, gpus = _probed(_load(config, host, port, node), may_be_occupied=True)
+    loaded = _load(_one_of(source, config), host, port, node)
+    checked, gpus = _probed(loaded, may_be_occupied=True)
     notes = check_addresses(checked)
     check_texts(checked)
     new_console().print(report.configuration(checked, gpus))
@@ -311,11 +341,26 @@ def down(
     print("prism-serve has ended")
 
 
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def stop(_given: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Names the command that ends a cluster, in place of the suggestion `top`."""
+    raise ConfigError("stop: is not a command; did you mean 'prism-serve down'?")
+
+
 def main() -> None:
     """Runs the command. Exit codes: 0 success, 1 a failure of the cluster or the action, 2 wrong
     input."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     run(app, "error")
+
+
+def _one_of(source: Path | None, config: Path | None) -> Path | None:
+    """Returns the YAML of the argument or of --config. Raises ConfigError for two files."""
+    if source is not None and config is not None and source.absolute() != config.absolute():
+        raise ConfigError(
+            f"--config: {config} cannot be combined with {source}; remove one of them"
+        )
+    return source or config
 
 
 def _load(

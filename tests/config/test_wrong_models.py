@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from click import Command, Context
 from tokenizers.models import BPE, WordLevel
 
 from kvcached.weights import checkpoint
@@ -549,7 +548,7 @@ def test_starting_says_the_same_as_check(
     edit, line = WRONG[name]
     path = written(folder, edit)
     with pytest.raises(SystemExit) as ended:
-        run(lambda: up(Context(Command("up")), config=path), "error")
+        run(lambda: up(config=path), "error")
     assert ended.value.code == 2
     check_line(capsys.readouterr().err, path, line)
 

@@ -49,6 +49,22 @@ def test_check_prints_what_fits(folder: Path, short_dir: Path) -> None:
     assert "host:0" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["check", "up"])
+def test_the_yaml_is_an_argument_or_an_option(folder: Path, short_dir: Path, command: str) -> None:
+    (folder / "other.yaml").write_text("devises: []\n")
+    for given in (["other.yaml"], ["-c", "other.yaml"], ["./other.yaml", "-c", "other.yaml"]):
+        done = prism_serve(command, *given, cwd=folder, tmp=short_dir)
+        check_refused(done, "other.yaml: devises: unknown key", short_dir)
+    done = prism_serve(command, "prism.yaml", "-c", "other.yaml", cwd=folder, tmp=short_dir)
+    check_refused(done, "--config: other.yaml cannot be combined with prism.yaml", short_dir)
+
+
+def test_stop_is_called_down(short_dir: Path, tmp_path: Path) -> None:
+    for options in ([], ["--run-dir", "/tmp/a"]):
+        done = prism_serve("stop", *options, cwd=tmp_path, tmp=short_dir)
+        check_refused(done, "stop: is not a command; did you mean 'prism-serve down'?", short_dir)
+
+
 def check_refused(done: subprocess.CompletedProcess[str], message: str, tmp: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

@@ -26,7 +26,7 @@ _HOST_SHARE = 0.5
 _ENGINES_MAX = 4
 _HEAD = """\
 # Configuration of prism-serve, written by `prism-serve init` for this machine.
-#   prism-serve check --config {file}     what fits where; starts nothing
+#   prism-serve check {file}              what fits where; starts nothing
 #   prism-serve --config {file}           serves until Ctrl-C
 # docs/configuration.md lists every key.
 """
