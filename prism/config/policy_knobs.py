@@ -1,11 +1,11 @@
-"""Knobs of policies from other packages: converts the YAML's `knobs` to their types."""
+"""The YAML's policy: its name, and `knobs` of policies from other packages with their types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from prism.config.reader import convert
+from prism.config.reader import convert, suggestion
 from prism.config.schema.cluster_config import ClusterConfig, ServeYaml
 from prism.errors import ConfigError
 from prism.policies import registry
@@ -21,13 +21,22 @@ def own_knobs(policy: str, given: Mapping[str, Mapping[str, Any]]) -> PolicyKnob
 
 def live_policy(config: ClusterConfig | ServeYaml) -> Policy:
     """Returns the policy that every process of the cluster runs. Raises ConfigError."""
-    found = registry.get(config.policy)
+    found = named_policy(config.policy)
     return registry.with_knobs(found, own_knobs(config.policy, config.knobs))
+
+
+def named_policy(name: str) -> Policy:
+    """Returns a policy as `registry.get` does. Raises ConfigError, which names a similar policy."""
+    names = registry.names()
+    if name not in names and (similar := suggestion(name, names)):
+        raise ConfigError(f"policy: {name!r} is not a policy; {similar}")
+    return registry.get(name)
 
 
 def _knobs(name: str, values: Mapping[str, Any]) -> PolicyKnobs:
     if name not in registry.names():
-        raise ConfigError(f"knobs.{name}: unknown policy; install its package")
+        hint = suggestion(name, registry.names()) or "install its package"
+        raise ConfigError(f"knobs.{name}: unknown policy; {hint}")
     kind = registry.get(name).knobs
     if kind is None:
         raise ConfigError(f"knobs.{name}: this policy does not have knobs; remove them")

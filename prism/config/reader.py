@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,6 +134,13 @@ def _check_finite(data: Any, under: str) -> None:
             raise ConfigError(f"{key}: {value} is not a finite number; correct the value")
 
 
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message on an unknown name: "did you mean ...?", or "" if no known name
+    is similar."""
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
 def _inside(data: Any, under: str) -> Iterator[tuple[str, Any, Any]]:
     """Yields (whole key, its last part, value) of everything in `data`."""
     parts: list[tuple[str, Any, Any]] = []
@@ -171,8 +178,7 @@ def _conversion_message(text: str, kind: type[msgspec.Struct], under: str) -> st
 
 def _known_keys(name: str, where: str, root: type[msgspec.Struct]) -> str:
     known = [field.encode_name for field in msgspec.structs.fields(_struct_at(where, root))]
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return suggestion(name, known) or f"known keys: {', '.join(known)}"
 
 
 def _struct_at(where: str, root: type[msgspec.Struct]) -> type[msgspec.Struct]:

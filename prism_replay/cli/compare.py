@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from prism.cli.terminal import new_console
+from prism.config.policy_knobs import named_policy
 from prism.errors import ConfigError
 from prism.policies import registry
 from prism_replay.base_slos import BaseSlos, read_base_slos
@@ -146,7 +147,7 @@ def live_policies(text: str) -> list[str]:
     lacks a simulator."""
     names = list(registry.names()) if text == "all" else opts.parse_names("--policies", text)
     for name in names:
-        if registry.get(name).simulates:
+        if named_policy(name).simulates:
             registry.simulator(name)
     return names
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import prism_sim
+from prism.config.policy_knobs import named_policy
 from prism.config.reader import parse
 from prism.errors import ConfigError
 from prism.policies import registry
@@ -98,7 +99,7 @@ def policy_names(text: str) -> list[str]:
     if text == "all":
         return [name for name in registry.names() if problem_of(name) is None]
     for name in text.split(","):
-        registry.get(name)
+        named_policy(name)
     return text.split(",")
 
 

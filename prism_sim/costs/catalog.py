@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from prism.config.checks.kv_cache import AUTO, KV_CACHE_DTYPES
+from prism.config.reader import suggestion
 from prism.errors import ConfigError
 from prism.models.files import KV_DTYPE_BYTES
 from prism_sim.costs.checkpoint import name_of, read_shape
@@ -99,7 +100,7 @@ def _shipped_tables() -> dict[Key, StepTable]:
 
 def model_shape(name: str, kv_dtype: str = AUTO) -> ModelShape:
     """Returns the shape of a known model, or else of the config.json at the path `name`. Raises
-    ConfigError that lists the known models."""
+    ConfigError that names a similar model, or all."""
     shape = known_shape(name)
     if shape is None and _is_path(name):
         shape = read_shape(Path(name))
@@ -107,7 +108,9 @@ def model_shape(name: str, kv_dtype: str = AUTO) -> ModelShape:
         if kv_dtype == AUTO:
             return shape
         return replace(shape, kv_dtype_bytes=KV_DTYPE_BYTES[KV_CACHE_DTYPES[kv_dtype]])
-    raise ConfigError(f"model {name!r}: known models are {', '.join(CONFIGS)}")
+    hint = suggestion(name, [*CONFIGS, *(known.rpartition("/")[2] for known in CONFIGS)])
+    hint = hint or f"known models are {', '.join(CONFIGS)}"
+    raise ConfigError(f"model {name!r}: {hint}")
 
 
 def _is_path(name: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from prism.config.reader import suggestion
 from prism.errors import ConfigError
 
 GIB = 1 << 30
@@ -49,7 +51,13 @@ GPUS: dict[str, GpuSpec] = {
 
 
 def gpu_spec(name: str) -> GpuSpec:
-    """Returns a GPU type. Raises ConfigError that lists the known types."""
+    """Returns a GPU type. Raises ConfigError as `unknown_type`."""
     if name not in GPUS:
-        raise ConfigError(f"gpu {name!r}: known types are {', '.join(GPUS)}")
+        raise unknown_type(name, GPUS)
     return GPUS[name]
+
+
+def unknown_type(name: str, known: Iterable[str]) -> ConfigError:
+    """Returns an error that names a similar GPU type, or all."""
+    hint = suggestion(name, known) or f"known types are {', '.join(known)}"
+    return ConfigError(f"gpu {name!r}: {hint}")

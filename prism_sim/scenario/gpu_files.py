@@ -7,13 +7,13 @@ from pathlib import Path
 
 from prism.config.reader import convert, read_mapping
 from prism.errors import ConfigError
-from prism_sim.costs.gpus import GPUS, GpuSpec
+from prism_sim.costs.gpus import GPUS, GpuSpec, unknown_type
 from prism_sim.scenario.config import GpuFileYaml, GpuTypeYaml
 
 
 def gpu_type(name: str, files: Sequence[Path]) -> GpuSpec:
     """Returns a GPU type of Prism or of the files. All files are checked. Raises ConfigError that
-    names file and key, or lists the known types."""
+    names file and key, or names a similar type or all."""
     known = dict(GPUS)
     for file in files:
         for number, given in enumerate(_types(file)):
@@ -23,7 +23,7 @@ def gpu_type(name: str, files: Sequence[Path]) -> GpuSpec:
                 )
             known[given.name] = _spec(given)
     if name not in known:
-        raise ConfigError(f"gpus.type: gpu {name!r}: known types are {', '.join(known)}")
+        raise ConfigError(f"gpus.type: {unknown_type(name, known)}")
     return known[name]
 
 

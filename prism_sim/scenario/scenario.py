@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from prism.config.policy_knobs import own_knobs
+from prism.config.policy_knobs import named_policy, own_knobs
 from prism.config.reader import convert, read_mapping
 from prism.config.schema.cluster_config import MIGRATE_RUNNING
 from prism.errors import ConfigError, TooLargeError
@@ -65,9 +65,13 @@ class Scenario:
 
 def read_config(path: Path, overrides: Overrides | None = None) -> SimYaml:
     """Reads the YAML. Raises ConfigError. overrides: Dotted keys such as "gpus.count" -> value."""
+    return with_changes(read_data(path), overrides or {}, path)
+
+
+def read_data(path: Path) -> dict[str, Any]:
+    """Returns the keys of the YAML as they are. Raises ConfigError if it cannot be read."""
     with _prefixed_errors(path):
-        data = read_mapping(path, "gpus: and models:", "name an existing YAML file")
-    return with_changes(data, overrides or {}, path)
+        return read_mapping(path, "gpus: and models:", "name an existing YAML file")
 
 
 def with_changes(data: dict[str, Any], overrides: Overrides, path: Path) -> SimYaml:
@@ -239,7 +243,7 @@ def _knobs(config: SimYaml) -> Knobs:
 
 def _check(config: SimYaml) -> None:
     """Raises ConfigError for values that are invalid for any trace and model."""
-    policy = registry.get(config.policy)
+    policy = named_policy(config.policy)
     registry.with_knobs(policy, own_knobs(config.policy, config.knobs))
     gpus, engine = config.gpus, config.engine
     if not config.models:

@@ -32,7 +32,7 @@ from prism_sim.output.results import SimResults, results_of
 from prism_sim.output.tables import TableSource, write_tables
 from prism_sim.scenario.config import SimYaml
 from prism_sim.scenario.models import shape_source
-from prism_sim.scenario.scenario import check, load, read_config, resolve
+from prism_sim.scenario.scenario import check, load, read_config, read_data, resolve
 from prism_sim.scenario.traces import trace_paths
 
 SIMULATED = ("config", "models", "policies", "scheduler")
@@ -91,6 +91,8 @@ def refuse_mistakes(points: Sequence[Point], *, large: bool = False) -> None:
     are the outcome of the point. Points that differ only by policy, scales and base SLOs are read
     once.
     """
+    for file in dict.fromkeys(point.config for point in points):
+        read_data(Path(file))  # a file that cannot be read is not a mistake of a point
     seen: set[bytes] = set()
     for point in points:
         path = Path(point.config)

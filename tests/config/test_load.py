@@ -266,6 +266,7 @@ MISTAKES: list[tuple[Edit, str]] = [
         put("models", 0, "slo", "ttft", value=500),
         'models[0].slo.ttft: expected `str`, got `int`; write it as "500ms"',
     ),
+    (put("policy", value="sttic"), "policy: 'sttic' is not a policy; did you mean 'static'?"),
     (
         put("policy", value="magic"),
         f"policy: 'magic' is not a policy; choose one of {', '.join(names())}",

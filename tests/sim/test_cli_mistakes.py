@@ -10,11 +10,13 @@ from tests.sim.command import CONFIG, call, line
 
 MISTAKES = (
     ("scheduler: {migrate_running: stop}", "migrate_running: 'stop' is not one of finish, move"),
-    ("policy: magic", "policy: 'magic' is not a policy"),
+    ("policy: magic", "policy: 'magic' is not a policy; choose one of aegaeon"),
+    ("policy: prsm", "policy: 'prsm' is not a policy; did you mean 'prism'?"),
     ("trace: none.jsonl", "trace: set either"),
     ("slo_scale: 0", "slo_scale: 0 must be > 0"),
     ("gpus: {type: h100, count: 1, nodes: 2}", "gpus.count: 1 GPUs on 2 nodes"),
-    ("gpus: {type: h1000}", "gpu 'h1000': known types are"),
+    ("gpus: {type: h1000}", "gpus.type: gpu 'h1000': did you mean 'h100'?"),
+    ("gpus: {type: mi300}", "gpus.type: gpu 'mi300': known types are a100-40"),
     ("gpus: {kind: h100}", "gpus.kind: unknown key"),
     ("engine: {kv_layout: odd}", "engine.kv_layout: 'odd'"),
     (
@@ -40,6 +42,10 @@ MISTAKES = (
         "models[0].device: cannot be combined with tp 2; remove the key",
     ),
     ("models: [{name: a}]", "a.shape: model 'a': known models are"),
+    (
+        "models: [{name: a, shape: Llama-3.1-8}]",
+        "a.shape: model 'Llama-3.1-8': did you mean 'Llama-3.1-8B'?",
+    ),
     (
         "models: [{name: a, shape: Llama-3.1-8B, kv_cache_dtype: fp8}]",
         "a.kv_cache_dtype: must be one of auto, bf16, fp8_e4m3, fp8_e5m2",

@@ -154,6 +154,16 @@ def test_mistakes_end_with_2(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_missing_file_is_not_a_mistake_of_a_point(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "none.yaml")
+    assert call(monkeypatch, "plan", file) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: cannot be read: No such file or directory" in said
+    assert "(at " not in said
+
+
 def never(point: Point) -> PointOutcome:
     pytest.fail(f"simulated {point}")
 
