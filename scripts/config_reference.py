@@ -63,7 +63,7 @@ example` prints a complete file. `--set engine.mixed_chunk=true` sets a key on t
 RESULTS = """# Results of prism-sim
 
 `prism-sim run --out DIR` writes four tables as `NAME.csv`. With polars (`pip install
-'prism-sim[frames]'`) it also writes `NAME.parquet`. `simulate` of `prism_sim` returns the same
+'./prism_sim[frames]'`) it also writes `NAME.parquet`. `simulate` of `prism_sim` returns the same
 tables as DataFrames ([prism-sim.md](prism-sim.md)). Columns keep their names and meanings. Later
 versions may add columns. `scripts/config_reference.py` writes this page.
 

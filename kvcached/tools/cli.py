@@ -28,7 +28,10 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
             raise
-        _fail(f"the package {missing} is missing; pip install 'prism-kvcached[tools]'")
+        _fail(
+            f"the package {missing} is missing; run pip install '.[tools]' in a checkout, or"
+            " pip install 'FILE[tools]' with the wheel's FILE"
+        )
 
 
 def _fail(message: str) -> None:

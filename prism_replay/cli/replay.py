@@ -37,8 +37,8 @@ INTERRUPTED = 130
 
 @app.command(
     epilog="Examples: prism-replay run traces/demo.jsonl --url http://127.0.0.1:8000 "
-    "--slo-scale 0.5,1,2 --out results/demo.json --html results/demo.html   |   prism-replay run "
-    "trace.jsonl --status-url unix:/run/prism/admin.sock --html report.html"
+    "--slo-scale 0.5,1,2 --out results/demo.json --report results/demo.html   |   prism-replay run "
+    "trace.jsonl --status-url unix:/run/prism/admin.sock --report report.html"
 )
 def run(
     trace: opts.TraceFile,
@@ -61,7 +61,7 @@ def run(
     token_ids: opts.TokenIds = "100-1000",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Results as JSON.")] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", "--report", help="One-page report.")
+        Path | None, typer.Option("--report", "--html", help="One-page report.")
     ] = None,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a request failed.")] = False,
 ) -> None:

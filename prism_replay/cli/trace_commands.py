@@ -122,7 +122,9 @@ def stats(
     seed: opts.Seed = 0,
     thin: Thin = 1.0,
     json: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write a page with plots.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--report", "--html", help="Also write a page with plots.")
+    ] = None,
 ) -> None:
     """Prints popularity, idleness and burstiness, compared with the published values."""
     from prism_replay.report.console import print_stats
