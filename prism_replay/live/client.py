@@ -334,10 +334,7 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
     try:
         answer = await http.get("/v1/models", timeout=10.0)
         if answer.status_code in (401, 403):
-            raise ConfigError(
-                f"{where}: the server did not accept the API key (status {answer.status_code});"
-                " give it with --api-key or in $OPENAI_API_KEY"
-            )
+            raise ConfigError(f"{where}: {_key_problem(answer)}")
         answer.raise_for_status()
         cards = msgspec.json.decode(answer.content, type=ModelList).data
     except httpx.TransportError as error:
@@ -345,7 +342,8 @@ async def served_models(http: httpx.AsyncClient) -> dict[str, ModelCard]:
         raise ConfigError(f"{where}: {message}") from error
     except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"{where}: the response to GET /v1/models is not in OpenAI's format: {error}"
+            f"{where}: the response to GET /v1/models is not in OpenAI's format:"
+            f" {str(error).splitlines()[0]}"  # httpx adds a link to a description of the status
         ) from error
     return {card.id: card for card in cards}
 
@@ -361,10 +359,7 @@ async def read_status(http: httpx.AsyncClient) -> ClusterStatus | str:
     try:
         answer = await http.get("/status", timeout=5.0)
         if answer.status_code in (401, 403):
-            return (
-                f"the server did not accept the API key (status {answer.status_code}); give an"
-                " operator's with --api-key or in $OPENAI_API_KEY"
-            )
+            return _key_problem(answer, "give an operator's with")
         if answer.status_code != 200:
             return f"the response to GET /status has status {answer.status_code}"
         return msgspec.json.decode(answer.content, type=ClusterStatus)
@@ -372,6 +367,16 @@ async def read_status(http: httpx.AsyncClient) -> ClusterStatus | str:
         return _no_response(error, "give the address of frontend.admin")
     except msgspec.DecodeError as error:
         return f"the response to GET /status is not in Prism's format: {error}"
+
+
+def _key_problem(answer: httpx.Response, remedy: str = "") -> str:
+    """Returns whether the key is missing or wrong, and the remedy."""
+    if "authorization" in answer.request.headers:
+        problem, remedy = "did not accept the API key", remedy or "give another one with"
+    else:
+        problem, remedy = "requires an API key", remedy or "give it with"
+    where = "--api-key or in $OPENAI_API_KEY"
+    return f"the server {problem} (status {answer.status_code}); {remedy} {where}"
 
 
 def _no_response(error: httpx.HTTPError, remedy: str) -> str:

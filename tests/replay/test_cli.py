@@ -38,7 +38,7 @@ def test_a_run_writes_results_and_report_and_prints_both_tables(
 ) -> None:
     out, html = tmp_path / "new" / "r.json", tmp_path / "r.html"
     options = ["--slo-scale", "0.5,1", "--seed", 3, "--rate-scale", 2, "--limit", 6, "--strict"]
-    assert cli("run", trace, "--url", server.url, "--out", out, "--html", html, *options) == 0
+    assert cli("run", trace, "--url", server.url, "--out", out, "--report", html, *options) == 0
     results = read_results(out)
     assert (results.config.seed, results.config.slo_scales) == (3, (0.5, 1.0))
     assert [record.ok for record in results.records] == [True] * 6
@@ -50,6 +50,16 @@ def test_a_run_writes_results_and_report_and_prints_both_tables(
     assert (tmp_path / "again.html").read_text() == html.read_text()
 
 
+def test_a_server_of_another_kind_is_an_error_of_one_line(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(ScriptedServer()) as server:
+        assert cli("run", trace, "--url", f"{server.url}/other") == 2
+    said = capsys.readouterr().err
+    assert "the response to GET /v1/models is not in OpenAI's format: Client error '404" in said
+    assert said.count("\n") == 1
+
+
 def test_a_key_is_sent_and_not_kept(
     trace: Path,
     tmp_path: Path,
@@ -59,12 +69,14 @@ def test_a_key_is_sent_and_not_kept(
     out = tmp_path / "run.json"
     with running(ScriptedServer(key="secret-1")) as server:
         command = ["run", trace, "--url", f"{server.url}/v1/", "--out", out, "--strict"]
-        for key, code in (("", 2), ("wrong", 2), ("secret-1", 0)):
+        missing = "the server requires an API key (status 401); give it with --api-key or in"
+        wrong = "the server did not accept the API key (status 401); give another one with"
+        for key, code, says in (("", 2, missing), ("wrong", 2, wrong), ("secret-1", 0, "")):
             monkeypatch.setenv("OPENAI_API_KEY", key)
             assert cli(*command) == code
             shown = capsys.readouterr()
-            refused = "status 401); give it with --api-key or in $OPENAI_API_KEY"
-            assert (refused in shown.err) == (code == 2)
+            assert says in shown.err
+            assert ("API key" in shown.err) == (code == 2)
             assert "secret-1" not in shown.out + shown.err
         monkeypatch.delenv("OPENAI_API_KEY")
         assert cli(*command, "--api-key", "secret-1") == 0

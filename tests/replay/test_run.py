@@ -186,7 +186,7 @@ def test_a_wrong_address_of_status_is_one_warning(
     [
         (
             ScriptedServer(key="operator"),
-            r"the server did not accept the API key \(status 401\); give an operator's with"
+            r"the server requires an API key \(status 401\); give an operator's with"
             r" --api-key or in \$OPENAI_API_KEY",
         ),
         (ScriptedServer(with_status=False), "the response to GET /status has status 404"),
