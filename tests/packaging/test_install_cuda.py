@@ -183,6 +183,14 @@ def test_options_that_do_not_go_together() -> None:
     assert "--torch-index is for torch's CPU build" in done.stderr
 
 
+@pytest.mark.parametrize("option", ["--torch-index", "--python", "--venv"])
+def test_an_option_without_its_value_is_one_line(option: str) -> None:
+    for given in ([option], [option, ""]):
+        done = install(*given)
+        assert done.returncode == 2
+        assert re.fullmatch(rf"install: {option} takes a (URL|path)\n", done.stderr)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("version", PYTHONS)
