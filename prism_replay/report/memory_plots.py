@@ -48,7 +48,7 @@ def of_devices(results: ReplayResults) -> Any:
     patches = [Patch(color=shade, label=name) for name, shade in colors.items()]
     style: dict[str, Any] = {"color": theme.MARKERS["fg"], "linestyle": "", "markersize": 5}
     marks = [Line2D([], [], marker=mark, label=kind, **style) for kind, mark in MARKS.items()]
-    figure.legend(handles=[*patches, *marks], loc="outside lower center", ncols=6)
+    theme.legend_below(figure, 6, [*patches, *marks])
     return figure
 
 

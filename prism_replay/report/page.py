@@ -68,7 +68,11 @@ def cards(results: ReplayResults) -> list[tuple[str, str, str]]:
     found = [attainment_card(total, scale_key(results.config.main_scale))]
     found += [
         ("requests", f"{total.requests}", f"{failed} failed" if failed else "none failed"),
-        ("output", f"{summary.output_tokens_per_s:.1f} tok/s", f"in {summary.duration_s:.0f} s"),
+        (
+            "output tokens",
+            f"{summary.output_tokens_per_s:.1f} tok/s",
+            f"in {summary.duration_s:.0f} s",
+        ),
         ("P95 TTFT", milliseconds(total.ttft_ms.p95), f"P50 {milliseconds(total.ttft_ms.p50)}"),
         ("P95 TPOT", milliseconds(total.tpot_ms.p95), f"P50 {milliseconds(total.tpot_ms.p50)}"),
     ]

@@ -14,6 +14,10 @@ from prism_replay.report.series import colors_of, series_of
 from prism_replay.results import LABELS, Attainment, ReplayResults, RequestRecord, scale_key
 
 MAP_BIN_S = 10.0
+GROUPS_MAX = 4
+"""Groups of bars that fit a figure of the usual height."""
+OUTLIERS_PERCENT = 5
+"""Percentage of a model's lowest latencies that may be left of the axis."""
 
 
 def all_plots(results: ReplayResults) -> dict[str, str]:
@@ -28,8 +32,7 @@ def all_plots(results: ReplayResults) -> dict[str, str]:
             "arrivals": partial(arrivals, results),
             "memory": partial(memory_plots.total, results),
             "maps": partial(map_rate, results),
-        },
-        last_wide=True,
+        }
     )
 
 
@@ -40,7 +43,8 @@ def attainment_per_model(results: ReplayResults) -> Any:
     found = {name: group.attainment[scale_key(scale)] for name, group in groups.items()}
     if all(attainment.all is None for attainment in found.values()):
         return None
-    size = (theme.HALF[0], max(theme.HALF[1], 0.8 + 0.62 * len(found)))
+    width = theme.HALF[0] * (1 if len(found) <= GROUPS_MAX else 2)
+    size = (width, max(theme.HALF[1], 0.8 + 0.62 * len(found)))
     title = f"SLO attainment per model, SLO scale {scale:g}"
     figure, axes = theme.new_axes(title, "requests within their SLO (%)", "", size)
     rows: Floats = np.arange(len(found), dtype=np.float64)[::-1]
@@ -71,12 +75,16 @@ def attainment_per_scale(results: ReplayResults) -> Any:
     axes.set_xticks(scales, [f"{scale:g}" for scale in scales])
     axes.minorticks_off()
     axes.set_ylim(0, 103)
-    axes.legend(loc="lower right")
+    theme.legend_below(figure, 4)
     return figure
 
 
 def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
-    """Draws a CDF per model over a logarithmic axis in ms, with its SLO as a dotted line."""
+    """Draws a CDF per model over a logarithmic axis in ms, with its SLO as a dotted line.
+
+    The axis begins at a low percentile. Single answers whose tokens arrive together have a TPOT
+    near 0, and would take most of a logarithmic axis.
+    """
     names = series_of(results)
     groups, colors = _by_series(results, names), colors_of(names)
     series = {name: _latencies_ms(records, metric) for name, records in groups.items()}
@@ -91,8 +99,11 @@ def latency_cdf(results: ReplayResults, metric: str, title: str) -> Any:
     slos_ms = {name: slo for name in series if (slo := _common_slo_ms(groups[name], metric))}
     for name, slo_ms in slos_ms.items():
         axes.axvline(slo_ms, color=colors[name], linestyle=":", linewidth=1.2)
-    shown = [*np.concatenate(list(series.values())), *slos_ms.values()]
-    axes.set_xlim(min(shown) / 1.3, max(shown) * 1.3)
+    lows_ms = [np.percentile(values, OUTLIERS_PERCENT) for values in series.values()]
+    highs_ms = [values[-1] for values in series.values()]
+    axes.set_xlim(
+        min([*lows_ms, *slos_ms.values()]) / 1.3, max([*highs_ms, *slos_ms.values()]) * 1.3
+    )
     theme.log_x(axes)
     axes.set_ylim(0, 101)
     theme.legend_below(figure, min(len(series), 4))
@@ -155,7 +166,7 @@ def map_rate(results: ReplayResults) -> Any:
         rates = np.diff(np.interp(edges_s, times_s, totals)) * 60 / MAP_BIN_S
         axes.stairs(rates, edges_s, color=shade, label=name, linewidth=1.6)
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right")
+    theme.legend_below(figure, 2)
     return figure
 
 

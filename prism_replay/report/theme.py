@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 HALF = (6.2, 3.3)
 """Size in inches of a figure that fills half of the page's width."""
+ENTRY_WIDTH, CHARACTER_WIDTH = 0.58, 0.066
+"""Inches that an entry of a legend takes, without its text, and a character of its text."""
 SERIES_MAX = 8
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 _NAMES = ["fg", "muted", "grid", "ttft", "tpot", "e2e", "all"]
@@ -52,23 +54,38 @@ RC = {
 }
 
 
-WIDE = "devices"
-"""Name of the figure that has the page's full width."""
+def draw(plots: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """Returns name -> SVG of each plot, without those that have no data.
 
-
-def draw(plots: Mapping[str, Callable[[], Any]], last_wide: bool = False) -> dict[str, str]:
-    """Returns name -> SVG of each plot.
+    If the figures of half the page's width do not fill their last row, the last of them gets the
+    full width. A figure of the full width is drawn twice, for wide screens and for narrow ones.
 
     Args:
         plots: Functions that draw a figure, or return None if they have no data.
-        last_wide: Draws the last figure over the page's full width if it is alone in its row.
     """
     with mpl.rc_context(RC):
         drawn = {name: plot() for name, plot in plots.items()}
         figures = {name: figure for name, figure in drawn.items() if figure}
-        if last_wide and len(figures.keys() - {WIDE}) % 2:
-            list(figures.values())[-1].set_size_inches(2 * HALF[0], HALF[1])
-        return {name: to_svg(figure, name) for name, figure in figures.items()}
+        halves = [figure for figure in figures.values() if not _is_wide(figure)]
+        if len(halves) % 2:
+            halves[-1].set_figwidth(2 * HALF[0])
+        return {name: _for_screens(figure, name) for name, figure in figures.items()}
+
+
+def _is_wide(figure: Any) -> bool:
+    return bool(figure.get_figwidth() > HALF[0])
+
+
+def _for_screens(figure: Any, name: str) -> str:
+    """Returns the SVG of a figure, or one element with both SVGs of a wide figure."""
+    if not _is_wide(figure):
+        return to_svg(figure, name)
+    wide = to_svg(figure, name)
+    figure.set_figwidth(HALF[0])
+    narrow = to_svg(figure, f"{name}-narrow")
+    found = {"wide": wide, "narrow": narrow}
+    svgs = (svg.replace("<svg", f'<svg class="{kind}"', 1) for kind, svg in found.items())
+    return f"<div>{''.join(svgs)}</div>"
 
 
 def series_color(number: int) -> str:
@@ -129,8 +146,22 @@ def _log_ticks(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def legend_below(figure: Any, columns: int) -> None:
-    figure.legend(loc="outside lower center", ncols=columns)
+def legend_below(figure: Any, columns: int, handles: Sequence[Any] | None = None) -> None:
+    """Draws the legend in rows of equal length, as wide as a half of the page at most.
+
+    Args:
+        columns: Most entries of a row.
+        handles: Entries. Default: those of the figure's axes.
+    """
+    if handles is None:
+        handles = [one for axes in figure.axes for one in axes.get_legend_handles_labels()[0]]
+    if not handles:
+        return
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    fitting = int(HALF[0] / (ENTRY_WIDTH + CHARACTER_WIDTH * longest))
+    rows = -(-len(handles) // max(1, min(columns, fitting)))
+    columns = -(-len(handles) // rows)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
 def to_svg(figure: Any, name: str) -> str:

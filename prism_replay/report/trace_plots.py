@@ -100,7 +100,7 @@ def lengths(trace: Trace) -> Any:
         axes, [request.output_length for request in trace], theme.series_color(1), "output"
     )
     theme.log_x(axes)
-    axes.legend(loc="lower right")
+    theme.legend_below(figure, 2)
     return figure
 
 

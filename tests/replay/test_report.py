@@ -17,7 +17,16 @@ from prism_replay.report.console import print_results
 from prism_replay.report.page import rate_rows, render
 from prism_replay.report.plots import all_plots
 from prism_replay.report.series import OTHERS
-from prism_replay.report.theme import HALF, MARKERS, RC, log_x, log_y, new_axes, to_svg
+from prism_replay.report.theme import (
+    HALF,
+    MARKERS,
+    RC,
+    legend_below,
+    log_x,
+    log_y,
+    new_axes,
+    to_svg,
+)
 from prism_replay.results import (
     Counters,
     DeviceMemory,
@@ -123,11 +132,80 @@ def test_throughput_and_normalised_latency_are_on_the_page_and_the_terminal() ->
     assert line.replace("│", "").split() == ["good", *" ".join(cells).split()]
 
 
+def texts_of(svg: str) -> list[str]:
+    return ["".join(node.itertext()) for node in ET.fromstring(svg).iter("text")]
+
+
+def test_a_single_tpot_near_0_does_not_take_the_axis() -> None:
+    records = [a_record(number, tpot_ms=0.0 if number == 0 else 20.0) for number in range(40)]
+    summary = summarize(records, (1.0,), 40.0, None)
+    config = RunConfig(trace="t", url="u", requests=40)
+    texts = texts_of(all_plots(ReplayResults(config, records, [], None, summary))["tpot"])
+    assert "20" in texts
+    assert not {"0.01", "0.1", "1"} & set(texts)
+
+
+def test_the_page_says_which_tokens_a_rate_counts() -> None:
+    text = " ".join(Page(render(results())).text.split())
+    assert "output tokens5.0 tok/s" in text
+    assert "Output tokens: 5.0/s. Output tokens and the prompts of finished requests: 15.0" in text
+    assert "“tok/s” counts output tokens" in text
+
+
+def test_no_legend_lies_on_lines() -> None:
+    found = all_plots(results())
+    for name in ("maps", "scales"):
+        plot = ET.fromstring(found[name])
+        groups = {node.get("id"): [*node] for node in plot.iter("g")}
+        assert f"{name}-legend_1" in groups
+        inside = {child.get("id") for child in groups[f"{name}-axes_1"]}
+        assert f"{name}-legend_1" not in inside
+
+
+def test_rows_of_plots_are_full() -> None:
+    """Counts figures of half the width: the last one is wide where their number is odd."""
+    for scales in ((1.0,), (0.5, 1.0)):
+        plots = all_plots(results(scales=scales))
+        wide = [name for name, svg in plots.items() if 'class="wide"' in svg]
+        assert wide == (["maps"] if len(plots) % 2 else [])
+        assert (len(plots) - len(wide)) % 2 == 0
+    assert "auto-flow dense" in render(results())
+
+
+def test_a_wide_figure_has_a_narrow_form() -> None:
+    plot = ET.fromstring(all_plots(with_devices(results()))["devices"])
+    widths = {
+        svg.get("class"): float((svg.get("viewBox") or "").split()[2])
+        for svg in plot.findall("svg")
+    }
+    assert widths["narrow"] == widths["wide"] / 2 == pytest.approx(72 * HALF[0])
+
+
+@pytest.mark.parametrize(("labels", "columns"), [(6, 6), (7, 4), (3, 3), (13, 5)])
+def test_rows_of_a_legend_are_of_equal_length(labels: int, columns: int) -> None:
+    with mpl.rc_context(RC):
+        figure, axes = new_axes("t", "x", "y", HALF)
+        for number in range(labels):
+            axes.plot([0, 1], [0, number], label=f"m{number}")
+        legend_below(figure, 6)
+    assert figure.legends[0]._ncols == columns
+
+
+def test_long_names_in_a_legend_fit_the_page() -> None:
+    with mpl.rc_context(RC):
+        figure, axes = new_axes("t", "x", "y", HALF)
+        for number in range(4):
+            axes.plot([0, 1], [0, 1], label=f"organization/model-{number}-with-a-long-name")
+        legend_below(figure, 4)
+        figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().width <= figure.bbox.width
+
+
 def test_every_figure_is_well_formed_and_has_units() -> None:
     plots = all_plots(results())
     assert list(plots) == ["attainment", "scales", "ttft", "tpot", "arrivals", "memory", "maps"]
     for name, svg in plots.items():
-        texts = " ".join("".join(node.itertext()) for node in ET.fromstring(svg).iter("text"))
+        texts = " ".join(texts_of(svg))
         assert re.search(r"\((ms, log|s|%)\)", texts), name
     assert "MiB" in plots["memory"]
 
@@ -140,7 +218,7 @@ def test_log_axes_have_labels_without_markup(low_ms: int, high_ms: int) -> None:
         log_x(axes)
         log_y(axes)
         svg = to_svg(figure, "t")
-    texts = ["".join(node.itertext()) for node in ET.fromstring(svg).iter("text")]
+    texts = texts_of(svg)
     ticks = [text for text in texts if text not in ("t", "ms", "s")]
     assert len(ticks) >= 2
     assert all(re.fullmatch(r"[\d.e+]+", text) for text in ticks), ticks
@@ -196,7 +274,7 @@ def test_the_memory_of_each_device_replaces_the_total() -> None:
     found = with_devices(results())
     plots = all_plots(found)
     assert "memory" not in plots
-    texts = ["".join(n.itertext()) for n in ET.fromstring(plots["devices"]).iter("text")]
+    texts = texts_of(plots["devices"])
     assert {"host:0 (GiB)", "host:1 (MiB)", "m0", "m1", NASTY, "activate", "evict"} <= set(texts)
     page = Page(render(found))
     assert "plot-devices" in page.ids
