@@ -13,7 +13,7 @@ from prism_replay.base_slos import BaseSlos
 from prism_replay.metrics import attainment, columns
 from prism_replay.report.page import RATE_HEADS, milliseconds, percent, rate_rows
 from prism_replay.report.stats import TraceStats
-from prism_replay.report.trace_page import HEADS, comparison_rows, model_cells
+from prism_replay.report.trace_page import EXPLAINED, HEADS, comparison_rows, model_cells
 from prism_replay.results import ReplayResults, RequestRecord
 from prism_replay.trace import TraceRequest
 
@@ -26,7 +26,8 @@ SHOWN_FIGURES = 7
 class LiveProgress:
     """Progress of a replay: a bar on a terminal, otherwise a line every 10 s.
 
-    Shows the attainment of all SLOs together over the last 50 responses, at one scale.
+    Shows the attainment of all SLOs together over the last 50 responses, at one scale, and how
+    many responses these are.
     """
 
     def __init__(self, console: Console, requests: int, scale: float) -> None:
@@ -35,7 +36,7 @@ class LiveProgress:
         self.recent: deque[bool] = deque(maxlen=ROLLING_REQUESTS)
         self.printed_s = time.monotonic()
         self.bar = Progress(
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),
             console=console,
@@ -65,11 +66,15 @@ class LiveProgress:
         self._show()
 
     @property
+    def recent_label(self) -> str:
+        return f"last {len(self.recent)} within SLO" if self.recent else "within SLO"
+
+    @property
     def state(self) -> str:
         rolling = percent(sum(self.recent) / len(self.recent)) if self.recent else "-"
         return (
             f"sent {self.sent_count}, done {self.done_count} of {self.requests}, "
-            f"errors {self.error_count}, attainment {rolling}"
+            f"errors {self.error_count}, {self.recent_label} {rolling}"
         )
 
     def _show(self) -> None:
@@ -164,6 +169,7 @@ def print_stats(console: Console, stats: TraceStats) -> None:
         name, _, *cells = model_cells(model)
         models.add_row(name, *cells[:SHOWN_FIGURES])
     console.print(models)
+    console.print(EXPLAINED, highlight=False)
     title = "All models, compared with production traces (Prism)"
     summary = new_table(title, "statistic", "here", "published")
     for row in comparison_rows(stats):

@@ -56,8 +56,9 @@ class TraceStats:
     """Statistics of each model, the most popular first."""
     tail_share: float
     """Fraction of the requests to the last 60 % of the models."""
-    rate_cv_above_half: float
-    rate_cv_above_1: float
+    rate_cv_above_half: float | None
+    """None if no model has such a coefficient of variation, as in a trace of a minute."""
+    rate_cv_above_1: float | None
     median_idle_above_30_s: float
     median_idle_above_80_s: float
     idle_per_hour_above_40: float
@@ -92,8 +93,8 @@ def describe(trace: Trace, duration_s: float | None = None) -> TraceStats:
         requests=len(trace),
         models=models,
         tail_share=tail_share(np.array([m.requests for m in models], dtype=float)),
-        rate_cv_above_half=_fraction((m.rate_cv or 0) > 0.5 for m in models),
-        rate_cv_above_1=_fraction((m.rate_cv or 0) > 1 for m in models),
+        rate_cv_above_half=_rate_cv_above(0.5, models),
+        rate_cv_above_1=_rate_cv_above(1, models),
         median_idle_above_30_s=_fraction((m.median_idle_s or 0) > 30 for m in models),
         median_idle_above_80_s=_fraction((m.median_idle_s or 0) > 80 for m in models),
         idle_per_hour_above_40=_fraction(m.idle_per_hour > 40 for m in models),
@@ -173,6 +174,12 @@ def _describe_model(
 
 def arrivals_s(requests: Sequence[TraceRequest]) -> Floats:
     return np.array([request.arrival_s for request in requests])
+
+
+def _rate_cv_above(limit: float, models: Sequence[ModelStats]) -> float | None:
+    if all(model.rate_cv is None for model in models):
+        return None
+    return _fraction((model.rate_cv or 0) > limit for model in models)
 
 
 def _fraction(flags: Iterable[bool]) -> float:

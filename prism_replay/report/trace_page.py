@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prism.errors import TraceError
 from prism_replay.report.page import environment, percent
-from prism_replay.report.stats import ModelStats, TraceStats
+from prism_replay.report.stats import ACTIVE_WINDOW_S, IDLE_S, ModelStats, TraceStats
 from prism_replay.trace import Trace
 
 MODELS_SHOWN = 200
@@ -22,6 +22,12 @@ HEADS = (
     "active",
     "input",
     "output",
+)
+EXPLAINED = (
+    f"idle: part of the time in gaps of more than {IDLE_S:g} s between requests. active: part of"
+    f" the time with a request in the last {ACTIVE_WINDOW_S / 60:g} minutes. A model can be both at"
+    " the same time. CV: standard deviation / mean, of requests per minute (rate) and of times"
+    " between requests (gap). -: not defined, such as the CV of a single value."
 )
 
 
@@ -44,6 +50,7 @@ def render(name: str, trace: Trace, stats: TraceStats) -> str:
         heads=HEADS,
         models=[model_cells(model) for model in stats.models[:MODELS_SHOWN]],
         plots=trace_plots(trace, stats),
+        explained=EXPLAINED,
     )
 
 

@@ -13,7 +13,7 @@ from msgspec import structs
 from rich.console import Console
 
 from prism_replay.metrics import summarize
-from prism_replay.report.console import print_results
+from prism_replay.report.console import LiveProgress, print_results
 from prism_replay.report.page import rate_rows, render
 from prism_replay.report.plots import all_plots
 from prism_replay.report.series import OTHERS
@@ -84,6 +84,14 @@ def results(
     summary = summarize(records, scales, 40.0, counters)
     config = RunConfig(trace="test.jsonl", url="http://h:1", requests=40, slo_scales=scales)
     return ReplayResults(config, records, samples, counters, summary)
+
+
+def test_the_progress_says_over_how_many_answers_its_attainment_is() -> None:
+    progress = LiveProgress(Console(file=io.StringIO()), 60, 1.0)
+    assert progress.state.endswith("within SLO -")
+    for number in range(60):
+        progress.done(a_record(number, ttft_ms=500.0 if number < 20 else 50.0))
+    assert progress.state == "sent 0, done 60 of 60, errors 0, last 50 within SLO 80.0 %"
 
 
 def test_nothing_is_fetched() -> None:

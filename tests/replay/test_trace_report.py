@@ -16,7 +16,7 @@ from prism_replay.formats.reader import read_format
 from prism_replay.generators.base import generate
 from prism_replay.generators.kinds import config_of_preset
 from prism_replay.report.stats import describe
-from prism_replay.report.trace_page import comparison_rows, render
+from prism_replay.report.trace_page import comparison_rows, model_cells, render
 from prism_replay.trace import models_of, read_trace, write_trace
 from tests.replay.records import a_request
 from tests.replay.test_report import Page
@@ -55,6 +55,28 @@ def test_published_values_stand_beside_ours() -> None:
     assert rows["requests from the last 60 % of models"] == ("25.1 %", "about 25 %")
     assert rows["correlation of a model's days"] == ("-", "near 0")
     assert len(rows) == 12
+
+
+def test_a_coefficient_that_is_not_defined_is_a_dash_everywhere() -> None:
+    short = [a_request(second) for second in (0.0, 7.0, 30.0)]
+    stats = describe(short, 60.0)
+    assert model_cells(stats.models[0])[3] == "-"
+    rows = {label: here for label, here, _ in comparison_rows(stats)}
+    assert rows["models with CV of req/min above 0.5"] == "-"
+    assert rows["models with CV of req/min above 1"] == "-"
+
+
+def test_stats_say_what_idle_and_active_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, html = tmp_path / "t.jsonl", tmp_path / "s.html"
+    write_trace(path, [a_request(0.0), a_request(30.0)])
+    assert cli("stats", path, "--html", html) == 0
+    for shown in (capsys.readouterr().out, Page(html.read_text()).text):
+        text = " ".join(shown.split())
+        assert "idle: part of the time in gaps of more than 10 s between requests" in text
+        assert "active: part of the time with a request in the last 2 minutes" in text
+        assert "-: not defined" in text
 
 
 def test_stats_writes_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
