@@ -68,7 +68,7 @@ def _traces(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def _attainments(trace: str, groups: Sequence[SeedGroup]) -> Any:
-    figure, axes = new_axes(trace, "", "requests within their SLO (%)", HALF)
+    figure, axes = new_axes(f"SLO attainment, {trace}", "", "requests within their SLO (%)", HALF)
     judged = [m for m in METRICS if all(group.judges(m) for group in groups)]
     found = {metric: [group.attainment(metric) for group in groups] for metric in judged}
     bars = {
@@ -84,7 +84,7 @@ def _attainments(trace: str, groups: Sequence[SeedGroup]) -> Any:
 
 
 def _latencies(trace: str, groups: Sequence[SeedGroup]) -> Any:
-    figure, axes = new_axes(trace, "", "seconds, log", HALF)
+    figure, axes = new_axes(f"P99 latency, {trace}", "", "P99 latency (s, log)", HALF)
     bars = {
         label: [_p99_s(group, metric) for group in groups] for metric, label in LATENCIES.items()
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from prism_replay.outcomes import Rows, heads_of, write_csv
-from prism_replay.report.page import environment, percent
+from prism_replay.outcomes import Rows, write_csv
+from prism_replay.report.page import environment
+from prism_replay.report.page_tables import PageTable, difference_page_tables, outcome_tables
 from prism_replay.results import write_json
 
 
@@ -22,6 +23,8 @@ class Contents(NamedTuple):
     rows: Rows
     seeds: Rows
     differences: Rows
+    # Tables of the page. None: those of `rows`.
+    tables: Sequence[PageTable] | None = None
 
 
 def write_outcomes(
@@ -37,27 +40,20 @@ def write_outcomes(
     write_json(out / f"{given.name}.json", given.found)
     write_csv(out / f"{given.name}.csv", given.rows)
     write_csv(out / "seeds.csv", given.seeds)
-    tables = [_table("", given.rows)]
+    tables = list(outcome_tables(given.rows) if given.tables is None else given.tables)
     if given.differences:
         write_csv(out / "differences.csv", given.differences)
-        against = given.differences[0]["against"]
-        heading = f"Differences from {against} over common seeds"
-        tables.append(_table(heading, given.differences))
+        tables += difference_page_tables(given.differences)
     else:
         (out / "differences.csv").unlink(missing_ok=True)
+    csv = [f"{given.name}.csv", "seeds.csv", *(["differences.csv"] if given.differences else [])]
     template = environment("prism_replay").get_template("outcomes.html")
-    page = template.render(program=program, title=title, tables=tables, plots=plots)
+    page = template.render(
+        program=program, title=title, tables=tables, plots=plots, seeds=seeds_of(given), csv=csv
+    )
     (out / "report.html").write_text(page, encoding="utf-8")
 
 
-def _table(heading: str, rows: Rows) -> tuple[str, list[str], list[list[str]]]:
-    heads = heads_of(rows)
-    return heading, heads, [[_cell(head, row.get(head)) for head in heads] for row in rows]
-
-
-def _cell(head: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if head.startswith("attainment"):
-        return percent(value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def seeds_of(given: Contents) -> int:
+    """Returns the number of seeds of each point, 1 for a single one."""
+    return max((row.get("seeds", 1) for row in given.rows), default=1)

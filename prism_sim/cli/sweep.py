@@ -34,7 +34,15 @@ from prism_sim.cli.options import (
     seeds_of,
     warn_of_policies,
 )
-from prism_sim.sweeps.planning import CapacityPlan, Search, answers, plans, tried_groups
+from prism_sim.scenario.scenario import read_config
+from prism_sim.sweeps.planning import (
+    CapacityPlan,
+    Search,
+    answers,
+    plan_goal,
+    plans,
+    tried_groups,
+)
 from prism_sim.sweeps.points import (
     Point,
     Store,
@@ -50,6 +58,10 @@ Jobs = Annotated[
 ]
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")]
 SHORT = {"gpus": "gpus.count"}
+ONE_SEED = (
+    "hint: the plan is for the trace of one seed, others may need more GPUs;"
+    " --seeds 5 plans for the mean of five"
+)
 
 
 def sweep(
@@ -162,10 +174,14 @@ def plan(
     differences = difference_rows(tried_groups(found), against)
     if differences:
         console.print(difference_table(differences, ["policy", "gpus"]))
+    if not chosen and read_config(config, fixed).trace is None:
+        console.print(ONE_SEED)
     if out is not None:
         from prism_sim.sweeps.pages import write_plans
 
-        write_plans(out, found, differences, f"{config.stem}: GPUs for {target:.0%} {metric}")
+        write_plans(
+            out, found, differences, f"{config.stem}: fewest GPUs for {plan_goal(found[0])}"
+        )
         console.print(f"results: {out}")
 
 
@@ -194,7 +210,7 @@ def parse_varies(texts: list[str]) -> dict[str, list[Any]]:
 
 
 def plan_table(made: list[CapacityPlan]) -> Table:
-    title = f"GPUs for {made[0].target:.0%} {made[0].metric} attainment"
+    title = f"GPUs for {plan_goal(made[0])}"
     table = new_table(title, "policy", "GPUs", "attainment", "points tried")
     for found in made:
         gpus = str(found.gpus) if found.gpus is not None else f"{max(found.tried)}+"

@@ -7,10 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from prism_replay.outcomes import METRICS, Rows, SeedGroup, seed_rows, sweep_rows
 from prism_replay.report.outcome_page import Contents, write_outcomes
-from prism_replay.report.theme import HALF, SERIES_MAX, draw, legend_below, new_axes, series_color
-from prism_sim.sweeps.planning import CapacityPlan, tried_groups
+from prism_replay.report.page import percent
+from prism_replay.report.page_tables import SHORT, PageTable
+from prism_replay.report.theme import (
+    HALF,
+    MARKERS,
+    SERIES_MAX,
+    draw,
+    legend_below,
+    new_axes,
+    series_color,
+)
+from prism_sim.sweeps.planning import CapacityPlan, gpus_text, tried_groups
 
 LinePoint = tuple[Any, float, float]
 """x, per cent, half-width of the interval (0: none)."""
@@ -32,7 +44,8 @@ def write_plans(out: Path, plans: Sequence[CapacityPlan], differences: Rows, tit
     """Writes the same files for a plan."""
     plots = draw({"plan": partial(_plan_figure, plans)})
     seeds = seed_rows(tried_groups(plans))
-    given = Contents("plan", plans, plan_rows(plans), seeds, differences)
+    tables = [plan_page_table(plans)]
+    given = Contents("plan", plans, plan_rows(plans), seeds, differences, tables)
     write_outcomes(out, given, "prism-sim", title, plots)
 
 
@@ -50,6 +63,26 @@ def plan_rows(plans: Sequence[CapacityPlan]) -> Rows:
         }
         for plan in plans
     ]
+
+
+def plan_page_table(plans: Sequence[CapacityPlan]) -> PageTable:
+    heads = ("policy", "GPUs", "attainment", "tried")
+    rows = [
+        (
+            plan.policy,
+            f"{plan.gpus}" if plan.gpus is not None else f"more than {max(plan.tried)}",
+            _shown(plan, plan.gpus or max(plan.tried)),
+            ", ".join(f"{gpus_text(gpus)}: {_shown(plan, gpus)}" for gpus in sorted(plan.tried)),
+        )
+        for plan in plans
+    ]
+    return PageTable("GPUs of each policy", heads, rows, text_last=True)
+
+
+def _shown(plan: CapacityPlan, gpus: int) -> str:
+    half_width = plan.half_widths.get(gpus)
+    found = percent(plan.tried[gpus])
+    return found if half_width is None else f"{found} ± {100 * half_width:.1f}"
 
 
 def _plan_interval(plan: CapacityPlan) -> dict[str, Any]:
@@ -80,8 +113,17 @@ def _sweep_figure(
         found = group.attainment(metric)
         x = _axis_value(group.changes[axis])
         lines.setdefault(name, []).append((x, 100 * found.mean, 100 * found.half_width))
-    label = f"requests within their SLO, {METRICS[metric]} (%)"
-    return _attainment_figure(f"{METRICS[metric]} attainment", axis, label, lines)
+    label = _attainment_label(metric)
+    axis = SHORT.get(axis, axis)
+    return _attainment_figure(f"{_attainment_of(metric)} by {axis}", axis, label, lines)
+
+
+def _attainment_of(metric: str) -> str:
+    return "Attainment of all SLOs" if metric == "all" else f"{METRICS[metric]} attainment"
+
+
+def _attainment_label(metric: str) -> str:
+    return f"requests within {METRICS[metric]}{'' if metric == 'all' else ' SLO'} (%)"
 
 
 def _plan_figure(plans: Sequence[CapacityPlan]) -> Any:
@@ -91,8 +133,9 @@ def _plan_figure(plans: Sequence[CapacityPlan]) -> Any:
         ]
         for plan in plans
     }
-    target = 100 * plans[0].target
-    return _attainment_figure("GPUs tried", "GPUs", "attainment (%)", lines, target)
+    title = f"{_attainment_of(plans[0].metric)} by number of GPUs"
+    label = _attainment_label(plans[0].metric)
+    return _attainment_figure(title, "GPUs", label, lines, 100 * plans[0].target)
 
 
 def _attainment_figure(
@@ -106,7 +149,10 @@ def _attainment_figure(
         if any(halves):
             axes.errorbar(xs, ys, yerr=halves, fmt="none", ecolor=color, capsize=3)
     if target is not None:
-        axes.axhline(target, linestyle=":", linewidth=1.2)
+        style = {"color": MARKERS["fg"], "linestyle": ":", "linewidth": 1.2}
+        axes.axhline(target, label=f"target, {target:g} %", **style)
+    if all(isinstance(x, int) for points in lines.values() for x, *_ in points):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 103)
     legend_below(figure, 4)
     return figure

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from prism_replay.intervals import Interval
-from prism_replay.outcomes import PointOutcome, SeedGroup
+from prism_replay.outcomes import METRICS, PointOutcome, SeedGroup
 from prism_sim.sweeps.points import Point, Store, in_processes, run_points, seeded, simulate
 
 
@@ -74,7 +74,7 @@ def plan_one(search: Search) -> CapacityPlan:
             Point(search.config, changes | seed, tables=tables) for seed in seeded(search.seeds)
         ]
         if search.says:
-            print(f"{search.policy}: simulating {gpus} GPUs", file=sys.stderr, flush=True)
+            print(f"{search.policy}: simulating {gpus_text(gpus)}", file=sys.stderr, flush=True)
         return run_points(points, simulate, jobs=1, store=store, progress=_silent)
 
     return fewest_gpus(
@@ -84,6 +84,16 @@ def plan_one(search: Search) -> CapacityPlan:
         most=search.most,
         simulate=simulated,
     )
+
+
+def gpus_text(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
+def plan_goal(plan: CapacityPlan) -> str:
+    """Returns text such as "99.5 % of requests within their TTFT SLO"."""
+    slos = "all their SLOs" if plan.metric == "all" else f"their {METRICS[plan.metric]} SLO"
+    return f"{100 * plan.target:g} % of requests within {slos}"
 
 
 def _silent(done: int, total: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,8 @@ from prism_sim.cli import sweep as sweep_cli
 from prism_sim.cli.sweep import parse_vary
 from prism_sim.cluster.world import World
 from prism_sim.sweeps import planning, points
-from prism_sim.sweeps.planning import fewest_gpus
+from prism_sim.sweeps.pages import plan_page_table, write_plans
+from prism_sim.sweeps.planning import CapacityPlan, fewest_gpus, plan_goal
 from prism_sim.sweeps.points import Point, Store, grid, run_points
 from tests.sim.command import call
 
@@ -107,6 +109,42 @@ def test_plan_writes_what_it_tried_whatever_the_cores(
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
     rows = (tmp_path / "1" / "plan.csv").read_text().splitlines()
     assert rows[1].startswith("prism,1,1.0,ttft,0.99,1,")
+
+
+@pytest.mark.parametrize(("seeds", "hints"), [("1", True), ("2", False)])
+def test_a_plan_of_one_seed_hints_at_more(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: Path,
+    *,
+    seeds: str,
+    hints: bool,
+) -> None:
+    given = ("--policies", "prism", "--max-gpus", "1", "--seeds", seeds, "--jobs", "1")
+    assert call(monkeypatch, "plan", str(config), *given) == 0
+    shown = capsys.readouterr()
+    assert ("--seeds 5" in shown.out) == hints
+    assert "simulating 1 GPU\n" in shown.err
+
+
+def a_plan(metric: str, tried: dict[int, float], gpus: int | None) -> CapacityPlan:
+    at = tried[gpus or max(tried)]
+    return CapacityPlan("prism", gpus, at, 0.995, metric, tried)
+
+
+def test_the_page_of_a_plan_names_what_it_tried(tmp_path: Path) -> None:
+    found = a_plan("ttft", {2: 1.0, 1: 0.7192}, 2)
+    assert plan_goal(found) == "99.5 % of requests within their TTFT SLO"
+    table = plan_page_table([found, a_plan("ttft", {1: 0.5}, None)])
+    assert table.rows == [
+        ("prism", "2", "100.0 %", "1 GPU: 71.9 %, 2 GPUs: 100.0 %"),
+        ("prism", "more than 1", "50.0 %", "1 GPU: 50.0 %"),
+    ]
+    write_plans(tmp_path, [found], [], "t")
+    (svg,) = re.findall(r'<svg class="wide".*?</svg>', (tmp_path / "report.html").read_text(), re.S)
+    ticks = re.findall(r"<text[^>]*>([\d.]+)</text>", svg)
+    assert {"1", "2"} <= set(ticks)
+    assert not [tick for tick in ticks if "." in tick]
 
 
 def test_a_plan_goes_on_where_it_stopped(
