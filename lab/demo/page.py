@@ -7,12 +7,27 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
-from lab.demo import misses
+from lab.demo import losses, misses
 from prism.config.schema.units import format_size
 from prism.scheduler.decision_journal import AnyRecord, Opened, Started, read
-from prism_replay.report.page import environment
+from prism_replay.report.page import environment, percent
 from prism_replay.results import GroupSummary, ReplayResults, read_results, scale_key
+
+Side = Literal["shared", "fixed", "neither"]
+OWN_TRACE = "demo.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One figure with shared memory and with fixed shares."""
+
+    name: str
+    shared: str
+    fixed: str
+    better: Side
+    """Side of the higher figure; neither if both are shown alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,12 @@ def write_page(
             need=format_size(need_bytes(results)),
             room=format_size(results.samples[-1].capacity_bytes) if results.samples else "-",
             gains=gains(results, fixed) if fixed else [],
+            losses=[
+                losses.sentence(subject, found)
+                for subject, found in (("Shared memory", results), ("Fixed shares", fixed))
+                if found
+            ],
+            own_trace=results.config.trace == OWN_TRACE,
             models=list(model_rows(results, fixed)),
             plots=memory_figures(results, fixed),
             actions=actions,
@@ -67,25 +88,35 @@ def need_bytes(results: ReplayResults) -> int:
     return sum(found.values())
 
 
-def gains(shared: ReplayResults, fixed: ReplayResults) -> list[tuple[str, str, str]]:
-    """Returns rows of a figure's name, and its value with shared memory and with fixed shares."""
+def gains(shared: ReplayResults, fixed: ReplayResults) -> list[Gain]:
+    """Returns the figures that show what is gained by sharing. Memory in use has no better side."""
     figures = {
         "models served": _served,
         "requests answered": _answered,
-        "requests within their SLO": lambda found: _percent(found.summary.total),
-        "memory in use, on average": _held,
+        "requests within their SLO": _within,
     }
-    return [(name, figure(shared), figure(fixed)) for name, figure in figures.items()]
+    found = []
+    for name, figure in figures.items():
+        (share, text), (fixed_share, fixed_text) = figure(shared), figure(fixed)
+        better: Side = "shared" if share > fixed_share else "fixed"
+        found.append(Gain(name, text, fixed_text, "neither" if text == fixed_text else better))
+    return [*found, Gain("memory in use, on average", _held(shared), _held(fixed), "neither")]
 
 
-def _served(results: ReplayResults) -> str:
+def _served(results: ReplayResults) -> tuple[float, str]:
     models = results.summary.models.values()
-    return f"{sum(group.completed > 0 for group in models)} of {len(models)}"
+    served = sum(group.completed > 0 for group in models)
+    return served, f"{served} of {len(models)}"
 
 
-def _answered(results: ReplayResults) -> str:
+def _answered(results: ReplayResults) -> tuple[float, str]:
     total = results.summary.total
-    return f"{total.completed} of {total.requests}"
+    return total.completed / max(1, total.requests), f"{total.completed} of {total.requests}"
+
+
+def _within(results: ReplayResults) -> tuple[float, str]:
+    met = _met(results.summary.total)
+    return met or 0.0, percent(met)
 
 
 def _held(results: ReplayResults) -> str:
@@ -93,9 +124,8 @@ def _held(results: ReplayResults) -> str:
     return format_size(int(fmean(s.resident_bytes for s in samples))) if samples else "-"
 
 
-def _percent(group: GroupSummary) -> str:
-    met = group.attainment[scale_key(1.0)].all
-    return "-" if met is None else f"{met:.0%}"
+def _met(group: GroupSummary) -> float | None:
+    return group.attainment[scale_key(1.0)].all
 
 
 def memory_figures(shared: ReplayResults, fixed: ReplayResults | None) -> dict[str, str]:
@@ -115,8 +145,8 @@ def model_rows(
     others missed it)."""
     why = misses.reasons(results)
     for name, group in results.summary.models.items():
-        other = _percent(fixed.summary.models[name]) if fixed else "-"
-        yield name, group.requests, _percent(group), other, misses.in_words(why[name])
+        other = percent(_met(fixed.summary.models[name])) if fixed else "-"
+        yield name, group.requests, percent(_met(group)), other, misses.in_words(why[name])
 
 
 def actions_of(records: Sequence[AnyRecord], first_request_unix_s: float) -> Iterator[TimedAction]:

@@ -13,9 +13,10 @@ import httpx
 import psutil
 import pytest
 import yaml
+from msgspec import structs
 
-from lab.demo import misses
-from lab.demo.page import TimedAction, actions_of
+from lab.demo import losses, misses
+from lab.demo.page import Gain, TimedAction, actions_of, gains, write_page
 from prism.config.resolve import load
 from prism.scheduler.decision_journal import Ended, Opened, Started
 from prism_replay.metrics import summarize
@@ -25,6 +26,7 @@ from prism_replay.results import (
     RequestRecord,
     RunConfig,
     read_results,
+    write_results,
 )
 from prism_replay.trace import models_of, read_trace, write_trace
 from tests.engines.subjects import prepared
@@ -91,7 +93,7 @@ def test_the_demo_serves_replays_reports_and_leaves_nothing(short_dir: Path, tra
     page = (short_dir / "results" / "demo.html").read_text()
     assert 'id="memory-shared"' in page
     assert 'id="memory-fixed"' in page
-    assert "<tr><td>models served</td><td><strong>1 of 1</strong></td><td>1 of 1</td></tr>" in page
+    assert "<tr><td>models served</td><td>1 of 1</td><td>1 of 1</td></tr>" in page
     for text in (shown, page):
         assert "tiny-llama is activated on host:0" in text
     assert "least pressed device with room" in page
@@ -135,6 +137,73 @@ def test_the_reason_of_a_missed_slo() -> None:
     found = misses.reasons(ReplayResults(config, records, [], None, summary, changes))["a"]
     assert found == dict.fromkeys(("activation", "queue", "tokens", "end", "failed"), 1)
     assert misses.in_words(found).startswith("1 got no answer, 1 waited while the model was")
+
+
+def replayed(answers: dict[str, list[bool | None]], trace: str = "demo.jsonl") -> ReplayResults:
+    """Returns results of a replay.
+
+    Args:
+        answers: Model -> whether each request met its SLO; None: it got no answer.
+    """
+    failed = {"error": "timeout", "ttft_ms": None, "tpot_ms": None, "e2e_ms": None}
+    met_by = [(model, met) for model, each in answers.items() for met in each]
+    records = [
+        a_record(n, model, **(failed if met is None else {"ttft_ms": 50.0 if met else 150.0}))
+        for n, (model, met) in enumerate(met_by)
+    ]
+    config = RunConfig(trace=trace, url="u", requests=len(records))
+    summary = summarize(records, (1.0,), 20.0, None)
+    return ReplayResults(config, records, [], None, summary, [])
+
+
+SHARED = replayed({"a": [True] * 47 + [False], "large": [True, False]})
+FIXED = replayed({"a": [True] * 48, "large": [None, None]})
+
+
+def test_equal_figures_are_emphasised_on_neither_side() -> None:
+    """Gives both sides 48 of 50 requests within their SLO, for different reasons."""
+    found = {gain.name: gain for gain in gains(SHARED, FIXED)}
+    assert found["models served"] == Gain("models served", "2 of 2", "1 of 2", "shared")
+    within = found["requests within their SLO"]
+    assert (within.shared, within.fixed, within.better) == ("96.0 %", "96.0 %", "neither")
+    assert found["memory in use, on average"].better == "neither"
+    worse = replayed({"a": [True] * 46 + [False] * 2, "large": [True, False]})
+    (within,) = [gain for gain in gains(worse, FIXED) if "SLO" in gain.name]
+    assert (within.shared, within.fixed, within.better) == ("94.0 %", "96.0 %", "fixed")
+
+
+def test_a_sentence_says_what_each_side_lost() -> None:
+    assert losses.sentence("Shared memory", SHARED) == (
+        "Shared memory served all 2 models, and missed the SLO of 2 requests, which waited for "
+        "other requests."
+    )
+    assert losses.sentence("Fixed shares", FIXED) == (
+        "Fixed shares served 1 of 2 models, answered none of the 2 requests of large, and missed "
+        "the SLO of no other request."
+    )
+    slow = replayed({"a": [True, False, None], "large": [None]})
+    assert losses.sentence("Fixed shares", slow).endswith(
+        "answered not the only request of large, and missed the SLO of 2 other requests: 1 got no "
+        "answer, 1 waited for other requests."
+    )
+
+
+def test_the_page_shows_losses_and_how_its_trace_is_made(tmp_path: Path) -> None:
+    shown = {}
+    for trace in ("demo.jsonl", "other.jsonl"):
+        shared = structs.replace(SHARED, config=structs.replace(SHARED.config, trace=trace))
+        write_results(tmp_path / "shared.json", shared)
+        write_results(tmp_path / "fixed.json", FIXED)
+        paths = (tmp_path / name for name in ("shared.json", "journal", "r.html", "fixed.json"))
+        write_page(tmp_path / "demo.html", *paths)
+        shown[trace] = (tmp_path / "demo.html").read_text()
+    page = shown["demo.jsonl"]
+    row = "<td>requests within their SLO</td><td>96.0 %</td><td>96.0 %</td>"
+    assert row in page
+    assert "<td><strong>2 of 2</strong></td><td>1 of 2</td>" in page
+    assert "Fixed shares served 1 of 2 models" in page
+    assert "traces/make_demo.py" in page
+    assert "traces/make_demo.py" not in shown["other.jsonl"]
 
 
 def test_the_shipped_trace_is_what_its_program_writes() -> None:
