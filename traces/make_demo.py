@@ -15,7 +15,7 @@ PHASES = (
     ("tiny-qwen3", 0.0, 26.0, 48, SMALL),
     ("tiny-gpt2", 6.0, 16.0, 14, SMALL),  # its room is the idle smollm2-135m's, which is evicted
     # Then the smaller device is pressed and the larger one has room: a model migrates.
-    ("smollm2-135m", 28.0, 31.0, 4, LARGE),  # comes back, on a warm engine
+    ("smollm2-135m", 28.0, 40.0, 12, LARGE),  # comes back, on a warm engine
     ("tiny-llama", 34.0, 38.0, 8, SMALL),
 )
 

@@ -206,6 +206,11 @@ def test_the_page_shows_losses_and_how_its_trace_is_made(tmp_path: Path) -> None
     assert "traces/make_demo.py" not in shown["other.jsonl"]
 
 
+def test_the_model_without_a_fixed_share_has_a_tenth_of_the_requests() -> None:
+    trace = read_trace(ROOT / "traces" / "demo.jsonl")
+    assert sum(request.model == "smollm2-135m" for request in trace) >= len(trace) / 10
+
+
 def test_the_shipped_trace_is_what_its_program_writes() -> None:
     program = [sys.executable, ROOT / "traces" / "make_demo.py"]
     written = subprocess.run(program, capture_output=True, check=True).stdout
