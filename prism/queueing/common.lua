@@ -27,6 +27,10 @@
 -- images             sorted set of "digest|size" of stored images, by the time they expire (ms)
 -- images_bytes       size of all stored images
 -- limit:<key>        rest of an API key's rates: requests, tokens, and the time of the count (ms)
+-- entered:<server>   set of "frontend|number": requests that an external server may have
+-- asleep             hash external server's URL -> its sleep; not of servers that are awake
+-- used               hash external server's URL -> when a request last entered or left it (ms)
+-- sleeper            "owner|run id of the server", of the scheduler that writes `asleep`
 -- malformed          stream of entries whose body is not a request
 local prefix = KEYS[1]
 local UNPLACED = 'unplaced'
@@ -42,6 +46,7 @@ local function image_key(digest) return prefix .. 'image:' .. digest end
 local function held_key() return prefix .. 'held' end
 local function epoch_key(device) return prefix .. 'epoch:' .. device end
 
+local function entered_key(url) return prefix .. 'entered:' .. url end
 local function acquired_key(device) return prefix .. 'acquired:' .. device end
 
 -- Changes with every start of the server: a new id means that the data may be older than before.
@@ -177,4 +182,31 @@ local function requeue_running(device, id, wanted)
   end
   add_waiting(target, id, record.model, record.attempt, body)
   return 1
+end
+
+local function time_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function note_use(url)
+  redis.call('HSET', prefix .. 'used', url, string.format('%.0f', time_ms()))
+end
+
+-- Returns the requests of live frontends that an external server may have.
+local function entered_live(url)
+  local found, lives = {}, {}
+  for _, member in ipairs(redis.call('SMEMBERS', entered_key(url))) do
+    local frontend = string.match(member, '^(.*)|') or ''
+    if lives[frontend] == nil then
+      lives[frontend] = redis.call('EXISTS', prefix .. 'frontend:' .. frontend) == 1
+    end
+    if lives[frontend] then table.insert(found, member) end
+  end
+  return found
+end
+
+-- Returns whether this scheduler writes `asleep`, to the server that it has looked at.
+local function is_sleeper(owner)
+  return redis.call('GET', prefix .. 'sleeper') == owner .. '|' .. server_id()
 end

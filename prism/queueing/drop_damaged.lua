@@ -1,10 +1,11 @@
 -- ARGV: keys of the namespace. Deletes keys whose type is not that of common.lua, and values that
 -- no script could have written. Returns the names of the damaged keys.
-local HASHES = {running = 1, admitted = 1, open = 1, load = 1, placement = 1, claims = 1, limit = 1}
+local HASHES = {running = 1, admitted = 1, open = 1, load = 1, placement = 1, claims = 1, limit = 1,
+  asleep = 1, used = 1}
 local STREAMS = {queue = 1, left = 1, malformed = 1}
 local STRINGS = {'begun', 'lease', 'epoch', 'frontend', 'incarnation', 'server', 'acquired',
-  'answer', 'answers_bytes', 'held', 'image', 'images_bytes', 'status', 'writable'}
-local TYPES = {frontends = 'set', answers = 'list', images = 'zset'}
+  'answer', 'answers_bytes', 'held', 'image', 'images_bytes', 'status', 'writable', 'sleeper'}
+local TYPES = {frontends = 'set', answers = 'list', images = 'zset', entered = 'set'}
 for kind in pairs(HASHES) do TYPES[kind] = 'hash' end
 for kind in pairs(STREAMS) do TYPES[kind] = 'stream' end
 for _, kind in ipairs(STRINGS) do TYPES[kind] = 'string' end
@@ -29,7 +30,7 @@ local function is_request(fields)
     and fields[7] == 'body' and is_count(fields[6])
 end
 
-local IS_VALUE = {open = is_open, load = is_count, limit = is_amount}
+local IS_VALUE = {open = is_open, load = is_count, limit = is_amount, used = is_count}
 local IS_STRING = {epoch = is_count, answers_bytes = is_count, images_bytes = is_count}
 
 local function repair_hash(key, is_value)

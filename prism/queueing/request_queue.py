@@ -34,6 +34,7 @@ from prism.messages.image_tensors import Tensors
 from prism.messages.prompt_prefix import PREFIX_KEPT_S, SLACK_REQUESTS, prefix_hash
 from prism.messages.requests import KeptAnswer, Request
 from prism.queueing.redis_errors import queue_errors
+from prism.queueing.server_sleep import ServerSleep
 from prism.queueing.stream_entries import Row, Unplaced, attempt, decoded, text, texts
 
 UNPLACED = "unplaced"
@@ -53,7 +54,8 @@ _SCRIPTS = (
     "enqueue", "admit", "finish", "requeue", "unplace", "route", "forget", "acquire", "renew",
     "release", "move", "unplaced_counts", "beat", "register", "discard", "set_aside",
     "remove_frontend", "claim", "settle", "take", "drop_damaged",
-    "keep_images", "read_unplaced", "bind",
+    "keep_images", "read_unplaced", "bind", "enter_server", "leave_server", "look_asleep",
+    "claim_sleep", "write_asleep",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 
@@ -75,6 +77,7 @@ class RequestQueue:
             name: client.register_script(common + (_HERE / f"{name}.lua").read_text())
             for name in _SCRIPTS
         }
+        self.sleep = ServerSleep(self._run)
         self._answers = msgspec.msgpack.Decoder(KeptAnswer)
         self._images = msgspec.msgpack.Decoder(Tensors)
         self._statuses = msgspec.msgpack.Decoder(ClusterStatus)
@@ -550,8 +553,8 @@ class RequestQueue:
             damaged += await self._answer(script(keys=[self._prefix], args=batch))
         if damaged:
             acquired = [key for key in keys if key.startswith(self._key("acquired", "").encode())]
-            known = [self._prefix + "incarnation", self._prefix + "server", *acquired]
-            await self._answer(self._redis.unlink(*known))
+            known = [self._prefix + name for name in ("incarnation", "server", "sleeper")]
+            await self._answer(self._redis.unlink(*known, *acquired))
         return sorted(texts(damaged))
 
     async def _answer(self, answer: Any) -> Any:

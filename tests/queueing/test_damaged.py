@@ -29,6 +29,7 @@ KEYS = (
     "load", "placement", "begun:a|x", "lease:host:0", "epoch:host:0", "frontend:f", "frontends",
     "incarnation", "server", "acquired:host:0", "claims:f", "answer:k", "answers", "answers_bytes",
     "limit:key", "malformed", "image:d", "images", "images_bytes", "status", "writable", "held",
+    "entered:http://s", "asleep", "used", "sleeper",
 )  # fmt: skip
 KEPT = KeptAnswer("print", "cmpl-1", 1.0, [])
 STATUS = ClusterStatus(0.0, "prism", {}, [])
@@ -78,6 +79,11 @@ async def use(queue: RequestQueue, epoch: int) -> int:
     await queue.keep_images(["d"])
     await queue.take_rate("key", 10, 1000, 5)
     await queue.refund_rate("key", 10, 1000, 5)
+    await queue.sleep.enter("http://s", "f", 1)
+    await queue.sleep.look("me", ["http://s"], takes_over=True)
+    await queue.sleep.write("me", "http://s", "asleep")
+    await queue.sleep.leave("http://s", "f", 1)
+    await queue.sleep.claim("me", "http://s", "asleep")
     await settled(queue.follow(DEVICE, "0", "0", 0))
     await queue.forget(["r0", "r1", "r2", "r3", "lonely"])
     return epoch
