@@ -20,6 +20,7 @@ from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.controller import ClusterController
 from prism.cluster.external.arbiter import ExternalArbiter
+from prism.cluster.external.sleeper import Sleeper
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator_commands import Operator
@@ -67,12 +68,14 @@ async def run(
     monitor = AgentMonitor(state, link, queue)
     controller = ClusterController(state, queue, monitor, actuator)
     operator = Operator(state, link, actuator)
+    sleeper = Sleeper(state, queue)
     # These may wait for long: for reports, and for a search.
-    arbiter = ExternalArbiter(state, queue)
+    arbiter = ExternalArbiter(state, queue, sleeper)
     unwatched = [
         link.run(monitor.on_report, operator.take),
         arbiter.run(),
         arbiter.watch_health(),
+        sleeper.run(),
     ]
     if policy.search is not None:
         unwatched.append(PlacementSearch(state).run())

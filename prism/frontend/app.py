@@ -133,7 +133,7 @@ async def _running(
     queue = RequestQueue.connect(config.redis_url, config.namespace)
     address = config.frontend.traces
     metrics = Metrics(Traces(address, frontend_id) if address else None)
-    external = ExternalServers(live)
+    external = ExternalServers(live, queue, frontend_id)
     catalog.external_names = lambda: [name for name, _ in external.models()]
     dispatcher = Dispatcher(live, frontend_id, queue, metrics, external.loads)
     await dispatcher.start()

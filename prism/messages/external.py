@@ -16,10 +16,24 @@ class ExternalModel(Wire, frozen=True):
     slo_tpot_s: float
     aliases: tuple[str, ...] = ()
     key_variable: str = ""  # environment variable with the servers' API key
+    sleep_after_s: float | None = None  # time without requests after which a server is put to sleep
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+
+class Sleep(Wire, frozen=True):
+    """Sleep of one server, from before it is put to sleep until after it was woken.
+
+    `phase` is "paused" while its memory is certainly not released, "asleep" from just before the
+    release, and "waking" from just before the one call that resumes it.
+    """
+
+    phase: str
+    api: str  # name of the server's API
+    process: str = ""  # differs after a restart of the server
+    problem: str = ""  # why it cannot be woken
 
 
 class ServerLoad(Wire, frozen=True):
@@ -57,6 +71,8 @@ class ExternalServer(Wire, frozen=True):
     clients: list[ClientShare] = []
     unmanaged: str = ""  # why its memory is not managed; empty: it is
     reason: str = ""  # of its present minimum and limit
+    asleep: bool = False
+    no_sleep: str = ""  # why it is not put to sleep, although its model has `sleep_after`
 
     @property
     def limit_bytes(self) -> int | None:

@@ -39,12 +39,13 @@ def test_a_cluster_may_have_external_models_alone(
     monkeypatch.setenv("B_KEY", "sk-1234")
     second = {**CHAT, "name": "b", "servers": ["https://gpu-1:443"], "aliases": ["bulk"]}
     second |= {"slo": {"ttft": "1s", "tpot": "50ms"}, "server_key_variable": "B_KEY"}
+    second["sleep_after"] = "5m"
     config = load(written(tmp_path, CHAT, second))
     assert (config.devices, config.models) == ([], [])
     assert config.names == ["chat", "b"]
     assert config.external == [
         ExternalModel("chat", ("http://127.0.0.1:30001",), 2.0, 0.2),
-        ExternalModel("b", ("https://gpu-1:443",), 1.0, 0.05, ("bulk",), "B_KEY"),
+        ExternalModel("b", ("https://gpu-1:443",), 1.0, 0.05, ("bulk",), "B_KEY", 300.0),
     ]
 
 
@@ -71,6 +72,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "context_length: an external model's own server": {"context_length": 512},
     "tp: an external model's own server decides that": {"tp": 2},
     "never_evict: an external model's own server": {"never_evict": True},
+    "sleep_after: must be >= 1s": {"sleep_after": "900ms"},
     "name: '-' is not a valid name": {"name": "-"},
 }
 
@@ -88,9 +90,9 @@ def test_external_models_come_last(tmp_path: Path, own: dict[str, Any]) -> None:
         load(written(tmp_path, CHAT, own))
 
 
-@pytest.mark.parametrize("key", ["servers", "server_key_variable"])
+@pytest.mark.parametrize("key", ["servers", "server_key_variable", "sleep_after"])
 def test_only_external_models_have_servers(tmp_path: Path, own: dict[str, Any], key: str) -> None:
-    value = ["http://a"] if key == "servers" else "KEY"
+    value = {"servers": ["http://a"], "server_key_variable": "KEY", "sleep_after": "5m"}[key]
     with pytest.raises(ConfigError, match=rf"models\[0\]\.{key}: needs adapter: external"):
         load(written(tmp_path, own | {key: value}))
 

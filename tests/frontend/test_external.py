@@ -423,3 +423,35 @@ async def test_tokens_of_whole_answers_are_charged(
             async with asyncio.timeout(10):
                 while await ask() != 429:
                     await asyncio.sleep(0.05)
+
+
+async def test_a_request_waits_for_a_sleeping_server_and_leaves_it(
+    redis_server: BundledRedis, namespace: str, short_dir: Path
+) -> None:
+    config = make_config(redis_server.url, namespace, short_dir)
+    async with upstreams(1) as [upstream]:
+        external = [ExternalModel("ext", (upstream.url,), 1.0, 0.2, sleep_after_s=1.0)]
+        async with stack_of(msgspec.structs.replace(config, external=external)) as stack:
+            sleep, body = stack.state.queue.sleep, {"model": "ext", "prompt": "hello"}
+
+            async def entered() -> int:
+                found = await sleep.look("scheduler", [upstream.url], takes_over=True)
+                assert found is not None
+                return found.entered[upstream.url]
+
+            async def until_entered(count: int) -> None:
+                async with asyncio.timeout(10):
+                    while await entered() != count:
+                        await asyncio.sleep(0.01)
+
+            await until_entered(0)
+            assert await sleep.claim("scheduler", upstream.url, '{"junk')
+            posts = [stack.client.post("/v1/completions", json=body) for _ in range(3)]
+            waiting = [asyncio.create_task(post) for post in posts]
+            await until_entered(3)
+            waiting.pop().cancel()
+            await until_entered(2)
+            assert upstream.bodies == []
+            await sleep.write("scheduler", upstream.url, "")
+            assert {each.status_code for each in await asyncio.gather(*waiting)} == {200}
+            await until_entered(0)

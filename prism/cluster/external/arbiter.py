@@ -26,6 +26,7 @@ from prism.cluster.external.ledgers import (
     apply,
     share_of,
 )
+from prism.cluster.external.sleeper import Sleeper
 from prism.cluster.state.scheduler_state import SchedulerState
 from prism.config.schema.access import server_headers
 from prism.config.schema.units import format_size
@@ -54,9 +55,10 @@ log = logging.getLogger("prism.cluster")
 class ExternalArbiter:
     """Loop over the external servers. It alone changes `state.external`."""
 
-    def __init__(self, state: SchedulerState, queue: RequestQueue) -> None:
+    def __init__(self, state: SchedulerState, queue: RequestQueue, sleeper: Sleeper) -> None:
         self._state = state
         self._queue = queue
+        self._sleeper = sleeper
         self._ledgers = Ledgers()
         # Ledgers may be locked, and names resolve slowly. One thread: `Ledgers` needs it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="external")
@@ -129,11 +131,13 @@ class ExternalArbiter:
         return ExternalServer(
             model=model.name,
             url=url,
-            problem=self._problems.get(url, ""),
+            problem=self._problems.get(url, "") or self._sleeper.problem(url),
             load=load,
             # A scheduler on the server's machine may lead again, and must know its own limits.
             clients=clients if clients or url in found.here else earlier,
             unmanaged="" if clients else NOT_ON_KVCACHED if url in found.here else NOT_HERE,
+            asleep=self._sleeper.is_asleep(url),
+            no_sleep=self._sleeper.no_sleep(url) if model.sleep_after_s else "",
         )
 
     # --- memory -----------------------------------------------------------------------------

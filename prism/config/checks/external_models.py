@@ -14,7 +14,9 @@ from prism.messages.external import ExternalModel
 EXTERNAL = "external"
 _PORT_MAX = 65535
 _OWN_HOSTS = ("127.0.0.1", "::1", "localhost")
-_KEYS = ("name", "adapter", "servers", "server_key_variable", "slo", "aliases")
+_OWN_KEYS = ("servers", "server_key_variable", "sleep_after")
+_KEYS = ("name", "adapter", "slo", "aliases", *_OWN_KEYS)
+_SLEEP_AFTER_MIN_S = 1.0
 
 
 def split_external(data: ServeYaml) -> tuple[ServeYaml, list[ExternalModel]]:
@@ -46,12 +48,11 @@ def _check_servers(urls: list[str], frontend: FrontendConfig) -> None:
 def _check_place(data: ModelYaml, key: str, *, is_last: bool) -> None:
     if data.adapter == EXTERNAL and not is_last:
         raise ConfigError(f"{key}: external models come last; move {data.name} to the end")
-    if data.adapter != EXTERNAL and data.servers:
-        raise ConfigError(f"{key}.servers: needs adapter: external; add it, or remove the key")
-    if data.adapter != EXTERNAL and data.server_key_variable:
-        raise ConfigError(
-            f"{key}.server_key_variable: needs adapter: external; add it, or remove the key"
-        )
+    if data.adapter == EXTERNAL:
+        return
+    for name in _OWN_KEYS:
+        if getattr(data, name):
+            raise ConfigError(f"{key}.{name}: needs adapter: external; add it, or remove the key")
 
 
 def _external(data: ModelYaml, key: str) -> ExternalModel:
@@ -69,6 +70,8 @@ def _external(data: ModelYaml, key: str) -> ExternalModel:
         server_headers(data.server_key_variable)
     except ConfigError as error:
         raise ConfigError(f"{key}.server_key_variable: {error}") from error
+    if data.sleep_after is not None and data.sleep_after < _SLEEP_AFTER_MIN_S:
+        raise ConfigError(f"{key}.sleep_after: must be >= 1s")
     return ExternalModel(
         name=data.name,
         servers=tuple(_url(url, f"{key}.servers[{i}]") for i, url in enumerate(data.servers)),
@@ -76,6 +79,7 @@ def _external(data: ModelYaml, key: str) -> ExternalModel:
         slo_tpot_s=float(data.slo.tpot),
         aliases=tuple(data.aliases),
         key_variable=data.server_key_variable,
+        sleep_after_s=None if data.sleep_after is None else float(data.sleep_after),
     )
 
 

@@ -57,12 +57,16 @@ class ModelYaml(Strict, frozen=True):
     kv_cache_dtype: str = "auto"
     # The engine adapter that serves the model. Default: engine.adapter. "external": its own
     # `servers` do. External models come after all others, and have no other keys than name,
-    # adapter, servers, server_key_variable, slo and aliases. See docs/external-servers.md.
+    # adapter, servers, server_key_variable, sleep_after, slo and aliases. See
+    # docs/external-servers.md.
     adapter: str | None = None
     # URLs of OpenAI-compatible servers of an external model, such as http://127.0.0.1:30001.
     servers: list[str] = []
     # An environment variable with the API key of these servers. Default: they need none.
     server_key_variable: str = ""
+    # The time without requests after which these servers are put to sleep, at least 1s. A request
+    # wakes them. Default: never. All their requests must pass Prism. See docs/external-servers.md.
+    sleep_after: Seconds | None = None
     # Whether the model stays on its device while it is idle.
     never_evict: bool = False
     # The only device that may serve the model. Default: the scheduler chooses.

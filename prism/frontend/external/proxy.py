@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prism.errors import QueueUnavailableError, RequestError
 from prism.frontend.dispatch.rate_limits import RateLimits
+from prism.frontend.external.entrances import AsleepError, QueueTimeoutError
 from prism.frontend.external.servers import ExternalServers, SentRequest, Server
 from prism.frontend.http.calls import ID_HEADER, Call
 from prism.frontend.http.error_bodies import (
@@ -186,6 +187,11 @@ class _Passage:
                 if self._begun or self._is_final(error, lost):
                     log.warning("%s of %s: %s", server.url, self._model.name, problem)
                     raise self._lost(error) from error
+                may_wake = attempt < len(servers)
+                if isinstance(error, QueueTimeoutError) or (
+                    isinstance(error, AsleepError) and not may_wake
+                ):
+                    raise
                 lost = lost or not isinstance(error, _NOT_SENT)
             log.warning("%s of %s: %s", server.url, self._model.name, problem)
         raise UnavailableError(
@@ -204,26 +210,31 @@ class _Passage:
         return GenerationError("server_lost", message)
 
     async def _answered_by(self, server: Server, *, is_last: bool) -> bool:
-        """Passes the request on. Returns False if another server may answer it. Raises
-        httpx.HTTPError or UnavailableError."""
+        """Passes the request on, when the server is awake. Returns False if another server may
+        answer it. Raises httpx.HTTPError or UnavailableError."""
+        entrances = self._servers.entrances
+        with self._servers.sent_to(server, self._call.prompt_tokens) as sent:
+            async with entrances.entered(server.url, self._model, is_last=is_last):
+                return await self._sent_to(server, sent, is_last=is_last)
+
+    async def _sent_to(self, server: Server, sent: SentRequest, *, is_last: bool) -> bool:
         query = self._scope["query_string"].decode("latin-1")
         url = f"{server.url}{self._scope['path']}{f'?{query}' if query else ''}"
-        with self._servers.sent_to(server, self._call.prompt_tokens) as sent:
-            card = await self._card(server)
-            sent.limit(card.max_model_len)
-            body = await parsed(partial(_renamed, name=card.id), self._body)
-            async with self._servers.stream(url, body, self._headers()) as answer:
-                if answer.status_code in _NOT_NOW and not is_last:
-                    return False
-                if answer.status_code == _NOT_FOUND:
-                    server.card = None  # it may have another model now
-                if answer.status_code >= 400:
-                    is_clients = answer.status_code < 500
-                    self._outcome = RequestError.code if is_clients else "unavailable"
-                if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    await self._pass_stream(answer, sent)
-                else:
-                    await self._pass_whole(answer)
+        card = await self._card(server)
+        sent.limit(card.max_model_len)
+        body = await parsed(partial(_renamed, name=card.id), self._body)
+        async with self._servers.stream(url, body, self._headers()) as answer:
+            if answer.status_code in _NOT_NOW and not is_last:
+                return False
+            if answer.status_code == _NOT_FOUND:
+                server.card = None  # it may have another model now
+            if answer.status_code >= 400:
+                is_clients = answer.status_code < 500
+                self._outcome = RequestError.code if is_clients else "unavailable"
+            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_stream(answer, sent)
+            else:
+                await self._pass_whole(answer)
         return True
 
     async def _card(self, server: Server) -> ModelCard:

@@ -13,10 +13,12 @@ import httpx
 
 from prism.config.schema.access import server_headers
 from prism.errors import ConfigError
+from prism.frontend.external.entrances import Entrances
 from prism.frontend.http.access_control import may_use
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
 from prism.frontend.live_config import LiveConfig
 from prism.messages.external import ExternalModel, ModelCard, ServerLoad, first_card
+from prism.queueing.request_queue import RequestQueue
 
 # A server that failed is the last choice for this long.
 _FAILED_S = 2.0
@@ -43,8 +45,9 @@ class Server:
 class ExternalServers:
     """Servers of all external models, and the client that sends to them. For one event loop."""
 
-    def __init__(self, live: LiveConfig) -> None:
+    def __init__(self, live: LiveConfig, queue: RequestQueue, frontend_id: str) -> None:
         self._live = live
+        self.entrances = Entrances(live, queue, frontend_id)
         self._servers: dict[str, Server] = {}
         self._open: Counter[str] = Counter()  # requests by model
         # A kept connection may be closed by the server as a request is sent on it.
@@ -138,6 +141,7 @@ class ExternalServers:
         return server.card
 
     async def close(self) -> None:
+        await self.entrances.close()
         await self._client.aclose()
 
 

@@ -1,0 +1,54 @@
+"""A stock SGLang server that sleeps while it is idle, and is woken by a request."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.acceptance.test_external_servers import complete, external, url_of
+from tests.engines.sharing import PAGE, Pair
+from tests.engines.stock import SGLangServer, until
+from tests.serve.conftest import serving
+from tests.sglang.models import LLAMA, prompts, spec_of
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+CAPACITY = -(-(spec_of(LLAMA).weight_bytes + (13 << 20)) // PAGE) * PAGE
+WAKE_S = 5.0
+
+
+def test_it_is_woken_by_requests_and_answers_as_before(tmp_path: Path, short_dir: Path) -> None:
+    """Leaves a request that does not pass Prism waiting in the sleeping server."""
+    [prompt] = prompts(LLAMA, 1, (200, 230), seed=5)
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        contextlib.closing(Pair({LLAMA: SGLangServer}, Path(folder), CAPACITY)) as pair,
+    ):
+        url = url_of(pair, LLAMA)
+        before = complete(url, LLAMA, prompt, 60)
+        held_bytes = pair.of(LLAMA).committed_bytes
+        model = {**external("roof", url), "sleep_after": "1s"}
+        with serving(tmp_path, short_dir, devices=[], models=[model]) as cluster:
+
+            def sleeps() -> bool:
+                [row] = httpx.get(f"{cluster.url}/status").json()["external"]
+                return bool(row.get("asleep"))
+
+            for _ in range(2):
+                until(sleeps)
+                assert pair.of(LLAMA).committed_bytes < held_bytes
+                body = {"model": "x", "prompt": prompt, "max_tokens": 1}
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(f"{url}/v1/completions", json=body, timeout=1)
+                began_s = time.monotonic()
+                complete(cluster.url, "roof", prompt, 1)
+                assert time.monotonic() - began_s < WAKE_S
+                assert complete(cluster.url, "roof", prompt, 60) == before
+            until(sleeps)
+            cluster.stop()
+            assert complete(url, LLAMA, prompt, 60) == before
