@@ -120,4 +120,5 @@ def external() -> list[ExternalServer]:
             load=ServerLoad(3, 700),
             unmanaged="it is on another machine",
         ),
+        ExternalServer("phi-4", "http://127.0.0.1:30003", asleep=True),
     ]

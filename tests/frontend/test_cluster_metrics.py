@@ -51,7 +51,7 @@ def samples(step: int) -> dict[str, dict[Any, float]]:
     client = filled(ClientShare, step, limit_bytes=10_000 + step, own_limit_bytes=None)
     problem = "" if step else "refused"
     load = filled(ServerLoad, step)
-    server = ExternalServer("x", "http://x", problem, load, [client, client])
+    server = ExternalServer("x", "http://x", problem, load, [client, client], asleep=bool(step))
     status = filled(
         ClusterStatus,
         step,
@@ -120,6 +120,7 @@ def test_an_external_server_has_samples_only_of_what_it_has() -> None:
             found[family.name.removeprefix("prism_external_")] = [values.get(u) for u in limits]
     assert found == {
         "up": [1, 1, 0],
+        "asleep": [0, 0, 0],
         "open_requests": [3, 3, 3],
         "kv_held_bytes": [10, 10, None],
         "kv_min_bytes": [8, 8, None],

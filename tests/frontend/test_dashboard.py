@@ -146,7 +146,7 @@ async def shows_external_servers(page: Page, stack: Stack) -> None:
     status = msgspec.structs.replace(busy(), external=external())
     await stack.state.queue.publish_status(status)
     rows = section.locator("tbody tr")
-    await expect(rows).to_have_count(3)
+    await expect(rows).to_have_count(4)
     llama, limited = status.external[0], rows.first
     for text in (llama.model, llama.url, "answers", "gpus/cuda:0, gpus/cuda:1", "12.0 GiB"):
         await expect(limited).to_contain_text(text)
@@ -156,12 +156,15 @@ async def shows_external_servers(page: Page, stack: Stack) -> None:
     await expect(rows.nth(1).locator(".reason")).to_have_text(HOSTILE)
     await expect(rows.nth(2).locator(".kv .text")).to_have_text("\N{EN DASH}")
     await expect(rows.nth(2).locator(".reason")).to_have_text("it is on another machine")
+    await expect(rows.nth(3).locator(".pill")).to_have_text("asleep")
     await shows_external_models(page, stack)
     await shows_names_as_text(page)
 
 
 async def shows_external_models(page: Page, stack: Stack) -> None:
     """Asserts the state of a model without, with some, and with only failing servers."""
+    sleeping = page.locator("#models tbody tr", has_text="phi-4").filter(has_text="asleep")
+    await expect(sleeping).to_have_count(1)
     row = page.locator("#models tbody tr", has_text="Llama-3.3-70B")
     await expect(row.locator(".pill")).to_have_text("degraded")
     await expect(row.locator(".why")).to_have_text(f"http://127.0.0.1:30002: {HOSTILE}")
@@ -256,7 +259,7 @@ async def test_external_servers_fit_any_screen(stack: Stack, width: int) -> None
     async with open_page(stack.url) as (page, complaints):
         await page.set_viewport_size({"width": width, "height": 844})
         section = page.locator("#external-section")
-        await expect(section.locator("tbody tr")).to_have_count(3)
+        await expect(section.locator("tbody tr")).to_have_count(4)
         await expect(page.locator("#devices-section")).to_be_hidden()
         assert await page.evaluate("document.documentElement.scrollWidth") == width
         assert await section.locator(".scroll").evaluate("n => n.scrollWidth - n.clientWidth") == 0

@@ -149,6 +149,7 @@ def test_external_servers_have_a_table(width: int, *, has_models: bool) -> None:
         llama, memory = servers[0], ["11.6GiB", "12GiB", "4GiB", "2.9GiB", "32GiB"]
         row = [llama.model, llama.url, "answers", "14", *memory, "gpus/cuda:0, gpus/cuda:1"]
         assert row in lines
+        assert "asleep" in next(line for line in lines if servers[3].url in line)
         alone = [servers[2].model, servers[2].url, "answers", "3", *"------"]
         assert alone in lines
         assert "problem" in next(line for line in lines if servers[1].url in line)

@@ -8,14 +8,14 @@ import { bytes, number } from "./format.js";
 const COLUMNS = [
   ["Model", ({ model }) => model, "model"],
   ["Server", ({ url }) => url, "url"],
-  ["State", ({ problem }) => (problem ? "problem" : "answers"), "state"],
+  ["State", serverState, "state"],
   ["Open", ({ load }) => number(load.requests), "number"],
   ["Device", (server) => devicesOf([server]).join(", ") || "–", "where"],
   ["KV held", (server) => memory(server, "held_bytes"), "number kv"],
   ["Static", (server) => memory(server, "static_bytes"), "number"],
   ["Minimum", (server) => memory(server, "min_bytes"), "number"],
   ["Limit", limit, "number"],
-  ["Why", ({ reason, unmanaged }) => reason || unmanaged, "reason"],
+  ["Why", (server) => server.reason || server.no_sleep || server.unmanaged, "reason"],
 ];
 
 /** Returns a Map of external model -> its servers. */
@@ -35,9 +35,17 @@ export function externalFigures(servers) {
   };
 }
 
+function serverState({ problem, asleep }) {
+  if (problem) return "problem";
+  return asleep ? "asleep" : "answers";
+}
+
 function stateOf(servers) {
   const failing = servers.filter(({ problem }) => problem);
-  if (failing.length === 0) return { state: "external", why: "" };
+  if (failing.length === 0) {
+    const state = servers.every(({ asleep }) => asleep) ? "asleep" : "external";
+    return { state, why: "" };
+  }
   const text = ({ url, problem }) => (servers.length > 1 ? `${url}: ${problem}` : problem);
   const state = failing.length === servers.length ? "down" : "degraded";
   return { state, why: failing.map(text).join("; ") };

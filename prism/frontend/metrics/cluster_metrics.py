@@ -96,6 +96,7 @@ def _external_sum(field: str) -> Callable[[ExternalServer], float | None]:
 # metric name -> (help, value; None: the server has no sample)
 _EXTERNAL: Mapping[str, tuple[str, Callable[[ExternalServer], float | None]]] = {
     "prism_external_up": ("1 if the server answers", lambda server: not server.problem),
+    "prism_external_asleep": ("1 while the server sleeps", lambda server: server.asleep),
     "prism_external_open_requests": (
         "Requests passed on to the server and not answered",
         lambda server: server.load.requests,

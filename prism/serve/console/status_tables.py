@@ -53,8 +53,10 @@ def cluster(status: ClusterStatus) -> RenderableType:
         parts.append(Fitted(models))
     if status.external:
         parts.append(Fitted(_external_table(status.external)))
-        whys = {server.url: server.reason or server.unmanaged for server in status.external}
-        parts += [Text(f"{url}: {why}") for url, why in whys.items() if why]
+        whys = [
+            (s.url, why) for s in status.external for why in (s.reason or s.unmanaged, s.no_sleep)
+        ]
+        parts += [Text(f"{url}: {why}") for url, why in whys if why]
     if any(agent.gpu for agent in status.agents):
         parts.append(Fitted(_drivers_table(status)))
     refused = [(name, why) for name, why in status.refusals.items() if name not in status.degraded]
@@ -184,7 +186,7 @@ def _external_table(servers: Sequence[ExternalServer]) -> Table:
         "static", "device", title="external servers", title_justify="left",
     )  # fmt: skip
     for server in servers:
-        state = "problem" if server.problem else "answers"
+        state = "problem" if server.problem else "asleep" if server.asleep else "answers"
         # As a string, an IPv6 address in the URL would be markup.
         url, load = Text(server.url), str(server.load.requests)
         table.add_row(server.model, url, state, load, *_external_memory(server))
