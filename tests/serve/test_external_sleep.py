@@ -87,8 +87,9 @@ class Sleepers:
             yield self.cluster
 
     def row(self) -> dict[str, Any]:
-        [row] = httpx.get(f"{self.cluster.url}/status").json()["external"]
-        return dict(row)
+        """Returns the first server's row. Empty: the scheduler has not read it yet."""
+        rows = httpx.get(f"{self.cluster.url}/status").json()["external"]
+        return dict(rows[0]) if rows else {}
 
     def ask(self) -> int:
         return self.cluster.post("m").status_code

@@ -176,8 +176,10 @@ class _Passage:
         check_counts(self._body)
         servers, lost = self._servers.in_order(self._model), False
         for attempt, server in enumerate([*servers, servers[0]], 1):
+            others_left = attempt < len(servers)
             try:
-                if await self._answered_by(server, is_last=attempt > len(servers)):
+                is_last = attempt > len(servers)
+                if await self._answered_by(server, is_last=is_last, waits=not others_left):
                     return
                 problem = "answered that it is not available"
                 server.fail()
@@ -187,9 +189,8 @@ class _Passage:
                 if self._begun or self._is_final(error, lost):
                     log.warning("%s of %s: %s", server.url, self._model.name, problem)
                     raise self._lost(error) from error
-                may_wake = attempt < len(servers)
                 if isinstance(error, QueueTimeoutError) or (
-                    isinstance(error, AsleepError) and not may_wake
+                    isinstance(error, AsleepError) and not others_left
                 ):
                     raise
                 lost = lost or not isinstance(error, _NOT_SENT)
@@ -209,12 +210,12 @@ class _Passage:
         message = f"the server of {self._model.name} was lost; send the request again"
         return GenerationError("server_lost", message)
 
-    async def _answered_by(self, server: Server, *, is_last: bool) -> bool:
+    async def _answered_by(self, server: Server, *, is_last: bool, waits: bool) -> bool:
         """Passes the request on, when the server is awake. Returns False if another server may
         answer it. Raises httpx.HTTPError or UnavailableError."""
         entrances = self._servers.entrances
         with self._servers.sent_to(server, self._call.prompt_tokens) as sent:
-            async with entrances.entered(server.url, self._model, is_last=is_last):
+            async with entrances.entered(server.url, self._model, is_last=waits):
                 return await self._sent_to(server, sent, is_last=is_last)
 
     async def _sent_to(self, server: Server, sent: SentRequest, *, is_last: bool) -> bool:
