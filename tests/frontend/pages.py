@@ -91,6 +91,7 @@ def share(device: str, held: float, limit: float | None = None) -> ClientShare:
         device=device,
         client="rank",
         number=1,
+        pid=1,
         held_bytes=int(held * GIB),
         evictable_bytes=int(held * GIB / 4),
         static_bytes=16 * GIB,

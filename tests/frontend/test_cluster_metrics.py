@@ -106,7 +106,7 @@ def test_an_external_server_has_samples_only_of_what_it_has() -> None:
             url,
             "refused" if url == "http://c" else "",
             ServerLoad(3),
-            [ClientShare("n", "d", "c", 1, 5, 2, 1, 4, limit, 4, None) for limit in of],
+            [ClientShare("n", "d", "c", 1, 1, 5, 2, 1, 4, limit, 4, None) for limit in of],
         )
         for url, of in limits.items()
     ]

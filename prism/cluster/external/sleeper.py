@@ -277,14 +277,8 @@ class Sleeper:
 
     @asynccontextmanager
     async def _server(self, url: str) -> AsyncIterator[SleepingServer]:
-        models = (m for m in self._state.config.external if url in m.servers)
         timeout_s = float(self._state.config.engine.activation_timeout_s)
-        model = next(models, None)
-        headers: dict[str, str] = {}
-        if model is not None:
-            with suppress(ConfigError):  # the arbiter shows it
-                headers = server_headers(model.key_variable)
-        server = SleepingServer(url, headers, timeout_s)
+        server = SleepingServer(url, _headers(self._state.config.external, url), timeout_s)
         try:
             yield server
         finally:
@@ -307,6 +301,14 @@ class Sleeper:
 def _wanted(models: Sequence[ExternalModel]) -> dict[str, float]:
     """Returns URL -> `sleep_after`."""
     return {u: m.sleep_after_s for m in models for u in m.servers if m.sleep_after_s}
+
+
+def _headers(models: Sequence[ExternalModel], url: str) -> dict[str, str]:
+    """Returns the header with a server's key. Empty: there is none, or the arbiter shows why."""
+    model = next((m for m in models if url in m.servers), None)
+    with suppress(ConfigError):
+        return server_headers(model.key_variable) if model else {}
+    return {}
 
 
 def _text(sleep: Sleep | None) -> str:
