@@ -30,7 +30,8 @@ DEVICES = [
 UNITS = ("_seconds", "_bytes", "_total")
 # Those that have no unit, or count tokens, requests, engines.
 PLAIN = re.compile(
-    r"_(ready|requests|depth|devices|engines|free|starting|kvpr|rate|placement|state|overload|up)$"
+    r"_(ready|requests|depth|devices|engines|free|starting|kvpr|rate|placement|state|overload|up"
+    r"|asleep)$"
 )
 
 
