@@ -88,7 +88,8 @@ class Sleeper:
 
     async def _step(self) -> None:
         wanted = _wanted(self._state.config.external)
-        if not wanted and not self._sleeps and not self._takes_over:
+        takes_over = self._takes_over and self._state.config.external
+        if not wanted and not self._sleeps and not takes_over:
             return
         urls = sorted({*wanted, *self._sleeps})
         look = await self._queue.sleep.look(self._owner, urls, takes_over=self._takes_over)
