@@ -19,8 +19,6 @@ from prism.cluster import cluster_reload
 from prism.cluster.actuator import Actuator
 from prism.cluster.agent_monitor import AgentMonitor
 from prism.cluster.controller import ClusterController
-from prism.cluster.external.arbiter import ExternalArbiter
-from prism.cluster.external.sleeper import Sleeper
 from prism.cluster.leader import run_as_leader
 from prism.cluster.link import AgentLinks
 from prism.cluster.operator_commands import Operator
@@ -68,15 +66,8 @@ async def run(
     monitor = AgentMonitor(state, link, queue)
     controller = ClusterController(state, queue, monitor, actuator)
     operator = Operator(state, link, actuator)
-    sleeper = Sleeper(state, queue)
     # These may wait for long: for reports, and for a search.
-    arbiter = ExternalArbiter(state, queue, sleeper)
-    unwatched = [
-        link.run(monitor.on_report, operator.take),
-        arbiter.run(),
-        arbiter.watch_health(),
-        sleeper.run(),
-    ]
+    unwatched = [link.run(monitor.on_report, operator.take), _watch_external(state, queue)]
     if policy.search is not None:
         unwatched.append(PlacementSearch(state).run())
     try:
@@ -91,6 +82,20 @@ async def run(
         if journal is not None:
             journal.close()
         await queue.close()
+
+
+async def _watch_external(state: SchedulerState, queue: RequestQueue) -> None:
+    """Manages external servers as soon as there are any, until cancelled. Their modules need httpx,
+    which other clusters do without."""
+    await state.changes.wait_until(lambda: bool(state.config.external or state.external), None)
+    from prism.cluster.external.arbiter import ExternalArbiter
+    from prism.cluster.external.sleeper import Sleeper
+
+    sleeper = Sleeper(state, queue)
+    arbiter = ExternalArbiter(state, queue, sleeper)
+    async with asyncio.TaskGroup() as group:
+        for loop in (arbiter.run(), arbiter.watch_health(), sleeper.run()):
+            group.create_task(loop)
 
 
 async def _until_stopped(stop: asyncio.Event, *loops: Coroutine[Any, Any, None]) -> None:

@@ -71,12 +71,11 @@ class ExternalArbiter:
         """Divides until cancelled; then the servers have their operators' limits again."""
         try:
             while True:
-                await asyncio.sleep(INTERVAL_S)
                 before = self._state.external
-                if before is None or not (self._state.config.external or before):
-                    continue
-                with suppress(QueueUnavailableError):
-                    await self._step(before, await self._loads())
+                if before is not None and (self._state.config.external or before):
+                    with suppress(QueueUnavailableError):
+                        await self._step(before, await self._loads())
+                await asyncio.sleep(INTERVAL_S)
         finally:
             self._thread.submit(self._release, self._state.external or []).result()
             self._thread.shutdown()

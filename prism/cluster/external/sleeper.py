@@ -88,8 +88,7 @@ class Sleeper:
 
     async def _step(self) -> None:
         wanted = _wanted(self._state.config.external)
-        takes_over = self._takes_over and self._state.config.external
-        if not wanted and not self._sleeps and not takes_over:
+        if not wanted and not self._sleeps and not self._takes_over:
             return
         urls = sorted({*wanted, *self._sleeps})
         look = await self._queue.sleep.look(self._owner, urls, takes_over=self._takes_over)

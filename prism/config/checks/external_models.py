@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import msgspec
 
 from prism.config.checks.names import check_model_names
@@ -30,11 +29,14 @@ def split_external(data: ServeYaml) -> tuple[ServeYaml, list[ExternalModel]]:
     external = [
         _external(m, f"models[{len(own) + i}]") for i, m in enumerate(data.models[len(own) :])
     ]
-    _check_servers([url for model in external for url in model.servers], data.frontend)
+    if external:
+        _check_servers([url for model in external for url in model.servers], data.frontend)
     return msgspec.structs.replace(data, models=own), external
 
 
 def _check_servers(urls: list[str], frontend: FrontendConfig) -> None:
+    import httpx
+
     for url in urls:
         if urls.count(url) > 1:
             raise ConfigError(f"models: the server {url} is given twice; remove one of them")
@@ -84,6 +86,8 @@ def _external(data: ModelYaml, key: str) -> ExternalModel:
 
 
 def _url(url: str, key: str) -> str:
+    import httpx  # what it refuses here cannot end a process later
+
     try:
         parts = httpx.URL(url)
         parts.host.encode("idna")

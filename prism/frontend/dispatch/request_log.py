@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -119,6 +119,20 @@ class OpenRequest:
         self.mailbox.put((self.choice, failure))
 
 
+def share_of(open_max: int, models: int) -> int:
+    """Returns the part of `open_max` that is reserved for each model: half of it, divided."""
+    return open_max // (2 * max(1, models))
+
+
+def kept_for_others(
+    share: int, models: int, open_by_model: Mapping[str, int], asking: Collection[str]
+) -> int:
+    """Returns the unused part of the reservations of the models that do not ask."""
+    used = [min(n, share) for m, n in open_by_model.items() if m not in asking]
+    # Removed models may still have requests.
+    return max(0, share * (models - len(asking)) - sum(used))
+
+
 class RequestLog:
     """Log of at most `open_max` open requests. For one event loop.
 
@@ -137,7 +151,7 @@ class RequestLog:
         """Changes the limits for new requests. Open requests stay."""
         self._open_max = open_max
         self._models = models
-        self._share = open_max // (2 * max(1, models))
+        self._share = share_of(open_max, models)
 
     def models(self) -> set[str]:
         """Returns the models with open requests."""
@@ -168,7 +182,7 @@ class RequestLog:
     def add(self, opened: list[OpenRequest]) -> None:
         """Adds all requests, or none and raises OverloadedError if they do not all fit."""
         asked = Counter(entry.request.model for entry in opened)
-        kept = self._kept_for_others(asked)
+        kept = kept_for_others(self._share, self._models, self._by_model, asked)
         if len(self._open) + len(opened) + kept > self._open_max:
             raise OverloadedError(
                 f"{len(self._open)} requests are open here and {self._open_max} is the limit"
@@ -177,12 +191,6 @@ class RequestLog:
             )
         self._open.update({entry.request.id: entry for entry in opened})
         self._by_model += asked
-
-    def _kept_for_others(self, asking: Collection[str]) -> int:
-        """Returns the unused part of the reservations of the other models."""
-        used = [min(n, self._share) for m, n in self._by_model.items() if m not in asking]
-        # Removed models may still have requests.
-        return max(0, self._share * (self._models - len(asking)) - sum(used))
 
     def late(self, model: str, now_unix_s: float, slo_ttft_s: float) -> int:
         """Returns the number of requests for the model that have no token and are past their TTFT

@@ -8,17 +8,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
-
-import httpx
+from typing import TYPE_CHECKING
 
 from prism.config.schema.access import server_headers
 from prism.errors import ConfigError
+from prism.frontend.dispatch.request_log import kept_for_others, share_of
 from prism.frontend.external.entrances import Entrances
 from prism.frontend.http.access_control import may_use
 from prism.frontend.http.error_bodies import OverloadedError, UnavailableError
 from prism.frontend.live_config import LiveConfig
 from prism.messages.external import ExternalModel, ModelCard, ServerLoad, first_card
 from prism.queueing.request_queue import RequestQueue
+
+if TYPE_CHECKING:
+    import httpx
 
 # A server that failed is the last choice for this long.
 _FAILED_S = 2.0
@@ -50,9 +53,18 @@ class ExternalServers:
         self.entrances = Entrances(live, queue, frontend_id)
         self._servers: dict[str, Server] = {}
         self._open: Counter[str] = Counter()  # requests by model
-        # A kept connection may be closed by the server as a request is sent on it.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx.AsyncClient(limits=limits, trust_env=False)
+        self._opened: httpx.AsyncClient | None = None
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        """Client of all servers. A frontend without external models does not need httpx."""
+        if self._opened is None:
+            import httpx
+
+            # A kept connection may be closed by the server as a request is sent on it.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            self._opened = httpx.AsyncClient(limits=limits, trust_env=False)
+        return self._opened
 
     def models(self) -> list[tuple[str, ExternalModel]]:
         """Returns (name, model) for each name that the current request may use."""
@@ -81,11 +93,10 @@ class ExternalServers:
     def admitted(self, model: ExternalModel) -> Iterator[None]:
         """Counts a request within the block. Raises OverloadedError if too many are open: half of
         `frontend.max_open_requests` is for all models, the other half in equal parts for each."""
-        most = self._live.config.frontend.max_open_requests
-        share = most // (2 * max(1, len(self._live.config.external)))
-        shared = sum(max(0, count - share) for count in self._open.values())
-        total = self._open.total()
-        if self._open[model.name] >= share and (shared >= most - most // 2 or total >= most):
+        most, models = self._live.config.frontend.max_open_requests, self._live.config.external
+        share, total = share_of(most, len(models)), self._open.total()
+        kept = kept_for_others(share, len(models), self._open, [model.name])
+        if total + 1 + kept > most:
             raise OverloadedError(
                 f"{total} requests for external models are open, {self._open[model.name]} of them"
                 f" for {model.name}; {most} may be (frontend.max_open_requests)"
@@ -96,22 +107,12 @@ class ExternalServers:
         finally:
             self._open[model.name] -= 1
 
-    @contextmanager
-    def sent_to(self, server: Server, prompt_tokens: int) -> Iterator[SentRequest]:
-        """Counts a request in the server's load within the block."""
-        sent = SentRequest(server, prompt_tokens)
-        try:
-            yield sent
-        finally:
-            sent.close()
-
     def stream(
         self, url: str, body: bytes, headers: Mapping[str, str]
     ) -> AbstractAsyncContextManager[httpx.Response]:
         """Posts a request and yields its answer as it arrives."""
-        timeout = httpx.Timeout(
-            _CONNECT_S, read=self._live.config.frontend.progress_timeout_s, pool=None
-        )
+        read_s = self._live.config.frontend.progress_timeout_s
+        timeout = (_CONNECT_S, read_s, _CONNECT_S, None)  # connect, read, write, pool
         return self._client.stream("POST", url, content=body, headers=headers, timeout=timeout)
 
     def loads(self) -> dict[str, ServerLoad]:
@@ -142,7 +143,8 @@ class ExternalServers:
 
     async def close(self) -> None:
         await self.entrances.close()
-        await self._client.aclose()
+        if self._opened is not None:
+            await self._opened.aclose()
 
 
 class SentRequest:

@@ -52,13 +52,10 @@ def memory_shares(room_bytes: int, demands: Sequence[ServerDemand]) -> list[Memo
 
 def _divided(room_bytes: int, demands: Sequence[ServerDemand]) -> list[int]:
     limits = [d.floor_bytes for d in demands]
-    busy = [bool(d.wanted_bytes) for d in demands]
-    pressures = [b * (1 + d.floor_bytes) / d.slo_tpot_s for b, d in zip(busy, demands, strict=True)]
-    idle = [0 if d.wanted_bytes else d.held_bytes for d in demands]
+    pressures = [(1 + d.floor_bytes) / d.slo_tpot_s if d.wanted_bytes else 0 for d in demands]
+    kept = [0 if d.wanted_bytes else d.held_bytes for d in demands]
     _raise(limits, room_bytes, [_at_most(d, d.wanted_bytes) for d in demands], pressures)
-    _raise(
-        limits, room_bytes, [_at_most(d, size) for d, size in zip(demands, idle, strict=True)], idle
-    )
+    _raise(limits, room_bytes, list(map(_at_most, demands, kept)), kept)
     _raise(limits, room_bytes, [_at_most(d, room_bytes) for d in demands], pressures)
     return limits
 
