@@ -89,7 +89,7 @@ def need_bytes(results: ReplayResults) -> int:
 
 
 def gains(shared: ReplayResults, fixed: ReplayResults) -> list[Gain]:
-    """Returns the figures that show what is gained by sharing. Memory in use has no better side."""
+    """Returns the figures that show what is gained by sharing. Neither side is better in memory."""
     figures = {
         "models served": _served,
         "requests answered": _answered,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engines.sharing import PAGE, Pair
+from tests.engines.sharing import PAGE, Pair, opened_pair
 from tests.engines.stock import SGLangServer, until
 from tests.serve.conftest import Cluster, serving
 from tests.sglang.models import LLAMA, QWEN3, prompts, spec_of
@@ -27,12 +25,7 @@ CAPACITY += sum(5 * 128 * spec_of(model).token_bytes for model in MODELS) + ELAS
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        contextlib.closing(
-            Pair(dict.fromkeys(MODELS, SGLangServer), Path(folder), CAPACITY)
-        ) as made,
-    ):
+    with opened_pair(dict.fromkeys(MODELS, SGLangServer), CAPACITY) as made:
         yield made
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.acceptance.test_external_servers import complete, external, url_of
-from tests.engines.sharing import PAGE, Pair
+from tests.engines.sharing import PAGE, opened_pair
 from tests.engines.stock import SGLangServer, until
 from tests.serve.conftest import serving
 from tests.sglang.models import LLAMA, prompts, spec_of
@@ -23,10 +21,7 @@ CAPACITY = -(-(spec_of(LLAMA).weight_bytes + (13 << 20)) // PAGE) * PAGE
 def test_it_is_woken_by_requests_and_answers_as_before(tmp_path: Path, short_dir: Path) -> None:
     """Leaves a request that does not pass Prism waiting in the sleeping server."""
     [prompt] = prompts(LLAMA, 1, (200, 230), seed=5)
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        contextlib.closing(Pair({LLAMA: SGLangServer}, Path(folder), CAPACITY)) as pair,
-    ):
+    with opened_pair({LLAMA: SGLangServer}, CAPACITY) as pair:
         url = url_of(pair, LLAMA)
         before = complete(url, LLAMA, prompt, 60)
         held_bytes = pair.of(LLAMA).committed_bytes

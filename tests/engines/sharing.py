@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -95,6 +96,18 @@ class Pair:
         for server in self.servers.values():
             server.end()
         Device.unlink(self.namespace, self.name, force=True)
+
+
+@contextmanager
+def opened_pair(
+    classes: Mapping[str, Callable[..., Server]], capacity_bytes: int
+) -> Iterator[Pair]:
+    """Yields a pair whose servers write into a temporary folder, and closes it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="prism-") as folder,
+        closing(Pair(classes, Path(folder), capacity_bytes)) as pair,
+    ):
+        yield pair
 
 
 def token_bytes(model: str) -> int:

@@ -127,6 +127,7 @@ def roof(tmp_path: Path, short_dir: Path) -> Iterator[Roof]:
         serving(tmp_path, short_dir, devices=[], models=made.models()) as cluster,
     ):
         made.cluster = cluster
+        until(lambda: len(made.rows()) == len(made.ports), "the servers in the status")
         yield made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from prism.config.checks.memory_needs import pools_of
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair, right, token_bytes
+from tests.engines.sharing import PAGE, Pair, opened_pair, right, token_bytes
 from tests.engines.stock import SGLangServer, until
 from tests.sglang.models import (
     LLAMA,
@@ -50,12 +49,7 @@ CAPACITY += sum(REQUEST_BYTES.values()) + ELASTIC_BYTES
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        contextlib.closing(
-            Pair(dict.fromkeys(MODELS, SGLangServer), Path(folder), CAPACITY)
-        ) as made,
-    ):
+    with opened_pair(dict.fromkeys(MODELS, SGLangServer), CAPACITY) as made:
         yield made
 
 

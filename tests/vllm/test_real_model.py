@@ -5,15 +5,12 @@ Run by scripts/test --long: five minutes for each pair of engines.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair
+from tests.engines.sharing import PAGE, Pair, opened_pair
 from tests.engines.stock import SGLangServer
 from tests.sglang.models import AGAIN, SMOLLM2, spec_of
 from tests.vllm.servers import VllmServer
@@ -35,10 +32,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     need_bytes = 2 * spec.weight_bytes + ELASTIC_TOKENS * spec.token_bytes
     capacity_bytes = -(-need_bytes // PAGE) * PAGE
     classes = dict(zip((ONE, OTHER), request.param, strict=True))
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        closing(Pair(classes, Path(folder), capacity_bytes)) as made,
-    ):
+    with opened_pair(classes, capacity_bytes) as made:
         yield made
 
 

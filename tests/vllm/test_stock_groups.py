@@ -3,15 +3,12 @@ device."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair, largest_held, right
+from tests.engines.sharing import PAGE, Pair, largest_held, opened_pair, right
 from tests.engines.stock import CONTEXT, until
 from tests.sglang.models import GEMMA3_32, MOE, prompts, spec_of
 from tests.vllm.servers import BLOCK_TOKENS, without_prefixes
@@ -27,10 +24,7 @@ BLOCK_BYTES = BLOCK_TOKENS * 2 * (2 * 2 * 32 * 4)
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     servers = dict.fromkeys((WINDOWS, EXPERTS), without_prefixes)
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        closing(Pair(servers, Path(folder), WEIGHTS_BYTES + (48 << 20))) as made,
-    ):
+    with opened_pair(servers, WEIGHTS_BYTES + (48 << 20)) as made:
         yield made
 
 

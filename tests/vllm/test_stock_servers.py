@@ -10,13 +10,12 @@ import signal
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair, right, token_bytes
+from tests.engines.sharing import PAGE, Pair, opened_pair, right, token_bytes
 from tests.engines.stock import CONTEXT, Server, SGLangServer, until
 from tests.sglang.models import (
     LLAMA,
@@ -45,10 +44,7 @@ LMCACHE = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
 
 @pytest.fixture(scope="module", params=[VllmServer, SGLangServer])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        closing(Pair({LLAMA: VllmServer, QWEN3: request.param}, Path(folder), CAPACITY)) as made,
-    ):
+    with opened_pair({LLAMA: VllmServer, QWEN3: request.param}, CAPACITY) as made:
         yield made
 
 

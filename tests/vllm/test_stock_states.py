@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from math import lcm
-from pathlib import Path
 
 import pytest
 
 from tests.engines import sharing
-from tests.engines.sharing import PAGE, Pair, largest_held, right
+from tests.engines.sharing import PAGE, Pair, largest_held, opened_pair, right
 from tests.engines.stock import CONTEXT, until
 from tests.sglang.models import DELTA_NET, MAMBA, prompts, spec_of
 from tests.vllm.servers import BLOCK_TOKENS, VllmServer, without_prefixes
@@ -31,10 +28,7 @@ SLAB_BYTES = lcm(BLOCK_BYTES, PAGE)
 def pair() -> Iterator[Pair]:
     """Servers of both models, of which the second has a prefix cache."""
     servers = {DELTA: without_prefixes, MAMBA2: VllmServer}
-    with (
-        tempfile.TemporaryDirectory(prefix="prism-") as folder,
-        closing(Pair(servers, Path(folder), WEIGHTS_BYTES + (5 << 20))) as made,
-    ):
+    with opened_pair(servers, WEIGHTS_BYTES + (5 << 20)) as made:
         yield made
 
 
